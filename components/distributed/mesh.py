@@ -33,7 +33,7 @@ class RankMesh:
     expert: int = setting(
         default=1,
         check=at_least(1),
-        doc="expert parallel: of data_shard × context × tensor consecutive ranks, so many share the experts of a layer",
+        doc="expert parallel: ranks that share the experts of a layer; it divides data_shard × context × tensor",
     )
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))

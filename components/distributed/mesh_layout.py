@@ -81,7 +81,7 @@ def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) 
 
 
 def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
-    """Why so many ranks of a mesh of these sizes can't share experts, and what to write instead; None if they can."""
+    """Why `expert` does not fit a mesh of these sizes, and what to write instead; None if it does."""
     ranks = math.prod(sizes[name] for name in EXPERT_DIVIDES)
     if ranks % expert == 0:
         return None

@@ -1,5 +1,6 @@
 """Shared by the schedules that rise first: for some steps, or a share of all."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,9 +33,9 @@ class AfterWarmup:
             return self.start + (1 - self.start) * done / rising
         return self.after(done - rising, max(total - rising, 1), total)
 
+    @abstractmethod
     def after(self, done: int, rest: int, total: int) -> float:
         """The factor after `done` of the `rest` steps behind the warm-up; `total` are all."""
-        raise NotImplementedError
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:

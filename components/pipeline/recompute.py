@@ -52,7 +52,7 @@ def recomputing(policy: Recompute) -> AbstractContextManager[Any]:
 
 
 class _Blocks:
-    """A context in which one of every so many blocks is recomputed."""
+    """A context in which the first of every `count` blocks is recomputed."""
 
     __slots__ = ("_count", "_token")
 

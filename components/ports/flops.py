@@ -24,7 +24,7 @@ class ForwardFlops:
 
     def of_training(self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()) -> float:
         """
-        Those of a forward and a backward pass over some tokens, which see so many keys by window.
+        Those of a forward and a backward pass over `tokens`; `pairs` are of a query and a key that it sees, by window.
 
         A backward pass has two products for each of the forward pass, of which frozen parameters need one. What is
         computed again does not count (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, appendix B).

@@ -371,8 +371,8 @@ LOSS = "loss"
 
 Recompute = int | Literal["none", "blocks", "selective"]
 """
-What the backward pass computes again: nothing; every block; one of so many blocks; norms, gates and rotations, whose
-inputs are kept anyway.
+What the backward pass computes again: "none" is nothing, "blocks" every block, a number n the first of every n blocks,
+"selective" norms, gates and rotations, whose inputs are kept anyway.
 """
 
 

@@ -34,7 +34,7 @@ class Content:
 
 
 def count_blocks(size: int) -> int:
-    """How many blocks a file of so many bytes has; an empty one has an empty block."""
+    """The number of blocks of a file of `size` bytes; an empty file has one block, which is empty."""
     return max(1, -(-size // BLOCK))
 
 

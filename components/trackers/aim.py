@@ -1,7 +1,6 @@
 """Tracks metrics in an Aim repository in the run folder."""
 
 import atexit
-import logging
 import math
 import uuid
 import warnings
@@ -14,10 +13,8 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo, Value
 from drawloom.components.trackers.aim_repository import AimRun, run_in
-from drawloom.components.trackers.background import Background, Task
+from drawloom.components.trackers.background import Background, OneWarning, Task
 from drawloom.graph import ResolvedRecipe, UserError, above, at_least, component, setting
-
-log = logging.getLogger("drawloom.trackers")
 
 
 @component(impact="safe", needs={"aim": "drawloom[aim]"})
@@ -43,7 +40,7 @@ class AimTracker:
     _hash: str = attrs.field(init=False, default="")
     _run: AimRun | None = attrs.field(init=False, default=None)
     _background: Background | None = attrs.field(init=False, default=None)
-    _warned: bool = attrs.field(init=False, default=False)
+    _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
 
     def open(self) -> None:
         """Load Aim and prepare the repository, on rank 0; a UserError if Aim is not installed."""
@@ -90,11 +87,6 @@ class AimTracker:
         usable = self._run is None or self._run.usable
         what = "some steps will be missing there" if usable else "nothing is written to it"
         self._warn(f"Aim failed, {what}: {type(error).__name__}: {error}")
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("%s", text)
 
 
 def load_aim() -> Any:

@@ -1,11 +1,28 @@
-"""A background thread that runs queued tasks in order."""
+"""What trackers of other programs share: a background thread that runs queued tasks in order, and one warning."""
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
+import attrs
+
+log = logging.getLogger("drawloom.trackers")
+
 Task = Callable[[], None]
+
+
+@attrs.define
+class OneWarning:
+    """Logs the first warning that it is given: the others of a program in trouble say the same."""
+
+    _given: bool = False
+
+    def __call__(self, text: str) -> None:
+        if not self._given:
+            self._given = True
+            log.warning("%s", text)
 
 
 class Background:

@@ -1,6 +1,5 @@
 """Tracks metrics as event files of TensorBoard in the run folder."""
 
-import logging
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -11,10 +10,8 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Value
-from drawloom.components.trackers.background import Background
+from drawloom.components.trackers.background import Background, OneWarning
 from drawloom.graph import UserError, above, at_least, component, setting
-
-log = logging.getLogger("drawloom.trackers")
 
 
 @component(impact="safe", needs={"tensorboard": "drawloom[tensorboard]"})
@@ -36,7 +33,7 @@ class TensorBoardTracker:
     _writer_class: Any = attrs.field(init=False, default=None)
     _writer: Any = attrs.field(init=False, default=None)
     _background: Background | None = attrs.field(init=False, default=None)
-    _warned: bool = attrs.field(init=False, default=False)
+    _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
 
     def open(self) -> None:
         """Load TensorBoard and start the thread, on rank 0; a UserError if TensorBoard is not installed."""
@@ -84,11 +81,6 @@ class TensorBoardTracker:
 
     def _failed(self, error: Exception) -> None:
         self._warn(f"TensorBoard failed, some steps will be missing there: {type(error).__name__}: {error}")
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("%s", text)
 
 
 def load_writer() -> Any:

@@ -34,7 +34,7 @@ def waits() -> Iterator[list[str]]:
 
 
 def rows(count: int) -> Batch:
-    """A batch of so many rows of 4096."""
+    """A batch of `count` rows of 4096 tokens."""
     tokens = torch.randint(1000, (count, 4096))
     return Batch(tokens, tokens + 1, tokens + 2, tokens + 3, torch.rand(count, 4096))
 

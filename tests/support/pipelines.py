@@ -185,9 +185,8 @@ def steps_on_meshes(
 
     A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
     is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
-    all but the last of which are followed by an update. The model has so many layers, of which with `experts` all but
-    the second have so many. There are those of all cases for each policy of recomputation. The stages have these
-    `settings`.
+    all but the last of which are followed by an update. The model has `layers` layers; with `experts` each but the
+    second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages.
     """
     device = ComputeDevice(kind=kind)
     device.open()

@@ -108,7 +108,7 @@ class Qwen3MoeConfig(MoeConfig):
         return Routing(norm_topk_prob=self.norm_topk_prob)
 
     def has_experts(self, number: int) -> bool:
-        """The last of every so many layers, but for some."""
+        """Whether a layer has experts: each `decoder_sparse_step`-th, without those in `mlp_only_layers`."""
         return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod

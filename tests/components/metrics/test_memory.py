@@ -4,25 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import torch
 
 from drawloom.components.metrics.memory import Memory
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
 from drawloom.graph import Every
+from support.doubles import Machine
 from support.metrics import combined, measured
-
-
-@attrs.frozen
-class Device:
-    """A device of which so many bytes are in use."""
-
-    bytes: int
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return self.bytes
 
 
 @attrs.frozen
@@ -37,13 +25,16 @@ class User:
 
 def test_memory_is_what_the_device_says() -> None:
     """In bytes, a whole number."""
-    assert measured(Memory(device=Device(2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
+    assert measured(Memory(device=Machine(used=2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
 
 
 def test_memory_by_kind_is_that_of_the_rank_with_most() -> None:
     """Each rank has its own kinds; what its peak has besides them is workspace, which may be another rank's."""
-    first: Any = {"device": Device(100), "users": Every({"a": User({"masters": 70}), "b": User({"gradients": 5})})}
-    second: Any = {"device": Device(90), "users": Every({"a": User({"parameters": 50})})}
+    first: Any = {
+        "device": Machine(used=100),
+        "users": Every({"a": User({"masters": 70}), "b": User({"gradients": 5})}),
+    }
+    second: Any = {"device": Machine(used=90), "users": Every({"a": User({"parameters": 50})})}
     metrics = [Memory(**parts, by_kind=True) for parts in (first, second)]
     parts = [metric.update(Step(1, 1)) for metric in metrics]
     assert metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1)) == {

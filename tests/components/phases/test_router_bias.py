@@ -51,7 +51,7 @@ def opened(held: Sequence[Router], mesh: Any, **settings: Any) -> RouterBias:
 
 
 def send(held: Sequence[Router], *counts: int) -> None:
-    """Send so many tokens to each expert, in training."""
+    """Send `counts` tokens to the experts, in training."""
     tokens = (40 * torch.eye(4, dtype=torch.float64) - 20).repeat_interleave(torch.tensor(counts), 0)[None]
     for each in held:
         each(tokens, torch.ones(tokens.shape[:2]))

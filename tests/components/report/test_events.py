@@ -26,7 +26,7 @@ def test_a_process_without_an_end_was_killed() -> None:
 
 
 def test_what_stops_a_run_is_an_event() -> None:
-    """Signals, failures, skipped steps, warnings and changes of the recipe are told in the words of the log."""
+    """The page repeats what the log says of signals, failures, skipped steps, warnings and changes of the recipe."""
     log = parse_log(
         [
             *BEGIN,

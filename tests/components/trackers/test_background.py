@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from drawloom.components.trackers.background import Background
+import pytest
+
+from drawloom.components.trackers.background import Background, OneWarning
 
 
 def _nothing() -> None: ...
@@ -86,3 +88,12 @@ def test_waiting_for_a_task_has_a_timeout() -> None:
     assert not background.run(lambda: done.append(gate.wait(10)), 0.05)
     gate.set()
     assert background.close(10)
+
+
+def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    """What follows it is not logged, and another tracker's first one is."""
+    warn, other = OneWarning(), OneWarning()
+    for text in ("first", "second"):
+        warn(text)
+    other("third")
+    assert caplog.messages == ["first", "third"]
