@@ -29,6 +29,7 @@ from drawloom.components.pipeline.stage_checks import (
     WRITE_DISPATCHER,
     gathers_by_block,
     losses_that_are_modules,
+    misfits_of_capture,
     misfits_of_experts,
     misfits_of_shards,
     misfits_of_tensor,
@@ -120,6 +121,11 @@ class MaterializedStages:
         default=False,
         doc="whether each block is compiled by torch.compile; its weights' gradients can't be put off then",
     )
+    capture: bool = setting(
+        default=False,
+        impact="safe",
+        doc="whether a GPU gets the passes of a stage as CUDA graphs, which is faster where microbatches are small",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -148,11 +154,14 @@ class MaterializedStages:
         for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
             yield from undivided_backwards(node, schedule, mesh)
         yield from idle_policies(node)
+        yield from misfits_of_capture(node)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """How the ranks of the mesh share the parameters, and what is recomputed."""
         yield from notes_of_policy(node.settings["recompute"])
+        if node.settings["capture"]:
+            yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         for mesh in node.neighbours("mesh"):
             yield from shares_of_parameters(node, mesh)
 
@@ -186,6 +195,7 @@ class MaterializedStages:
                 self.adapters,
                 self._splits,
                 self.recompute,
+                self.capture,
             )
             for index, module in modules.items()
         ]
@@ -265,7 +275,8 @@ class MaterializedStages:
         """The store of the parameters of modules, which are real."""
         if sharded:
             return ShardedStore.of(sharded, self.precision)
-        if (replicas := self.mesh.group(*DATA)).size > 1:
+        # Hooks, by which replicas begin to sum before a backward pass ends, are not part of a graph.
+        if (replicas := self.mesh.group(*DATA)).size > 1 and not self.capture:
             apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
             how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
             return ReplicatedStore.replicated(modules, *how)
