@@ -81,7 +81,7 @@ class Executor:
         if self._captures is None:
             runner.run(program)
         else:
-            self._captures.begin()
+            self._captures.begin(program)
             runner.run(program)
             self._captures.end()
         self.stages.hand_over_gradients()

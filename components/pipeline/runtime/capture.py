@@ -5,24 +5,28 @@ A graph reads and writes the addresses that it was recorded with. Each place for
 tensors, graphs and a memory pool of its own, which no other slot uses: what the forward graph leaves there is there
 until the backward graph of the same slot reads it, in whatever order slots take turns. What comes in is copied to the
 slot's tensors, and what goes out is copied from them; weight gradients are added to sums that persist. The first step
-runs kernel by kernel, so that everything that compiles, or chooses among kernels, has done so.
+runs kernel by kernel, so that everything that compiles, or chooses among kernels, has done so; all graphs are recorded
+before the second.
 
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots in the place of one callable.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach, floating
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Stage
 from drawloom.components.ports.pipeline import Loss
+from drawloom.components.ports.program import RankProgram, flat
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.graph import UserError
 
@@ -94,31 +98,43 @@ class Slot:
     _grads: list[Tensor] | None = None
     _passes: dict[str, Recorded] = attrs.field(factory=dict)
 
-    def forward(self, inputs: Any, shared: BatchContext, batch: Batch | None) -> tuple[Any, list[Any]]:
+    def open(self, given: Any) -> None:
+        """Record all passes, from tensors of the shapes of those in `given`: inputs, context and batch."""
+        self._given = transform(_copy, given)
+        self._passes["forward"] = self.record(self._forward)
+        if not self.runner.last:
+            output, _ = self._passes["forward"].outputs
+            self._grads = [torch.zeros_like(leaf) for leaf in floating(leaves(output))]
+        for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
+            self._passes[name] = self.record(partial(self._backward, name))
+
+    def forward(self, given: Any) -> tuple[Any, list[Any]]:
         """The stage's output, and of the last stage loss, weight and sums: copies, as the slot keeps its tensors."""
-        self._given = _put(self._given, (inputs, shared, batch))
-        return self._run("forward", self._forward)  # type: ignore[no-any-return]
+        _put(self._given, given)
+        return self._replay("forward")  # type: ignore[no-any-return]
 
     def backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the inputs, by the runner's method of this name, from those of the outputs."""
         if grads is not None:
-            self._grads = _put(self._grads, grads)
-        method = getattr(self.runner, name)
-        return self._run(name, lambda: method(0, self._grads))  # type: ignore[no-any-return]
+            _put(self._grads, grads)
+        return self._replay(name)  # type: ignore[no-any-return]
 
     def backward_weight(self) -> None:
         """Add the weight gradients that `backward_input` has put off."""
-        self._run("backward_weight", lambda: self.runner.backward_weight(0))
+        self._replay("backward_weight")
 
     def _forward(self) -> Any:
         inputs, shared, batch = self._given
+        # The start of the stage's graph, but for token ids.
         output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
         view = self.runner.state.sharded_state(0)
         return output, [view[name] for name in STATE if name in view]
 
-    def _run(self, name: str, passed: Callable[[], Any]) -> Any:
-        if name not in self._passes:
-            self._passes[name] = self.record(passed)
+    def _backward(self, name: str) -> Any:
+        method = getattr(self.runner, name)
+        return method(0) if name == "backward_weight" else method(0, self._grads)
+
+    def _replay(self, name: str) -> Any:
         recorded = self._passes[name]
         recorded.replay()
         return transform(_copy, recorded.outputs)
@@ -129,6 +145,7 @@ class WeightSums:
     """The gradients of parameters, whose addresses graphs know: the same tensors in every step."""
 
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
+    _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient whose place it took
 
     def learn(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep sums for parameters that have gradients now; others, which nothing reaches, never get any."""
@@ -136,15 +153,21 @@ class WeightSums:
             if parameter.grad is not None and parameter not in self._sums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels add to nothing else
 
-    def begin(self) -> None:
-        """Before the first microbatch of a step: the sums are the gradients, and what these were."""
-        fresh = [(parameter, summed) for parameter, summed in self._sums.items() if parameter.grad is not summed]
-        if fresh:  # torch refuses an empty list
-            torch._foreach_zero_([summed for _, summed in fresh])
-        for parameter, summed in fresh:
-            if parameter.grad is not None:
-                summed.copy_(parameter.grad)
-            parameter.grad = summed
+    def attach(self) -> None:
+        """Make the sums the gradients of their parameters."""
+        for parameter, summed in self._sums.items():
+            if parameter.grad is not summed:
+                self._left[summed] = parameter.grad
+                parameter.grad = summed
+
+    def reset(self) -> None:
+        """Set those that have become gradients since the last time to what the gradients were, or to zero."""
+        if self._left:  # torch refuses an empty list
+            torch._foreach_zero_(list(self._left))
+        for summed, grad in self._left.items():
+            if grad is not None:
+                summed.copy_(grad)
+        self._left = {}
 
 
 @attrs.define(eq=False)
@@ -158,42 +181,40 @@ class StageGraphs:
     stage: Stage
     objective: Loss
     new_record: Callable[[], Record]
-    _shape: Any = None
-    _ready: bool = False
+    _first: Any = None  # the microbatch that others are compared with, and whether its backward pass is split
     _slots: list[Slot] = attrs.field(factory=list)
     _free: list[Slot] = attrs.field(factory=list)
     _warned: bool = False
 
-    def begin(self) -> bool:
-        """Before the first microbatch of a step, no slot is in use; whether slots will be made in this step."""
-        self._free = list(self._slots)
-        return self._ready and not self._slots
+    def lacks(self, in_flight: int) -> bool:
+        """Whether there are fewer slots than microbatches in flight, and it is known how to make more."""
+        return self._first is not None and len(self._slots) < in_flight
 
-    def end(self) -> None:
-        """After the last microbatch of a step: what has run kernel by kernel once can be recorded."""
-        self._ready = self._shape is not None
+    def begin(self, in_flight: int) -> None:
+        """Before the first microbatch of a step: no slot is in use, and there are enough, once a step was taken."""
+        while self.lacks(in_flight):
+            given, split = self._first
+            self._slots.append(Slot(self._runner(split), self.new_record()))
+            self._slots[-1].open(given)
+        self._free = list(self._slots)
 
     def take(self, given: Any, split: bool) -> Slot | None:
         """A slot for a microbatch; None if it is to run kernel by kernel."""
-        shape = [split, *map(_shape, leaves(given))]
-        if self._shape is None:
-            self._shape = shape
-        if shape != self._shape:
-            self._warn(shape)
-        elif self._ready:
-            return self._free.pop() if self._free else self._new(split)
-        return None
+        if self._first is None:
+            self._first = transform(_copy, given), split
+        if _shape((given, split)) != _shape(self._first):
+            self._warn()
+            return None
+        return self._free.pop() if self._free else None
 
     def give_back(self, slot: Slot) -> None:
         """The microbatch of a slot is done."""
         self._free.append(slot)
 
-    def _new(self, split: bool) -> Slot:
-        runner = StageRunner(self.stage, self.objective, PipelineStateHandler(None, 1), split=split)
-        self._slots.append(Slot(runner, self.new_record()))
-        return self._slots[-1]
+    def _runner(self, split: bool) -> StageRunner:
+        return StageRunner(self.stage, self.objective, PipelineStateHandler(None, 1), split=split)
 
-    def _warn(self, shape: Any) -> None:
+    def _warn(self) -> None:
         if not self._warned:
             log.warning(
                 f"capture: stage {self.stage.index} gets microbatches of several shapes, and only those of the first "
@@ -218,7 +239,7 @@ class CapturedRunner(StageRunner):
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._taken[microbatch] = slot
-        output, kept = self._recorded(lambda: slot.forward(*given))
+        output, kept = slot.forward(given)
         if kept:
             self._keep(microbatch, *kept)
         return output
@@ -227,7 +248,7 @@ class CapturedRunner(StageRunner):
         """As that of `StageRunner`."""
         if (slot := self._taken.pop(microbatch, None)) is None:
             return super().backward(microbatch, grads)
-        found: list[Tensor] = self._recorded(lambda: slot.backward("backward", grads))
+        found = slot.backward("backward", grads)
         self.graphs.give_back(slot)
         return found
 
@@ -235,26 +256,14 @@ class CapturedRunner(StageRunner):
         """As that of `StageRunner`."""
         if (slot := self._taken.get(microbatch)) is None:
             return super().backward_input(microbatch, grads)
-        found: list[Tensor] = self._recorded(lambda: slot.backward("backward_input", grads))
-        return found
+        return slot.backward("backward_input", grads)
 
     def backward_weight(self, microbatch: int) -> None:
         """As that of `StageRunner`."""
         if (slot := self._taken.pop(microbatch, None)) is None:
             return super().backward_weight(microbatch)
-        self._recorded(slot.backward_weight)
+        slot.backward_weight()
         self.graphs.give_back(slot)
-
-    def _recorded(self, run: Callable[[], Any]) -> Any:
-        try:
-            return run()
-        except RuntimeError as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(
-                f"stages.capture: stage {self.stage.index} does something that a CUDA graph can't hold: {first}; "
-                "write capture = false",
-                exit_code=2,
-            ) from error
 
 
 @attrs.define(eq=False)
@@ -279,37 +288,60 @@ class Captures:
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
-    def begin(self) -> None:
-        """Before the first microbatch of a step."""
-        self._sums.begin()
-        will_record = [graphs.begin() for graphs in self._graphs.values()]
-        if any(will_record):
-            # What the first step has freed is not in the pools of slots. To give it back while messages are under way
-            # would wait for these.
-            torch.cuda.empty_cache()
+    def begin(self, program: RankProgram) -> None:
+        """
+        Before the first microbatch of a step: record what is missing. UserError for what can't be recorded.
+
+        No messages are under way then. To make a graph may wait for all that the GPU does, also for a message of a rank
+        that waits for one of this rank.
+        """
+        most = most_in_flight(program)
+        if any(graphs.lacks(most[index]) for index, graphs in self._graphs.items()):
+            torch.cuda.empty_cache()  # what steps have freed is of no use for the pools of slots
+        self._sums.attach()
+        for index, graphs in self._graphs.items():
+            try:
+                graphs.begin(most[index])
+            except RuntimeError as error:
+                raise UserError(_refusal(index, error), exit_code=2) from error
+        self._sums.reset()
 
     def end(self) -> None:
         """After the last microbatch of a step, before its gradients are handed over."""
         for graphs in self._graphs.values():
             self._sums.learn(graphs.stage.module.parameters())
-            graphs.end()
 
 
-def _put(place: Any, values: Any) -> Any:
-    """A tree of tensors with these values: `place` itself, or a new one if it is None."""
-    if place is None:
-        return transform(_copy, values)
+def most_in_flight(program: RankProgram) -> Counter[int]:
+    """By stage, the most microbatches that have run forward and not backward, their weight gradients included."""
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for action in flat(program):
+        now[action.stage] += (action.op == "F") - (action.op in ("B", "W"))
+        most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
+
+
+def _refusal(stage: int, error: RuntimeError) -> str:
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return (
+        f"stages.capture: stage {stage} does something that a CUDA graph can't hold: {first.rstrip('.')}; "
+        "write capture = false"
+    )
+
+
+def _put(place: Any, values: Any) -> None:
+    """Copy the tensors of a tree to those of another one of the same shape."""
     pairs = zip(leaves(place), leaves(values), strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():
         torch._foreach_copy_([there for there, _ in tensors], [here for _, here in tensors])
-    return place
 
 
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _shape(leaf: Any) -> Any:
-    """What graphs depend on; of what is no tensor, the value itself."""
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def _shape(tree: Any) -> list[Any]:
+    """What graphs depend on: shapes and dtypes, and of what is no tensor, the value itself."""
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves(tree)]

@@ -21,13 +21,9 @@ class Again:
 
     run: Callable[[], Any]
     outputs: Any
-    fresh: bool = True
 
     def replay(self) -> None:
-        """Recording runs nothing on a GPU, and here it does: the first replay is done already."""
-        if self.fresh:
-            self.fresh = False
-            return
+        """Run it, which on a GPU recording has not done, and write what it gives."""
         for there, here in zip(leaves(self.outputs), leaves(self.run()), strict=True):
             if isinstance(there, Tensor):
                 there.data.copy_(here)
@@ -129,8 +125,10 @@ def test_sums_begin_at_zero_or_at_what_is_there() -> None:
     sums = WeightSums()
     sums.learn([weight, unused])
     kept, weight.grad = weight.grad, None
-    sums.begin()
+    sums.attach()
+    sums.reset()
     assert weight.grad is kept and not kept.any() and unused.grad is None
     weight.grad = torch.full((3,), 2.0)
-    sums.begin()
+    sums.attach()
+    sums.reset()
     assert weight.grad is kept and kept.tolist() == [2.0] * 3
