@@ -1,4 +1,4 @@
-"""Shared by the optimizers: parameter groups, the step at a scheduled learning rate, and state by parameter name."""
+"""Shared by the optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,34 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
+from drawloom.components.optim.parameter_groups import Group, param_groups
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.graph import between
-
-
-def check_betas(value: tuple[float, float]) -> str | None:
-    """The reason why betas are invalid, or None: each is from 0 to below 1."""
-    return next((reason for beta in value if (reason := between(0, 1)(beta))), None)
-
-
-def decays(parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases, which have one dimension."""
-    return parameter.ndim >= 2
-
-
-def decay_groups(named: Sequence[tuple[str, nn.Parameter]], decay: float) -> list[dict[str, Any]]:
-    """
-    Parameter groups for a torch optimizer; those with fewer than two dimensions get no weight decay.
-
-    Both groups exist even if they are empty: torch takes no empty list of groups, and a pipeline rank whose parameters
-    are all frozen has none to train.
-    """
-    matrices = [parameter for _, parameter in named if decays(parameter)]
-    vectors = [parameter for _, parameter in named if not decays(parameter)]
-    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -109,7 +87,10 @@ class TorchOptimizer:
     """The phase and the state of an optimizer of torch; subclasses create `_optimizer` in `open`."""
 
     parameters: Parameters
+    mesh: Mesh
     lr: float
+    weight_decay: float
+    groups: Sequence[Group]
     _optimizer: torch.optim.Optimizer
 
     @property
@@ -126,17 +107,22 @@ class TorchOptimizer:
         """
         Update the weights unless the step is skipped, which the device may decide, and clear the gradients.
 
-        The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`.
+        The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`, and
+        each group has it times a factor of its own.
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = step.outputs["lr"]
+            group["lr"] = step.outputs["lr"] * group["lr_factor"]
         if step.found_inf is not None or not step.skip_reason:
             # The name under which torch's fused optimizers read it, as GradScaler sets it.
             self._optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
             with self._narrow_gradients():
                 self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, for torch."""
+        return param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
 
     @contextmanager
     def _narrow_gradients(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
         dispatcher=AllToAllExperts(kernels=kernels, mesh=mesh),
     )
     stages.open()
-    optimizer = AdamW(parameters=stages, lr=1e-3)
+    optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-3, groups=pipelines.GROUPS)
     optimizer.open()
     return {"stages": stages, "optimizer": optimizer}
 

@@ -148,7 +148,7 @@ class _Held:
 def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     """The weights after three steps of an optimizer, and its state."""
     held = _Held(torch.bfloat16 if "stochastic" in use else torch.float32)
-    edges: dict[str, Any] = {"parameters": held}
+    edges: dict[str, Any] = {"parameters": held, "mesh": SingleRankMesh()}
     if "stochastic" in use:
         edges |= {"job": fake(RunInfo, **JOB), "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
     optimizer = build(use, **edges, **values)

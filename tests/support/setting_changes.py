@@ -43,6 +43,14 @@ STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
 SPLIT = {"validation_fraction": 0.9}
 BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
+NORMS = [{"targets": ["*norm"], "lr_factor": 2.0}]
+GROUPS: dict[str, Any] = {
+    "groups": NORMS,
+    "groups.targets": Change([{**NORMS[0], "targets": ["*weight"]}], {"groups": NORMS}),
+    "groups.lr_factor": NORMS,
+    "groups.weight_decay": [{"targets": ["*norm"], "weight_decay": 5.0}],
+}
+BETAS_OF_GROUP = {"groups.betas": [{"targets": ["*norm"], "betas": [0.5, 0.6]}]}
 NO_SIZES: dict[str, Any] = dict.fromkeys(SPARSE_SIZES)
 # With this base and length, pairs of channels are on either side of the bounds and between them.
 BOUNDS = {"rope_theta": 10.0, "original_max_position_embeddings": 128}
@@ -356,9 +364,13 @@ ROWS: dict[str, Row] = {
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
-    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS),
-    "optim.sgd": Row(parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5}),
-    "optim.stochastic_adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | {"state_dtype": "float32"}),
+    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
+    "optim.sgd": Row(
+        parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5} | GROUPS
+    ),
+    "optim.stochastic_adamw": Row(
+        parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
+    ),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
     "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),

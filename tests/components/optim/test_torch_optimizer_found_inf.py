@@ -14,6 +14,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import LateValues, Step
+from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 from support.host_reads import NoHostReads
 from support.kernels import DEVICE
@@ -78,7 +79,7 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
     make, dtype, gradient, settings = OPTIMIZERS[name]
     for skipped in ({1, 3}, {2, 3, 5}):
         late, known = Weights(dtype, gradient), Weights(dtype, gradient)
-        ours, theirs = (make(parameters=side, lr=0.1, **settings) for side in (late, known))
+        ours, theirs = (make(parameters=side, mesh=SingleRankMesh(), lr=0.1, **settings) for side in (late, known))
         ours.open()
         theirs.open()
         last = Step(0, 5)

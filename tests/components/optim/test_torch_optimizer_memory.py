@@ -9,6 +9,7 @@ from torch import nn
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.ports.run import Step
+from support.checkpoints import SingleRankMesh
 
 
 class Weights:
@@ -29,7 +30,7 @@ class Weights:
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
     """What is said before the first step is what tensors of the state take after it, but for counters of steps."""
     weights = Weights()
-    optimizer = kind(parameters=weights, lr=0.1, **settings)
+    optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
     announced = optimizer.memory_bytes()
     for _, parameter in weights.named():

@@ -14,6 +14,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
+from support.checkpoints import SingleRankMesh
 
 
 class Weights:
@@ -42,12 +43,13 @@ class OneJob:
 
 
 def _stochastic(weights: Weights) -> StochasticAdamW:
-    return StochasticAdamW(parameters=weights, job=OneJob(), device=ComputeDevice(kind="cpu"), lr=0.1)
+    device = ComputeDevice(kind="cpu")
+    return StochasticAdamW(parameters=weights, mesh=SingleRankMesh(), job=OneJob(), device=device, lr=0.1)
 
 
 MAKERS: dict[str, Callable[[Weights], Any]] = {
-    "adamw": lambda weights: AdamW(parameters=weights, lr=0.1),
-    "sgd": lambda weights: SGD(parameters=weights, lr=0.1),
+    "adamw": lambda weights: AdamW(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
+    "sgd": lambda weights: SGD(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
     "stochastic_adamw": _stochastic,
 }
 
