@@ -23,7 +23,7 @@ class AdamW(TorchOptimizer):
     groups: list[AdamGroup] = setting(
         factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
     )
-    _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
+    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     @property
     def moments(self) -> int:
@@ -33,4 +33,5 @@ class AdamW(TorchOptimizer):
     def open(self) -> None:
         """Create the optimizer of the parameters."""
         groups = self._param_groups()
-        self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        adam = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        self._optimizers = [adam]

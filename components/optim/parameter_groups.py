@@ -1,6 +1,6 @@
 """Parameter groups: names of parameters that an optimizer trains otherwise than the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -67,7 +67,8 @@ def param_groups(
     frozen has none to train. Raises UserError, on all ranks, for a pattern without a parameter.
     """
     named = parameters.named()
-    places = places_of([name for name, _ in named], [group.targets for group in groups], mesh)
+    targets = {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
+    places = places_of([name for name, _ in named], targets, mesh)
     found: list[dict[str, Any]] = []
     for place, group in enumerate([None, *groups]):
         mine = [part for (_, part), where in zip(named, places, strict=True) if where == place]
@@ -78,35 +79,42 @@ def param_groups(
     return found
 
 
-def places_of(names: Sequence[str], groups: Sequence[Sequence[str]], mesh: Mesh) -> list[int]:
+def places_of(names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh) -> list[int]:
     """
-    The number of each name's group, from 1: the first with a pattern that matches; 0 if there is none.
+    The number of each name's patterns, from 1: the first that match, of those that settings have; 0 if none do.
 
-    Raises UserError, on all ranks, for a pattern that puts no name of any rank into its group.
+    `targets` are the patterns by the name of their setting. Raises UserError, on all ranks, for a pattern that no name
+    of any rank is left for.
     """
     places = [
-        next((number for number, patterns in enumerate(groups, 1) if _matches(name, patterns)), 0) for name in names
+        next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0)
+        for name in names
     ]
     # Asked of no rank where there are no patterns, as in most runs.
-    if groups:
-        _check_patterns(names, places, groups, mesh)
+    if targets:
+        _check_patterns(names, places, targets, mesh)
     return places
 
 
-def _check_patterns(names: Sequence[str], places: Sequence[int], groups: Sequence[Sequence[str]], mesh: Mesh) -> None:
+def _check_patterns(
+    names: Sequence[str], places: Sequence[int], targets: Mapping[str, Sequence[str]], mesh: Mesh
+) -> None:
     pairs = mesh.group("pipeline").gather_json(list(zip(names, places, strict=True)))
     everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
-    for number, patterns in enumerate(groups, 1):
+    # No rank has anything to train: that is another fault, if it is one.
+    if not everywhere:
+        return
+    for number, (setting_name, patterns) in enumerate(targets.items(), 1):
         for pattern in patterns:
             matched = [(name, place) for name, place in everywhere if fnmatchcase(name, pattern)]
             if not matched:
-                example = f"; one is called {everywhere[0][0]!r}" if everywhere else ""
-                text = f"matches no trained parameter{example}"
+                text = f"matches no trained parameter; one is called {everywhere[0][0]!r}"
             elif all(place != number for _, place in matched):
-                text = f"matches {matched[0][0]!r}, but that is in groups[{matched[0][1] - 1}]; write this group first"
+                name, place = matched[0]
+                text = f"matches {name!r}, but that is in {[*targets][place - 1]}; write {setting_name} before it"
             else:
                 continue
-            raise UserError(f"groups[{number - 1}] of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
+            raise UserError(f"{setting_name} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ class SGD(TorchOptimizer):
     groups: list[Group] = setting(
         factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
     )
-    _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
+    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     @property
     def moments(self) -> int:
@@ -33,7 +33,7 @@ class SGD(TorchOptimizer):
     def open(self) -> None:
         """Create the optimizer of the parameters."""
         groups = self._param_groups()
-        self._optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
+        self._optimizers = [torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)]
 
     def run_phase(self, step: Step) -> None:
         """Update the weights unless the step is skipped, and clear the gradients."""
@@ -44,6 +44,6 @@ class SGD(TorchOptimizer):
     def _fill_buffers(self) -> None:
         """Zeros where torch has no running mean yet: in a first step that is skipped it would leave them unfilled."""
         for _, parameter in self.parameters.named():
-            state = self._optimizer.state[parameter]
+            state = self._optimizers[0].state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)

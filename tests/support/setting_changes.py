@@ -364,7 +364,22 @@ ROWS: dict[str, Row] = {
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
+    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
     "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
+    "optim.muon": Row(
+        parts.weights_after_steps,
+        {"lr": 0.01},
+        BETAS
+        | GROUPS
+        | BETAS_OF_GROUP
+        | {
+            "targets": Change(["*norm"], refused=True),
+            "adjust_lr_fn": "original",
+            "momentum": 0.5,
+            "nesterov": False,
+            "ns_steps": 2,
+        },
+    ),
     "optim.sgd": Row(
         parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5} | GROUPS
     ),

@@ -11,6 +11,7 @@ from torch import nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import LateValues, Step
@@ -63,6 +64,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[str, Any]]] = {
     "adamw": (AdamW, FP32, FP32, {}),
     "adamw, float32 gradients of bfloat16": (AdamW, BF16, FP32, {}),
+    "muon": (Muon, FP32, FP32, {"targets": ["matrix"]}),
+    "muon, float32 gradients of bfloat16": (Muon, BF16, FP32, {"targets": ["matrix"]}),
     "sgd": (SGD, FP32, FP32, {}),
     "sgd without momentum": (SGD, FP32, FP32, {"momentum": 0.0}),
     "stochastic": (stochastic, BF16, BF16, {}),

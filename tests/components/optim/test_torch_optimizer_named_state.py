@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
@@ -49,6 +50,7 @@ def _stochastic(weights: Weights) -> StochasticAdamW:
 
 MAKERS: dict[str, Callable[[Weights], Any]] = {
     "adamw": lambda weights: AdamW(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
+    "muon": lambda weights: Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, targets=["matrix"]),
     "sgd": lambda weights: SGD(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
     "stochastic_adamw": _stochastic,
 }
@@ -82,7 +84,7 @@ def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
     assert {name: tensor.device.type for name, tensor in loaded.items()} == dict.fromkeys(loaded, "meta")
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_loaded_state_is_a_copy(kind: str) -> None:
     """A step after loading does not change the state that was loaded."""
     weights, others = Weights(), Weights()
