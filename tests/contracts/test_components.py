@@ -218,6 +218,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         **with_experts("model.qwen3.moe"),
         "metrics": {"experts": {"use": "metrics.expert_load"}},
     },
+    "phases.ema": lambda folder: {
+        "ema": {"use": "phases.ema"},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@ema"}}}},
+    },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),
         "router_bias": {"use": "phases.router_bias"},

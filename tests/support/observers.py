@@ -159,6 +159,17 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     return [parameter.tolist() for _, parameter in held.named()], str(optimizer.state_dict())
 
 
+def averaged_by(use: str, values: Values, _place: Path) -> Any:
+    """The averages of weights that move."""
+    held = _Held()
+    average = build(use, parameters=held, **values)
+    for index in (1, 2):
+        average.run_phase(Step(index, 2))
+        with torch.no_grad():
+            held.matrix.add_(1.0)
+    return {name: each.tolist() for name, each in average.averages().items()}
+
+
 def clipped(use: str, values: Values, _place: Path) -> Any:
     """Gradients after clipping."""
     held = _Held()

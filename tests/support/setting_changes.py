@@ -386,6 +386,7 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
     ),
+    "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
     "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
