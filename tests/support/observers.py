@@ -391,7 +391,9 @@ def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:
     """The factors of ten steps."""
-    phase, steps = build(use, **values), [Step(index, 10) for index in range(1, 11)]
+    sizes = {"batching": build("run.batch", mesh=SingleRankMesh(), global_size=4, micro_size=4)}
+    sizes["rows"] = fake(PackedDataset, length=8)
+    phase, steps = build(use, **sizes, **values), [Step(index, 10) for index in range(1, 11)]
     for step in steps:
         phase.run_phase(step)
     return [step.outputs["lr_factor"] for step in steps]

@@ -128,7 +128,12 @@ SHARED_EXPERTS |= {
     "sliding_window": Change(3, {"max_window_layers": 1}),
     "max_window_layers": Change(1, {"sliding_window": 3}),
 }
-WARMUP = {"start": 0.5, "warmup_steps": 3, "warmup_percent": Change(50.0, {"warmup_steps": None})}
+WARMUP = {
+    "start": 0.5,
+    "warmup_steps": 3,
+    "warmup_tokens": Change(130, {"warmup_steps": None}),
+    "warmup_percent": Change(50.0, {"warmup_steps": None}),
+}
 TRITON = (
     "rms_norm",
     "add_rms_norm",
@@ -297,7 +302,13 @@ ROWS: dict[str, Row] = {
         parts.lr_factors,
         {"warmup_steps": 2, "decay_steps": 4},
         WARMUP
-        | {"end": 0.5, "curve": "cosine", "decay_steps": 6, "decay_percent": Change(60.0, {"decay_steps": None})},
+        | {
+            "end": 0.5,
+            "curve": "cosine",
+            "decay_steps": 6,
+            "decay_tokens": Change(150, {"decay_steps": None}),
+            "decay_percent": Change(60.0, {"decay_steps": None}),
+        },
     ),
     "learning_rate.piecewise": Row(
         parts.lr_factors,
@@ -308,6 +319,7 @@ ROWS: dict[str, Row] = {
             "phases.to": [{"to": 2.0}],
             "phases.curve": [{"to": 1.0, "curve": "cosine"}],
             "phases.steps": [{"to": 1.0, "steps": 3}],
+            "phases.until_tokens": [{"to": 1.0, "until_tokens": 130}],
             "phases.until_percent": [{"to": 1.0, "until_percent": 50.0}],
             "phases.power": Change([POLYNOMIAL[0] | {"power": 3.0}], {"phases": POLYNOMIAL}),
         },
