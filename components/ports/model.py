@@ -1,6 +1,7 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
@@ -524,6 +525,24 @@ class Parameters(Protocol):
     def slices(self) -> dict[str, TensorSlice | None]:
         """Of each of these parameters, the slice that this rank has; None for a whole one."""
         ...
+
+
+@port
+class AveragedWeights(Protocol):
+    """Averages of the trained weights over steps."""
+
+    def averages(self) -> Mapping[str, Tensor]:
+        """The averages of this rank's slices by parameter; none before the first step."""
+        ...
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """While it is open the averages are in place of the weights, which come back unchanged, also after an error."""
+        ...
+
+
+def averaged(average: AveragedWeights | None) -> AbstractContextManager[None]:
+    """The averages in place of the weights, if there are any."""
+    return nullcontext() if average is None else average.swapped()
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

@@ -238,7 +238,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
-        optimizer := AdamW(parameters=stages, lr=1e-5),
+        optimizer := AdamW(parameters=stages, mesh=mesh, lr=1e-5),
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length

@@ -151,7 +151,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
     executor = Executor(schedule=schedule, objective=loss, device=device, **parts)
     executor.open()
     synchronise = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
-    optimizer = AdamW(parameters=stages, lr=1e-5)
+    optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-5)
     optimizer.open()
     batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
