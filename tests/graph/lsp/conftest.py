@@ -1,0 +1,28 @@
+"""A workspace of the shop, in a folder of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.project import Project
+from support.editor import Write
+
+
+@pytest.fixture
+def workspace(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """A workspace that has the folder of the test, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return Workspace(project, (tmp_path.resolve(),))
+
+
+@pytest.fixture
+def write(workspace: Workspace) -> Write:
+    """A function that types a text into a document, without saving it; the path of the document."""
+
+    def write(name: str, text: str) -> Path:
+        path = workspace.folders[0] / name
+        workspace.texts[path] = text
+        return path
+
+    return write

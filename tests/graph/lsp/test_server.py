@@ -1,0 +1,40 @@
+"""An editor and its server, over pipes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.editor import Editor
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editor]:
+    """An editor of recipes of the shop."""
+    with Editor(tmp_path_factory.mktemp("shop")) as editor:
+        yield editor
+
+
+def test_problems_follow_the_text(editor: Editor) -> None:
+    """They are those of the text as it is typed, and of documents that extend it."""
+    assert editor.type("base.toml", 'extends = "small"\n') == []
+    assert editor.type("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n') == []
+    assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = 2\n') == []
+    (problem,) = editor.problems("mine.toml")
+    assert problem == "2:10-2:11 [trainer] 3 workers can't share 2 values; write at most 2"
+    assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = "x\n')[0].startswith("2:8-")
+    assert editor.problems("mine.toml")[0].startswith("0:0-0:21 base.toml:3:")
+    assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = 3\n') == editor.problems("mine.toml") == []
+
+
+def test_other_toml_files_are_left_alone(editor: Editor) -> None:
+    """Nothing is marked in files that are no recipes."""
+    assert editor.type("pyproject.toml", "[project]\nname = [\n") == []
+
+
+@pytest.mark.parametrize(("encoding", "column"), [("utf-16", 13), ("utf-8", 15), ("utf-32", 12)])
+def test_columns_are_in_the_units_of_the_editor(tmp_path: Path, encoding: str, column: int) -> None:
+    """A letter beyond the first plane is one code point, two units of UTF-16, and four bytes; U+2028 ends no line."""
+    text = 'extends = "small"\n# \u2028\n[menu]\nuse = "pages.menu"\nlinks = {}\nhue = ["\U0001f9f6", 3]\n'
+    with Editor(tmp_path, encoding=encoding) as editor:
+        assert editor.type("mine.toml", text)[0].startswith(f"5:{column}-5:{column + 1} [menu] hue[1]: ")
