@@ -80,15 +80,14 @@ def _long(name: str, found: Spec | Problem) -> Iterator[str]:
     origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
     yield f"{name}: {_short(found)}{origin}"
     if isinstance(found, Spec):
-        yield from _fields(found)
+        yield from (f"  {line}" for field in found.fields.values() if (line := field_line(field)))
 
 
-def _fields(spec: Spec) -> Iterator[str]:
-    for field in spec.fields.values():
-        if field.kind == "setting":
-            yield f"  {field.name}: {describe_type(field.type)}{_default(field)}{_doc(field)}"
-        elif field.is_edge:
-            yield f"  {field.name} -> {field.target}"
+def field_line(field: Field) -> str:
+    """A setting with its type, default and documentation, or an edge with its port; empty if the container fills it."""
+    if field.kind == "setting":
+        return f"{field.name}: {describe_type(field.type)}{_default(field)}{_doc(field)}"
+    return f"{field.name} -> {field.target}" if field.is_edge else ""
 
 
 def _default(field: Field) -> str:

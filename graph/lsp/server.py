@@ -10,7 +10,10 @@ from lsprotocol import types as lsp
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
+from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
+from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Place, UserError
 from drawloom.graph.project import Project
@@ -84,6 +87,12 @@ class RecipeServer(LanguageServer):
         found = self.workspace.position_codec.position_from_client_units(lines, position)
         return sum(len(line) + 1 for line in lines[: found.line]) + found.character
 
+    def meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
+        """What a position in an open recipe means; None if it means nothing, or nothing is known of the recipe."""
+        analysis = self.recipes.analyses.get(path)
+        cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
+        return Meaning.of(self.recipes, analysis, cursor) if analysis and cursor else None
+
 
 def path_of(uri: str) -> Path:
     """The resolved path of a document."""
@@ -99,6 +108,7 @@ def make_server(project: Project) -> RecipeServer:
     server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)(did_change)
     server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)(did_close)
     server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
+    server.feature(lsp.TEXT_DOCUMENT_HOVER)(hovered)
     return server
 
 
@@ -160,6 +170,18 @@ def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesPara
     """Check the documents that extend files which were changed outside of the editor."""
     for path in {other for change in params.changes for other in server.recipes.dependents(path_of(change.uri))}:
         server.publish(path)
+
+
+def hovered(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
+    """Explain the key or value at a position."""
+    path = path_of(params.text_document.uri)
+    meaning = server.meaning(path, params.position)
+    text = hover(server.recipes, meaning) if meaning else ""
+    if not meaning or not text:
+        return None
+    # Preformatted: the columns of the text are aligned.
+    content = lsp.MarkupContent(lsp.MarkupKind.Markdown, f"```text\n{text}\n```")
+    return lsp.Hover(content, server.range(path, meaning.cursor.start, meaning.cursor.end))
 
 
 def serve(project: Project) -> None:

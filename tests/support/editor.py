@@ -13,8 +13,13 @@ from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcMethodNotFound
 from pygls.lsp.client import LanguageClient
 
+from drawloom.graph.lsp.meaning import Meaning
+
 Write = Callable[[str, str], Path]
 """Types a text into a document; returns its path."""
+
+Point = Callable[[str], Meaning]
+"""Types a text with a bar into `mine.toml`; returns what is at the bar."""
 
 ROOT = Path(__file__).parents[2]
 SHOP = "from drawloom.graph.project import Project; from drawloom.graph.lsp.server import serve;"

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from drawloom.graph.lsp.cursor import Cursor
+from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.project import Project
-from support.editor import Write
+from support.editor import Point, Write
 
 
 @pytest.fixture
@@ -26,3 +28,18 @@ def write(workspace: Workspace) -> Write:
         return path
 
     return write
+
+
+@pytest.fixture
+def point(workspace: Workspace, write: Write) -> Point:
+    """A function that types a text into `mine.toml`, and points to the bar in it."""
+
+    def point(text: str) -> Meaning:
+        before, after = text.split("|")
+        path = write("mine.toml", before + after)
+        workspace.check(path)
+        cursor = Cursor.at(before + after, len(before))
+        assert cursor is not None
+        return Meaning.of(workspace, workspace.analyses[path], cursor)
+
+    return point
