@@ -31,7 +31,7 @@ def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
 
     Of a sequence such as phases only those fit that write and change the same values. A group is named for its members.
     """
-    roles = [role for graph in graphs for role in _roles(graph, name)]
+    roles = [role for graph in graphs for role in roles(graph, name)]
     if not roles:
         known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
         raise UserError(f"no shipped recipe has a node [{name}]; {did_you_mean(name, known)}".rstrip("; "), 2)
@@ -41,7 +41,7 @@ def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
     return "\n".join(f"{use:{width}}  {spec.doc}" for use, spec in fitting.items())
 
 
-def _roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
+def roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
     """What a component must be in place of a node: for each edge to it, or to a member of the group."""
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):

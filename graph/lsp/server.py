@@ -10,6 +10,7 @@ from lsprotocol import types as lsp
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
+from drawloom.graph.lsp.completion import Kind, completions, replaced
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
 from drawloom.graph.lsp.hover import hover
@@ -17,6 +18,15 @@ from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Place, UserError
 from drawloom.graph.project import Project
+
+ICONS: dict[Kind, lsp.CompletionItemKind] = {
+    "node": lsp.CompletionItemKind.Struct,
+    "key": lsp.CompletionItemKind.Field,
+    "value": lsp.CompletionItemKind.Value,
+    "component": lsp.CompletionItemKind.Class,
+    "variable": lsp.CompletionItemKind.Variable,
+    "recipe": lsp.CompletionItemKind.File,
+}
 
 WATCHED = "**/*.toml"
 
@@ -88,10 +98,11 @@ class RecipeServer(LanguageServer):
         return sum(len(line) + 1 for line in lines[: found.line]) + found.character
 
     def meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
-        """What a position in an open recipe means; None if it means nothing, or nothing is known of the recipe."""
-        analysis = self.recipes.analyses.get(path)
+        """What a position in an open recipe means; None if it means nothing, as in other files."""
+        if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
+            return None
         cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
-        return Meaning.of(self.recipes, analysis, cursor) if analysis and cursor else None
+        return Meaning.of(self.recipes, self.recipes.known(path), cursor) if cursor else None
 
 
 def path_of(uri: str) -> Path:
@@ -109,6 +120,7 @@ def make_server(project: Project) -> RecipeServer:
     server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)(did_close)
     server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
     server.feature(lsp.TEXT_DOCUMENT_HOVER)(hovered)
+    server.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=[*"\"'@$.["]))(complete)
     return server
 
 
@@ -182,6 +194,27 @@ def hovered(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
     # Preformatted: the columns of the text are aligned.
     content = lsp.MarkupContent(lsp.MarkupKind.Markdown, f"```text\n{text}\n```")
     return lsp.Hover(content, server.range(path, meaning.cursor.start, meaning.cursor.end))
+
+
+def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
+    """Offer what may be written at a position; editors filter it by what is typed."""
+    path = path_of(params.text_document.uri)
+    meaning = server.meaning(path, params.position)
+    if meaning is None:
+        return lsp.CompletionList(is_incomplete=False, items=[])
+    where = server.range(path, *replaced(meaning, server.offset(path, params.position)))
+    items = [
+        lsp.CompletionItem(
+            label=one.text.strip('"'),
+            kind=ICONS[one.kind],
+            detail=one.doc,
+            sort_text=f"{'0' if one.preferred else '1'}{number:04}",
+            filter_text=one.text if meaning.cursor.quoted else one.text.strip('"'),
+            text_edit=lsp.TextEdit(where, one.text),
+        )
+        for number, one in enumerate(completions(server.recipes, meaning))
+    ]
+    return lsp.CompletionList(is_incomplete=False, items=items)
 
 
 def serve(project: Project) -> None:

@@ -13,9 +13,10 @@ import tomli
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.project import Project
+from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.recipe.merged import DIRECTIVES
+from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
 from drawloom.graph.registry.registry import NAME
 
 MARKS = {*DIRECTIVES, "vars"} - {"format"}
@@ -50,10 +51,12 @@ class Analysis:
     """
     A recipe as of when its text last was TOML.
 
-    An overlay neither extends a recipe nor has the root: what it is merged over is not known.
+    `own` is the document itself, without what it extends. An overlay neither extends a recipe nor has the root: what it
+    is merged over is not known.
     """
 
     path: Path
+    own: Layer
     graph: Graph
     is_overlay: bool
 
@@ -81,6 +84,11 @@ class Workspace:
     def usual(self) -> dict[str, list[str]]:
         """The names of nodes in the shipped recipes, each with the components that it uses there."""
         return self.project.usual()
+
+    @cached_property
+    def shipped(self) -> list[Graph]:
+        """The graphs of the shipped recipes."""
+        return [*self.project.shipped()]
 
     @cached_property
     def _shipped_names(self) -> set[str]:
@@ -120,8 +128,15 @@ class Workspace:
         own = next(layer for layer in recipe.layers if Path(layer.source).resolve() == path)
         is_overlay = "extends" not in own.data and self.project.root not in recipe.nodes
         graph = self.project.graph(recipe, root="" if is_overlay else None)
-        self.analyses[path] = Analysis(path, graph, is_overlay)
+        self.analyses[path] = Analysis(path, own, graph, is_overlay)
         return [problem for problem in graph.problems if not (is_overlay and problem.code in NEEDS_BASE)]
+
+    def known(self, path: Path) -> Analysis:
+        """What is known of an open recipe: nothing, if its text never was TOML."""
+        if path in self.analyses:
+            return self.analyses[path]
+        empty = MergedRecipe.of({}, str(path))
+        return Analysis(path, empty.layers[0], self.project.graph(empty, root=""), is_overlay=True)
 
     def dependents(self, path: Path) -> list[Path]:
         """The other open recipes that extend a file, or of which nothing is known yet."""

@@ -32,14 +32,15 @@ def write(workspace: Workspace) -> Write:
 
 @pytest.fixture
 def point(workspace: Workspace, write: Write) -> Point:
-    """A function that types a text into `mine.toml`, and points to the bar in it."""
+    """A function that types a text into `mine.toml`, the line with the bar last, and points to the bar."""
 
     def point(text: str) -> Meaning:
         before, after = text.split("|")
-        path = write("mine.toml", before + after)
-        workspace.check(path)
+        for typed in (before.rpartition("\n")[0] + "\n" + after.partition("\n")[2], before + after):
+            path = write("mine.toml", typed)
+            workspace.check(path)
         cursor = Cursor.at(before + after, len(before))
         assert cursor is not None
-        return Meaning.of(workspace, workspace.analyses[path], cursor)
+        return Meaning.of(workspace, workspace.known(path), cursor)
 
     return point

@@ -28,7 +28,7 @@ GROUP = '[shelf.a]\nuse = "stores.memory"\n'
     ],
 )
 def test_meaning_of_a_position(point: Point, text: str, expected: Mapping[str, Any]) -> None:
-    """The node and the key, also of groups, inline nodes and edits; references and variables by how they are written."""
+    """The node and the key, also of groups, inline nodes and edits; references and variables as they are written."""
     found = point(f'extends = "small"\n{text}')
     values = {name: getattr(found, name) for name in expected}
     if values.get("field"):

@@ -38,3 +38,16 @@ def test_columns_are_in_the_units_of_the_editor(tmp_path: Path, encoding: str, c
     text = 'extends = "small"\n# \u2028\n[menu]\nuse = "pages.menu"\nlinks = {}\nhue = ["\U0001f9f6", 3]\n'
     with Editor(tmp_path, encoding=encoding) as editor:
         assert editor.type("mine.toml", text)[0].startswith(f"5:{column}-5:{column + 1} [menu] hue[1]: ")
+
+
+def test_completions_replace_what_is_typed(editor: Editor) -> None:
+    """The whole token with its quotes; what fits comes first, and is found by what is typed."""
+    editor.type("typed.toml", 'extends = "small"\n[page]\nstore = { use = "stores.me" }\n')
+    items = editor.ask("completion", "typed.toml", '"stores.me|"').items
+    first = min(items, key=lambda item: item.sort_text)
+    assert first.label.startswith("stores.") and first.filter_text.startswith('"stores.')
+    assert {(one.text_edit.range.start.character, one.text_edit.range.end.character) for one in items} == {(16, 27)}
+    assert first.detail
+    assert editor.ask("hover", "typed.toml", '"stores.me|"').contents.value.startswith(
+        "```text\nno component is called"
+    )
