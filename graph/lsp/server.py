@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
 from drawloom.graph.lsp.completion import Kind, completions, replaced
 from drawloom.graph.lsp.cursor import Cursor
+from drawloom.graph.lsp.definition import definitions
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
 from drawloom.graph.lsp.hover import hover
 from drawloom.graph.lsp.meaning import Meaning
+from drawloom.graph.lsp.references import References, Symbol, ranges, rename, symbol_at
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Place, UserError
 from drawloom.graph.project import Project
@@ -104,6 +107,11 @@ class RecipeServer(LanguageServer):
         cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
         return Meaning.of(self.recipes, self.recipes.known(path), cursor) if cursor else None
 
+    def symbol(self, path: Path, position: lsp.Position) -> Symbol | None:
+        """The node or variable that is named at a position in an open recipe."""
+        meaning = self.meaning(path, position)
+        return symbol_at(meaning, self.offset(path, position)) if meaning else None
+
 
 def path_of(uri: str) -> Path:
     """The resolved path of a document."""
@@ -121,6 +129,10 @@ def make_server(project: Project) -> RecipeServer:
     server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
     server.feature(lsp.TEXT_DOCUMENT_HOVER)(hovered)
     server.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=[*"\"'@$.["]))(complete)
+    server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(define)
+    server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(refer)
+    server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)(prepare_rename)
+    server.feature(lsp.TEXT_DOCUMENT_RENAME)(rename_all)
     return server
 
 
@@ -215,6 +227,45 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
         for number, one in enumerate(completions(server.recipes, meaning))
     ]
     return lsp.CompletionList(is_incomplete=False, items=items)
+
+
+def define(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
+    """Where what is at a position is defined."""
+    meaning = server.meaning(path_of(params.text_document.uri), params.position)
+    return [server.location(place) for place in definitions(server.recipes, meaning)] if meaning else []
+
+
+def refer(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
+    """Where the node or variable at a position is named, its tables included."""
+    path = path_of(params.text_document.uri)
+    symbol = server.symbol(path, params.position)
+    files = References.of(server.recipes, path, symbol).files if symbol else {}
+    return [lsp.Location(server.uri(file), server.range(file, *at)) for file, found in files.items() for at in found]
+
+
+def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
+    """The range of the name at a position, if it may be renamed."""
+    path = path_of(params.text_document.uri)
+    symbol = server.symbol(path, params.position)
+    offset = server.offset(path, params.position)
+    found = [*ranges(server.recipes.text(path), symbol)] if symbol else []
+    at = next((one for one in found if one.start <= offset <= one.end), None)
+    return lsp.PrepareRenamePlaceholder(server.range(path, *at), symbol[-1]) if at and symbol else None
+
+
+def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
+    """The edits that rename a node or variable in all recipes that are merged with each other."""
+    path = path_of(params.text_document.uri)
+    symbol = server.symbol(path, params.position)
+    try:
+        files = rename(server.recipes, path, symbol, params.new_name) if symbol else {}
+    except UserError as error:
+        raise JsonRpcInvalidParams(str(error)) from error
+    edits = {
+        server.uri(file): [lsp.TextEdit(server.range(file, *at), params.new_name) for at in found]
+        for file, found in files.items()
+    }
+    return lsp.WorkspaceEdit(edits) if edits else None
 
 
 def serve(project: Project) -> None:

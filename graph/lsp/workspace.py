@@ -99,6 +99,11 @@ class Workspace:
         """Whether a file is in the workspace."""
         return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
 
+    def owns(self, path: Path) -> bool:
+        """Whether a file may be changed: it is open, or in a folder of the workspace where people write recipes."""
+        inside = [path.relative_to(folder).parts for folder in self.folders if path.is_relative_to(folder)]
+        return path in self.texts or any(not any(map(_is_skipped, parts)) for parts in inside)
+
     def text(self, path: Path) -> str:
         """The text of a file: as it is in the editor, or else on disk; empty if it can't be read."""
         if path in self.texts:
@@ -148,11 +153,15 @@ class Workspace:
         found = {path for path in self.texts if self.contains(path)}
         for folder in self.folders:
             for root, folders, files in os.walk(folder):
-                folders[:] = [name for name in folders if name[0] != "." and name not in SKIPPED]
+                folders[:] = [name for name in folders if not _is_skipped(name)]
                 found |= {Path(root, name).resolve() for name in files if name.endswith(".toml") and name != LOCK}
                 if len(found) > MOST:
                     break
         return (path for path in sorted(found) if self.is_recipe(path))
+
+
+def _is_skipped(folder: str) -> bool:
+    return folder.startswith(".") or folder in SKIPPED
 
 
 def _tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcException
 
 from support.editor import Editor
 
@@ -51,3 +53,22 @@ def test_completions_replace_what_is_typed(editor: Editor) -> None:
     assert editor.ask("hover", "typed.toml", '"stores.me|"').contents.value.startswith(
         "```text\nno component is called"
     )
+
+
+def test_a_node_is_renamed_in_open_and_in_saved_recipes(editor: Editor) -> None:
+    """Each edit has the file and the range of the name; a name that is taken is refused with the reason."""
+    (editor.folder / "shop.toml").write_text('extends = "small"\n[kiosk]\nuse = "pages.plain"\ntitle = "K"\n', "utf-8")
+    editor.type("street.toml", 'extends = "shop.toml"\n[trainer]\npages = ["@kiosk"]\n[kiosk]\ntitle = "S"\n')
+    edits = editor.ask("rename", "street.toml", '"@ki|osk"', new_name="stall").changes
+    assert {Path(uri).name: [(str(one.range), one.new_text) for one in found] for uri, found in edits.items()} == {
+        "shop.toml": [("1:1-1:6", "stall")],
+        "street.toml": [("2:11-2:16", "stall"), ("3:1-3:6", "stall")],
+    }
+    assert editor.ask("prepare_rename", "street.toml", '"@ki|osk"').placeholder == "kiosk"
+    assert editor.ask("prepare_rename", "street.toml", "ti|tle = ") is None
+    with pytest.raises(JsonRpcException, match=r"street.toml has 'page' already"):
+        editor.ask("rename", "street.toml", '"@ki|osk"', new_name="page")
+    context = lsp.ReferenceContext(include_declaration=True)
+    assert len(editor.ask("references", "street.toml", '"@ki|osk"', context=context)) == 3
+    (place,) = editor.ask("definition", "street.toml", '"@ki|osk"')
+    assert Path(place.uri).name == "shop.toml" and str(place.range.start) == "1:0"
