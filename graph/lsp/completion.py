@@ -66,7 +66,8 @@ def _headers(meaning: Meaning) -> Iterator[Completion]:
         if (isinstance(item, Table) and name not in own) or is_list:
             yield Completion(dump_key(name), "node", _doc(meaning, ".".join(map(str, (*path, name)))))
     if not path:
-        yield from (Completion(name, "node") for name in ("vars", EDIT) if name not in own or name == EDIT)
+        known = {*own, *(table.items if table else ())} - {EDIT}  # which may have a table for each list
+        yield from (Completion(name, "node") for name in ("vars", EDIT) if name not in known)
 
 
 def _keys(meaning: Meaning) -> Iterator[Completion]:

@@ -38,6 +38,7 @@ class Editor:
     def __init__(self, folder: Path, *, shop: bool = True, options: Any = None, encoding: str = "utf-16") -> None:
         self.folder = folder
         self.client = LanguageClient("editor", "1")
+        self.messages: list[str] = []
         self.diagnostics: dict[str, Sequence[lsp.Diagnostic]] = {}
         self.texts: dict[str, str] = {}
         self._command = ["-c", SHOP] if shop else ["-m", "drawloom", "lsp"]
@@ -49,7 +50,9 @@ class Editor:
     def __enter__(self) -> "Editor":
         # A function, since pygls sets attributes of it.
         self.client.feature(lsp.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)(lambda params: self._take(params))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests"))}
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(self.folder)])
+        self.client.feature(lsp.WINDOW_SHOW_MESSAGE)(lambda params: self.messages.append(params.message))
+        environment = os.environ | {"PYTHONPATH": path}
         self._run(self.client.start_io(sys.executable, *self._command, cwd=self.folder, env=environment))
         encodings = [lsp.PositionEncodingKind(self._encoding)]
         capabilities = lsp.ClientCapabilities(general=lsp.GeneralClientCapabilities(position_encodings=encodings))
@@ -96,11 +99,15 @@ class Editor:
 
     def ask(self, method: str, name: str, at: str, **more: Any) -> Any:
         """The answer to a request that has a position, such as `hover`."""
+        return self.ask_at(method, name, self._position(name, at), **more)
+
+    def ask_at(self, method: str, name: str, position: lsp.Position, **more: Any) -> Any:
+        """The same at a line and column, from 0."""
         identifier = lsp.TextDocumentIdentifier(self._uri(name))
-        kind = {"references": lsp.ReferenceParams, "rename": lsp.RenameParams}.get(method)
+        kind = {"references": lsp.ReferenceParams}.get(method)
         kind = kind or getattr(lsp, f"{method.title().replace('_', '')}Params")
         request = getattr(self.client, f"text_document_{method}_async")
-        return self._run(request(kind(text_document=identifier, position=self._position(name, at), **more)))
+        return self._run(request(kind(text_document=identifier, position=position, **more)))
 
     def _position(self, name: str, at: str) -> lsp.Position:
         before, after = at.split("|")

@@ -16,7 +16,7 @@ EDIT = "[edit.trainer.pages]\n"
         ("|", ["extends", "unset"]),
         ('extends = "|"\n', ['"small"', '"base.toml"']),
         ('extends = "small"\nunset = ["|"]\n', ['"vars"', '"store"', '"page"', '"trainer"']),
-        ('extends = "small"\n[|]\n[page]\n', ["vars", "store", "trainer", "vars", "edit"]),
+        ('extends = "small"\n[|]\n[page]\n', ["vars", "store", "trainer", "edit"]),
         ('extends = "small"\n[edit.|]\n', ["vars", "store", "page", "trainer"]),
         ('extends = "small"\n[edit.trainer.|]\n', ["pages"]),
         (f'extends = "small"\n{EDIT}|\n', ["remove", "before", "after"]),

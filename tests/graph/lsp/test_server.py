@@ -7,7 +7,7 @@ import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException
 
-from support.editor import Editor
+from support.editor import ROOT, Editor
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +72,25 @@ def test_a_node_is_renamed_in_open_and_in_saved_recipes(editor: Editor) -> None:
     assert len(editor.ask("references", "street.toml", '"@ki|osk"', context=context)) == 3
     (place,) = editor.ask("definition", "street.toml", '"@ki|osk"')
     assert Path(place.uri).name == "shop.toml" and str(place.range.start) == "1:0"
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_only_the_person_lets_recipes_name_components_of_the_workspace(tmp_path: Path, is_imported: bool) -> None:
+    """A recipe that names a module does not have it imported, unless the options do; what it prints is no message."""
+    package = tmp_path / "mine" / "stores"
+    package.mkdir(parents=True)
+    source = (ROOT / "tests/support/shop/components/stores/memory.py").read_text("utf-8")
+    (package / "noisy.py").write_text(f'{source}\nprint("imported")\nopen("imported", "w").close()\n', "utf-8")
+    with Editor(tmp_path, shop=False, options={"import": ["mine"]} if is_imported else None) as editor:
+        problems = editor.type("a.toml", '[store]\nuse = "mine.stores.noisy"\nsize = 0\n')
+    assert (tmp_path / "imported").exists() == is_imported
+    assert [problem.partition(";")[0].partition("] ")[2] for problem in problems] == [
+        "size: 0 is less than 1" if is_imported else "no component is called 'mine.stores.noisy'"
+    ]
+
+
+def test_a_package_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    """The server goes on without it."""
+    with Editor(tmp_path, options={"import": "nobodys"}) as editor:
+        assert editor.type("a.toml", 'extends = "small"\n') == []
+        assert editor.messages == ["--import nobodys: there is no package 'nobodys'"]
