@@ -422,7 +422,8 @@ class Stage:
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
     they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
     into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
-    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again.
+    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again;
+    `capture`, whether passes are launched as CUDA graphs.
     """
 
     index: int
@@ -434,6 +435,7 @@ class Stage:
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
     recompute: Recompute = "none"
+    capture: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""

@@ -384,6 +384,7 @@ ROWS: dict[str, Row] = {
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.recomputed_by),
             "compile": Change(True, observer=runs.compiled_in),
+            "capture": Change(True, observer=runs.captured_in),
         },
     ),
     "run.batch": Row(

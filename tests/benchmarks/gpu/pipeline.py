@@ -10,6 +10,8 @@ included. For each schedule and each way to count the head as layers (`stages.he
 - with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
   it, and which share of the time of sends and receives something computed at the same time. A receive is posted
   early, so that its time holds the wait for the peer.
+
+With --capture the passes of all stages are CUDA graphs.
 """
 
 import json
@@ -143,7 +145,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
             precision=precision,
             job=pipelines.Job(),
         )
-        stages.head_layer_cost = head
+        stages.head_layer_cost, stages.capture = head, "--capture" in sys.argv
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
     executor = Executor(schedule=schedule, objective=loss, device=device, **parts)
