@@ -31,12 +31,12 @@ def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
 
     Of a sequence such as phases only those fit that write and change the same values. A group is named for its members.
     """
-    roles = [role for graph in graphs for role in roles(graph, name)]
-    if not roles:
+    wanted = [role for graph in graphs for role in roles(graph, name)]
+    if not wanted:
         known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
         raise UserError(f"no shipped recipe has a node [{name}]; {did_you_mean(name, known)}".rstrip("; "), 2)
     found = {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
-    fitting = {use: spec for use, spec in found.items() if all(role(spec) for role in roles)}
+    fitting = {use: spec for use, spec in found.items() if all(role(spec) for role in wanted)}
     width = max(map(len, fitting))
     return "\n".join(f"{use:{width}}  {spec.doc}" for use, spec in fitting.items())
 
