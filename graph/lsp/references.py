@@ -71,7 +71,7 @@ class References:
         """All that names what this symbol is in a recipe: in what it extends, what extends that, and so on."""
         recipes: dict[Path, MergedRecipe] = {}
         unread = []
-        for other in {path, *workspace.recipes()}:
+        for other in dict.fromkeys((path, *workspace.recipes())):
             try:
                 recipes[other] = workspace.project.load(os.path.relpath(other), unsaved=workspace.texts)
             except RecipeError:
