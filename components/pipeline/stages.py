@@ -1,7 +1,7 @@
 """Builds the stages that this rank owns, and gives their parameters memory and values."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain, product
 from pathlib import Path
@@ -18,13 +18,14 @@ from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.compilation import compile_blocks, idle_policies, undivided_backwards
 from drawloom.components.pipeline.initial_values import InitialValues
-from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
-from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard
+from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, shard
+from drawloom.components.pipeline.sliced_store import SlicedStore
 from drawloom.components.pipeline.stage_checks import (
     NO_DISPATCHER,
     WRITE_DISPATCHER,
@@ -163,13 +164,8 @@ class MaterializedStages:
         """Build this rank's modules, and initialise or load them."""
         if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
-        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
-        spans = self._split(len(owners))
-        mine = stages_of(self.mesh.index("pipeline"), owners)
+        spans, modules = self._build_all()
         self._boundaries = ActivationSpecs(spans, self._build_for_compute)
-        if self.adapters:
-            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
-        modules = {index: self._build(spans[index]) for index in mine}
         sharded = self._shard(modules.values())
         places = {name: each.place for name, each in self._splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, places)
@@ -178,20 +174,7 @@ class MaterializedStages:
             self._values.fill_adapters(modules.values(), sharded)
         tie(list(modules.values()))
         self._store = self._take_over([*modules.values()], sharded)
-        self._local = [
-            Stage(
-                index,
-                len(spans),
-                spans[index],
-                module,
-                self._store.masters,
-                self._store.shards_of(module),
-                self.adapters,
-                self._splits,
-                self.recompute,
-            )
-            for index, module in modules.items()
-        ]
+        self._local = self._stages(spans, modules)
         for module in modules.values():
             if self.compile:
                 compile_blocks(self.model.blocks(module))
@@ -199,6 +182,40 @@ class MaterializedStages:
         self._fingerprint = self._values.origin(self._all().values())
         self._check_patterns()
         self._find_shared()
+
+    def outline(self) -> None:
+        """Build this rank's modules on the meta device, as they compute but without memory and values: for plans."""
+        spans, modules = self._build_all()
+        tie(list(modules.values()))
+        if (ranks := self.mesh.group(*SHARDS)).size > 1:
+            by_block = gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
+            apart = frozenset(self._of_experts), self._shards_of_experts
+            self._store = SlicedStore.sliced(
+                [*modules.values()], self.model.blocks, ranks, self.precision, by_block, *apart
+            )
+        else:
+            self._store = ParameterStore.of(modules.values(), self.precision)
+        self._local = self._stages(spans, modules)
+
+    @property
+    def store(self) -> ParameterStore | ShardedStore:
+        """What holds the parameters."""
+        return self._store
+
+    def _build_all(self) -> tuple[list[LayerRange], dict[int, nn.Module]]:
+        """The spans of all stages, and this rank's modules on the meta device, by stage."""
+        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
+        spans = self._split(len(owners))
+        if self.adapters:
+            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
+        return spans, {index: self._build(spans[index]) for index in stages_of(self.mesh.index("pipeline"), owners)}
+
+    def _stages(self, spans: Sequence[LayerRange], modules: Mapping[int, nn.Module]) -> list[Stage]:
+        masters, how = self._store.masters, (self.adapters, self._splits, self.recompute)
+        return [
+            Stage(index, len(spans), spans[index], module, masters, self._store.shards_of(module), *how)
+            for index, module in modules.items()
+        ]
 
     @property
     def local(self) -> list[Stage]:
@@ -248,7 +265,7 @@ class MaterializedStages:
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **stored,
-            "parameters": sum(map(_local_bytes, tensors)) - self._store.copied_bytes,
+            "parameters": sum(map(self._store.held_bytes, tensors)) - self._store.copied_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
@@ -400,10 +417,6 @@ def _changes(tensor: Tensor) -> bool:
 
 def _is_of_loss(name: str) -> bool:
     return name.startswith(f"{LOSS}.")
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

@@ -1,0 +1,52 @@
+"""plan a run without running it: memory by rank, time of a step, tokens per second; no GPU and no data are needed"""
+
+import argparse
+import json
+import re
+
+import torch
+
+from drawloom.components.distributed.device_model import DeviceModel, device_model, model_of_gpu
+from drawloom.components.planning.plan import plan
+from drawloom.components.planning.text import as_data, as_text
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="processes; as few as the mesh can have if left out")
+    devices = "h100, h200, a100, b200, mi300x or cpu, or a TOML file; the device at hand if left out"
+    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print the plan; return 1 if it does not fit the device."""
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    recipe.check()
+    device = device_model(options.device) if options.device else at_hand()
+    planned = plan(recipe, device, options.ranks)
+    print_text(json.dumps(as_data(planned), indent=1) if options.format == "json" else as_text(planned))
+    return 0 if planned.fits else 1
+
+
+def at_hand() -> DeviceModel:
+    """The device of this machine: a GPU that the table knows, or the CPU."""
+    if not torch.cuda.is_available():
+        return device_model("cpu")
+    name = torch.cuda.get_device_name()
+    found = model_of_gpu(name)
+    if found is None:
+        raise UserError(f"the table of devices has no {name!r}; describe it in a TOML file, and write --device FILE", 2)
+    return found
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer of at most seven digits")
+    return int(text)
