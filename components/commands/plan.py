@@ -8,6 +8,7 @@ import torch
 
 from drawloom.components.distributed.device_model import DeviceModel, device_model, model_of_gpu
 from drawloom.components.planning.plan import plan
+from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
 from drawloom.components.planning.text import as_data, as_text
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -31,7 +32,11 @@ def main(options: argparse.Namespace, project: Project) -> int:
     recipe.check()
     device = device_model(options.device) if options.device else at_hand()
     planned = plan(recipe, device, options.ranks)
-    print_text(json.dumps(as_data(planned), indent=1) if options.format == "json" else as_text(planned))
+    helpful = [] if planned.fits else remedies(recipe, planned)
+    if options.format == "json":
+        print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))}, indent=1))
+    else:
+        print_text("\n\n".join([as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]))
     return 0 if planned.fits else 1
 
 

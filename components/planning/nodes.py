@@ -45,8 +45,9 @@ class Nodes:
     def _all(self, port: type) -> list[str]:
         return [name for name in self.graph.implementers(port) if name in self.used]
 
-    def _settings(self, port: type) -> Mapping[str, Any]:
-        return self.graph.nodes[self.only(port)].settings
+    def settings(self, node: str) -> Mapping[str, Any]:
+        """The settings of a node."""
+        return self.graph.nodes[node].settings
 
     @cached_property
     def mesh(self) -> str:
@@ -114,7 +115,7 @@ class Nodes:
     @property
     def global_size(self) -> int:
         """Rows in a step."""
-        return int(self._settings(Batching)["global_size"])
+        return int(self.settings(self.only(Batching))["global_size"])
 
     @property
     def steps(self) -> int | None:
@@ -124,7 +125,7 @@ class Nodes:
 
     def microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Rows of a microbatch, and microbatches of a step on a rank; UserError if the mesh does not divide a step."""
-        rows = int(self._settings(Batching)["micro_size"])
+        rows = int(self.settings(self.only(Batching))["micro_size"])
         replicas = mesh.size("data_replicate") * mesh.size("data_shard")
         if self.global_size % (rows * replicas):
             text = f"{self.global_size} rows can't be divided among {replicas} replicas with microbatches of {rows}"

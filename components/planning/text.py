@@ -1,6 +1,6 @@
 """A plan as text and as data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -114,12 +114,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def gigabytes(size: float) -> str:
     """A number of bytes as `1.23 GB`, or in MB if it is less."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
-def settings_text(values: Mapping[str, Mapping[str, Any]]) -> str:
-    """Settings of nodes on one line, as they are written on a command line: node.key=value."""
-    return " ".join(f"{node}.{key}={_toml(value)}" for node, each in values.items() for key, value in each.items())
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -47,8 +47,10 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
 
 
 def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
-    """In words and by the exit status."""
-    assert ": too much" in printed(capsys, *EXPERTS, "--ranks", "16", code=1)
+    """In words and by the exit status, with what would help."""
+    said = printed(capsys, *EXPERTS, "--ranks", "16", "stages.sync_each_microbatch=false", code=1)
+    assert ": too much" in said
+    assert "stages.sync_each_microbatch = true  # " in said
 
 
 def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
