@@ -4,9 +4,8 @@ import argparse
 import json
 import re
 
-import torch
-
-from drawloom.components.distributed.device_model import DeviceModel, device_model, model_of_gpu
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.calibrate import at_hand, calibrate, here
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
 from drawloom.components.planning.text import as_data, as_text
@@ -17,17 +16,26 @@ from drawloom.graph.project import Project, Recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--ranks", type=_count, metavar="N", help="processes; as few as the mesh can have if left out")
     devices = "h100, h200, a100, b200, mi300x or cpu, or a TOML file; the device at hand if left out"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    help = "measure the device at hand, which takes less than a minute, and keep that for later plans"
+    parser.add_argument("--calibrate", action="store_true", help=help)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
     parser.epilog = "Single values are set by node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the plan; return 1 if it does not fit the device."""
+    if options.calibrate:
+        path = calibrate(here())
+        print_text(f"{path.read_text('utf-8')}\nkept in {path}")
+    if not options.recipe:
+        if options.calibrate:
+            return 0
+        raise UserError("plan takes a recipe, or --calibrate", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     device = device_model(options.device) if options.device else at_hand()
@@ -38,17 +46,6 @@ def main(options: argparse.Namespace, project: Project) -> int:
     else:
         print_text("\n\n".join([as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]))
     return 0 if planned.fits else 1
-
-
-def at_hand() -> DeviceModel:
-    """The device of this machine: a GPU that the table knows, or the CPU."""
-    if not torch.cuda.is_available():
-        return device_model("cpu")
-    name = torch.cuda.get_device_name()
-    found = model_of_gpu(name)
-    if found is None:
-        raise UserError(f"the table of devices has no {name!r}; describe it in a TOML file, and write --device FILE", 2)
-    return found
 
 
 def _count(text: str) -> int:

@@ -172,9 +172,9 @@ def _products(name: str, args: Any, made: Sequence[Tensor]) -> float:
             first = args[1] if "add" in name else args[0]
             return 2.0 * made[0].numel() * int(first.shape[-1])
         case "attention":
-            return 4.0 * int(args[0].numel()) * int(args[1].shape[1])
-        case "attention_backward":  # the scores are computed again: five products for two
-            return 10.0 * int(args[1].numel()) * int(args[2].shape[1])
+            return attention_flops(args[0].numel(), args[1].shape[1])
+        case "attention_backward":
+            return attention_flops(args[1].numel(), args[2].shape[1], backward=True)
         case "linear_cross_entropy_grad_logits" | "cut_cross_entropy":
             return 2.0 * int(args[0].numel()) * len(args[1])
         case "linear_cross_entropy":
@@ -186,6 +186,15 @@ def _products(name: str, args: Any, made: Sequence[Tensor]) -> float:
         case "_grouped_mm":
             return 2.0 * int(args[0].numel()) * int(args[1].shape[-1])
     return 0.0
+
+
+def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float:
+    """
+    Operations of attention, for elements of all queries and the number of keys of each.
+
+    A backward pass computes the scores again: five products for two of a forward pass.
+    """
+    return (10.0 if backward else 4.0) * queries * keys
 
 
 def _scratch(name: str, args: Any) -> int:

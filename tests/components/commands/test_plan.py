@@ -75,3 +75,8 @@ def test_mistakes_get_one_sentence(capsys: Capture, arguments: tuple[str, ...], 
     said = printed(capsys, *arguments, code=2)
     assert reason in said
     assert "Traceback" not in said
+
+
+def test_a_plan_needs_a_recipe_unless_it_measures(capsys: Capture) -> None:
+    """And says so."""
+    assert "takes a recipe" in printed(capsys, code=2)
