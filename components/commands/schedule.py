@@ -83,7 +83,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
     with recipe.open(name) as opened:
         schedule = opened.get(Schedule)
-    _check_stages(options, name, schedule)
+    _check_stages(options, name, schedule, ranks)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
     count = options.microbatches or microbatches_of(graph)
     return _simulated(options, use, schedule, ranks, count, _sharding(graph) or _costed(options))
@@ -128,13 +128,15 @@ def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
     if not anyway:
-        _check_stages(options, name, schedule)
+        _check_stages(options, name, schedule, options.ranks)
     return schedule
 
 
-def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule) -> None:
-    if options.stages_per_rank not in (None, schedule.stages_per_rank):
-        has = f"{name} takes {schedule.stages_per_rank} on each rank"
+def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int) -> None:
+    if options.stages_per_rank is None:
+        return
+    if options.stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
+        has = f"{name} takes {stages} on each rank"
         raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
 
 
@@ -146,9 +148,9 @@ def _simulated(
     microbatches: int,
     sharding: Sharding | None,
 ) -> Summary:
-    work = ranks * microbatches * schedule.stages_per_rank
-    if ranks > MOST_RANKS or work > MOST_WORK:
-        size = f"{ranks} ranks with {microbatches} microbatches on {schedule.stages_per_rank} stages each"
+    stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MOST_RANKS else 1
+    if ranks > MOST_RANKS or ranks * microbatches * stages > MOST_WORK:
+        size = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
         limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
         raise UserError(f"{size} take too long to simulate; write at most {limits}", 2)
     try:

@@ -33,12 +33,6 @@ class FromCsv:
         except UserError as error:
             yield node.problem("path", str(error))
 
-    @property
-    def stages_per_rank(self) -> int:
-        """The number of stages of each rank in the file."""
-        program = self._read()
-        return program.stages // program.ranks
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage; UserError if the file is for another number of ranks."""
         program = self._read()

@@ -64,12 +64,12 @@ def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None
 
 
 def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
-    """The node of a schedule by its name is called schedule; the greedy one takes the costs."""
+    """The node of a schedule by its name is called schedule; auto takes the costs."""
     words = ("--ranks", "4", "--microbatches", "8")
     assert data(capsys, "one_f_one_b", *words, "schedule.hide_latency=true")["peak_activations"] == [7, 5, 3, 1]
-    assert data(capsys, "greedy", *words, "schedule.memory=3")["peak_live_weights"] == [6] * 4
+    assert max(data(capsys, "auto", *words, "schedule.memory=3")["peak_live_weights"]) <= 6
     late = ("--costs", "comm=1")
-    assert data(capsys, "greedy", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]
+    assert data(capsys, "auto", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]
 
 
 def test_channels_make_a_difference(capsys: Capture) -> None:
