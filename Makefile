@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
 .PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
-	bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu
+	bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu bench-capture-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -76,6 +76,9 @@ bench-mesh-gpu: .venv/test
 
 bench-finetune-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --finetuning $(ONLY)
+
+bench-capture-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/meshes.py --capture $(ONLY)
 
 bench-start-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/start.py $(ONLY)

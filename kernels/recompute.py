@@ -247,7 +247,9 @@ class _RandomState:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # A CUDA graph that draws numbers draws new ones with each launch, so that their state is of no use.
+        drawn = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        self._cuda = torch.cuda.get_rng_state(device) if drawn else None
 
     def restore(self) -> None:
         """Set the generators back."""

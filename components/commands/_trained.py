@@ -10,7 +10,7 @@ import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import load_node, newest
-from drawloom.components.ports.model import Stages
+from drawloom.components.ports.model import AveragedWeights, Stages
 from drawloom.components.ports.run import FILES
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
@@ -22,6 +22,7 @@ from drawloom.graph.runtime.container import Container
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the run folder, and which of its checkpoints to take."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    parser.add_argument("--average", action="store_true", help="the averages of [ema] in place of the weights")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step; the newest if left out")
     which.add_argument("--best", action="store_true", help="the checkpoint with the least validation loss")
@@ -57,12 +58,23 @@ def _read(
             recipe = _recipe(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
             names = [_only(recipe.graph, port, checkpoint) for port in ports]
-            return step_of(checkpoint), recipe, names, load_node(checkpoint, names[0])
+            weights = load_node(checkpoint, names[0])
+            if options.average:
+                weights |= _averages(recipe, checkpoint)
+            return step_of(checkpoint), recipe, names, weights
         except (UserError, OSError):
             if checkpoint.exists():
                 raise
             # The run has removed it since: there is a newer one.
     raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
+
+
+def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
+    """The averages of a run's weights, by parameter. Raises UserError if it has none."""
+    found = load_node(checkpoint, _only(recipe.graph, AveragedWeights, checkpoint))
+    if not any(found.values()):
+        raise UserError(f"--average: {checkpoint} has no averages yet", 2)
+    return {name: parts["average"] for name, parts in found.items()}
 
 
 def _checkpoint(options: argparse.Namespace) -> Path | None:

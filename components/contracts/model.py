@@ -8,6 +8,7 @@ from torch import nn
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import (
+    AveragedWeights,
     BatchContext,
     Dispatcher,
     ExpertKernels,
@@ -296,6 +297,23 @@ def stages_are_real_and_in_order(stages: Stages) -> None:
             not any(parameter.is_meta for parameter in stage.module.parameters()),
             f"stage {stage.index} is on the meta device",
         )
+
+
+def averages_stay_when_they_are_used(average: AveragedWeights) -> None:
+    """In place of the weights and afterwards averages are what they were, also if what uses them fails."""
+    before = {name: each.clone() for name, each in average.averages().items()}
+    for fails in (False, True):
+        try:
+            with average.swapped():
+                for name, each in average.averages().items():
+                    expect(torch.equal(each, before[name]), f"the average of {name} changes when it is used")
+                if fails:
+                    raise InterruptedError
+        except InterruptedError:
+            pass
+        after = average.averages()
+        same = before.keys() == after.keys() and all(torch.equal(after[name], each) for name, each in before.items())
+        expect(same, "averages change when they are used")
 
 
 def counted_are_among_the_named(parameters: SpreadParameters) -> None:

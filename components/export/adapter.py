@@ -10,7 +10,7 @@ from drawloom.components.export.hf_writer import STATE, exported_step
 from drawloom.components.export.peft_format import adapter_config, adapter_mapper
 from drawloom.components.export.shard_writer import write_stages
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Model, Stages
+from drawloom.components.ports.model import AveragedWeights, Model, Stages, averaged
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.storage.atomic_write import remove_folder
 from drawloom.components.storage.safetensors.reader import INDEX, open_safetensors_folder
@@ -29,13 +29,15 @@ class AdapterExport:
     Writes `<run folder>/adapter/`, which PEFT loads over the model that the run started from.
 
     It is exact, where merging adapters into narrow weights rounds their changes. Parts that are tuned in full are in
-    it as `modules_to_save`. Experts have one tensor for all, as in transformers 5.
+    it as `modules_to_save`. Experts have one tensor for all, as in transformers 5. With an `average`, what is written
+    is averaged.
     """
 
     model: Model
     stages: Stages
     folder: RunFolder
     mesh: Mesh
+    average: AveragedWeights | None = None
     base_model: str | None = setting(
         default=None, doc="name or path of the model that was adapted, which adapter_config.json records"
     )
@@ -75,7 +77,8 @@ class AdapterExport:
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
         mapper = adapter_mapper(whole, tied)
-        write_stages(self._target, self.stages, mapper, complete, group, workspace, only_inputs=True)
+        with averaged(self.average):
+            write_stages(self._target, self.stages, mapper, complete, group, workspace, only_inputs=True)
         if workspace is not None and group.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()

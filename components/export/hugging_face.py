@@ -11,7 +11,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.hf_writer import exported_step, write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Model, Stages
+from drawloom.components.ports.model import AveragedWeights, Model, Stages, averaged
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.storage.atomic_write import remove_folder
 from drawloom.components.weights.save import MAX_SHARD
@@ -27,7 +27,8 @@ class HuggingFaceExport:
     """
     Writes `<run folder>/export/`: config.json, safetensors, the tokenizer's files and trainer_state.json.
 
-    The last has the step of the weights as `global_step`, as in a checkpoint of Hugging Face's Trainer.
+    The last has the step of the weights as `global_step`, as in a checkpoint of Hugging Face's Trainer. With an
+    `average`, the weights are the averaged ones.
     """
 
     model: Model
@@ -35,6 +36,7 @@ class HuggingFaceExport:
     folder: RunFolder
     mesh: Mesh
     tokenizer: Tokenizer | None = None
+    average: AveragedWeights | None = None
     max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="most bytes of tensors in a file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         default=None, doc="dtype of the exported tensors; as trained if left out"
@@ -51,17 +53,18 @@ class HuggingFaceExport:
         run_on_rank0(self.mesh.world, lambda: remove_folder(self._target))  # the export of an earlier step
         # In the run folder, which all ranks see also across machines.
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
-        write_folder(
-            self._target,
-            self.model,
-            self.stages,
-            self.tokenizer,
-            group=self.mesh.world,
-            workspace=workspace,
-            max_shard=self.max_shard,
-            dtype=None if self.dtype is None else DTYPES[self.dtype],
-            step=step,
-        )
+        with averaged(self.average):
+            write_folder(
+                self._target,
+                self.model,
+                self.stages,
+                self.tokenizer,
+                group=self.mesh.world,
+                workspace=workspace,
+                max_shard=self.max_shard,
+                dtype=None if self.dtype is None else DTYPES[self.dtype],
+                step=step,
+            )
         log.info("exported to %s", self._target)
         if workspace is not None and self.mesh.world.rank == 0:
             with suppress(OSError):  # an empty folder does no harm

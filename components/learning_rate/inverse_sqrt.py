@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drawloom.components.learning_rate.warmup import AfterWarmup, steps_of
+from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph import at_least, component, setting
 
 
@@ -16,7 +16,7 @@ class InverseSqrt(AfterWarmup):
 
     def after(self, done: int, rest: int, total: int) -> float:
         """The value of the root."""
-        scale = self.timescale or steps_of(self.warmup_steps, self.warmup_percent, total) or 10_000
+        scale = self.timescale or self.warmup(total) or 10_000
         return float((1 + done / scale) ** -0.5)
 
     @classmethod

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.ports.run import Step
+from drawloom.components.learning_rate.lengths import TokenCounts, tokens_without_sizes
+from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.run import Batching, Step
 from drawloom.graph import Problem, above, at_least, component, setting
 
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
@@ -31,18 +33,23 @@ def between(curve: Curve, start: float, end: float, progress: float, power: floa
 
 @attrs.frozen(kw_only=True)
 class Piece:
-    """One phase: for a number of steps, until a percentage of all steps, or (with neither) for the rest."""
+    """One phase: for a number of steps, until tokens are seen, until a percentage of all steps, or for the rest."""
 
     to: float = setting(check=at_least(0), doc="the factor at its end")
     curve: Curve = setting(default="linear", doc="how it gets there")
     steps: int | None = setting(default=None, check=at_least(0), doc="how many steps it takes")
+    until_tokens: int | None = setting(
+        default=None, check=at_least(1), doc="the tokens, in full rows, of the step with which it ends"
+    )
     until_percent: float | None = setting(default=None, doc="the share of all steps after which it ends, 0 to 100")
     power: float = setting(default=2.0, check=above(0), doc="of a polynomial curve")
 
-    def end(self, begin: int, total: int) -> int:
+    def end(self, begin: int, total: int, sizes: TokenCounts) -> int:
         """The step, counted from 0, at which the phase is over."""
         if self.steps is not None:
             return begin + self.steps
+        if self.until_tokens is not None:
+            return max(begin, sizes.steps_until(self.until_tokens))
         return (
             max(begin, int(total * self.until_percent / 100)) if self.until_percent is not None else max(begin, total)
         )
@@ -50,10 +57,16 @@ class Piece:
 
 @component(writes=("lr_factor",))
 class Piecewise:
-    """Scales the base learning rate by consecutive phases; after the last one, its end value holds."""
+    """
+    Scales the base learning rate by consecutive phases; after the last one, its end value holds.
 
+    Phases that end after tokens take `batching = "@batch"` and `rows = "@packing"`.
+    """
+
+    batching: Batching | None = None
+    rows: PackedDataset | None = None
     start: float = setting(default=0.0, check=at_least(0), doc="the factor before the first step")
-    phases: list[Piece] = setting(doc="in order: steps = N, until_percent = P, or neither for the rest")
+    phases: list[Piece] = setting(doc="in order: steps = N, until_tokens = N, until_percent = P, or none for the rest")
 
     def run_phase(self, step: Step) -> None:
         """Set the output `lr_factor` of this step."""
@@ -61,9 +74,9 @@ class Piecewise:
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""
-        value, begin = self.start, 0
+        value, begin, sizes = self.start, 0, TokenCounts(self.batching, self.rows)
         for phase in self.phases:
-            end = phase.end(begin, total)
+            end = phase.end(begin, total, sizes)
             if done < end:
                 return between(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
@@ -74,7 +87,9 @@ class Piecewise:
         """Whether another number of steps would change the factor of any step."""
         value, floating = node.settings["start"], False
         for phase in node.settings["phases"]:
-            floating |= phase.steps is None  # its end depends on the number of steps, and all that follows
+            floating |= (
+                phase.steps is None and phase.until_tokens is None
+            )  # its end depends on the number of steps, and all that follows
             if floating and phase.to != value:
                 return True
             value = phase.to
@@ -88,6 +103,9 @@ class Piecewise:
             yield node.problem("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")
         reached = 0.0
         for number, phase in enumerate(phases):
+            if phase.until_tokens is not None:
+                key, text = ("phases", number), f"phases[{number}].until_tokens"
+                yield from tokens_without_sizes(node, key, text)
             for text, hint in _faults(phase, reached, last=number == len(phases) - 1):
                 yield node.problem(("phases", number), f"phases[{number}] {text}", hint)
             reached = reached if phase.until_percent is None else phase.until_percent
@@ -95,9 +113,10 @@ class Piecewise:
 
 def _faults(phase: Piece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
     percent = phase.until_percent
-    if phase.steps is not None and percent is not None:
-        yield "has both steps and until_percent", "leave one of them out"
-    if phase.steps is None and percent is None and not last:
+    given = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
+    if len(given) > 1:
+        yield f"has both {given[0]} and {given[-1]}", "leave one of them out"
+    if not given and not last:
         yield "takes all the rest, but others follow", "make it the last"
     if percent is not None and not reached <= percent <= 100:
         yield f"ends at {percent:g} %, which is not from {reached:g} to 100", "let percentages rise"

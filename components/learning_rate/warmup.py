@@ -1,11 +1,15 @@
-"""Shared by the schedules that rise first: for some steps, or a share of all."""
+"""Shared by the schedules that rise first: for some steps, tokens, or a share of all."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from drawloom.components.ports.run import Step
+from drawloom.components.learning_rate.lengths import TokenCounts, several_given, steps_of, tokens_without_sizes
+from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.run import Batching, Step
 from drawloom.graph import Problem, at_least, between, inherited, setting
+
+LENGTHS = ("warmup", "decay")
 
 
 @inherited
@@ -13,13 +17,19 @@ class AfterWarmup:
     """
     A factor of the learning rate that rises linearly from `start` to 1, and then follows a curve.
 
-    As in transformers, the first step of a warm-up has the value at its start.
+    As in transformers, the first step of a warm-up has the value at its start. Lengths in tokens take
+    `batching = "@batch"` and `rows = "@packing"`, and end with the step that reaches them.
     """
 
+    batching: Batching | None = None
+    rows: PackedDataset | None = None
     start: float = setting(default=0.0, check=between(0, 1), doc="the factor of the first step of the warm-up")
     warmup_steps: int | None = setting(default=None, check=at_least(0), doc="steps of the warm-up")
+    warmup_tokens: int | None = setting(
+        default=None, check=at_least(0), doc="the same as a number of tokens, counted in full rows"
+    )
     warmup_percent: float | None = setting(
-        default=None, check=between(0, 100), doc="the same as a share of all steps; there is none if both are left out"
+        default=None, check=between(0, 100), doc="the same as a share of all steps; there is none if all are left out"
     )
 
     def run_phase(self, step: Step) -> None:
@@ -28,10 +38,20 @@ class AfterWarmup:
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""
-        rising = steps_of(self.warmup_steps, self.warmup_percent, total)
+        rising = self.warmup(total)
         if done < rising:
             return self.start + (1 - self.start) * done / rising
         return self.after(done - rising, max(total - rising, 1), total)
+
+    def warmup(self, total: int) -> int:
+        """The steps of the warm-up, of `total` ones."""
+        lengths = self.warmup_steps, self.warmup_tokens, self.warmup_percent
+        return steps_of(*lengths, total, self.sizes, at_end=False)
+
+    @property
+    def sizes(self) -> TokenCounts:
+        """The tokens of steps."""
+        return TokenCounts(self.batching, self.rows)
 
     @abstractmethod
     def after(self, done: int, rest: int, total: int) -> float:
@@ -44,17 +64,9 @@ class AfterWarmup:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Either steps or a percentage."""
-        yield from both_given(node, "warmup")
-
-
-def steps_of(steps: int | None, percent: float | None, total: int) -> int:
-    """A number of steps that is given as such, or as a percentage of all; 0 if neither is."""
-    return steps if steps is not None else int(total * (percent or 0.0) / 100)
-
-
-def both_given(node: Any, name: str) -> Iterator[Problem]:
-    """A problem if both `<name>_steps` and `<name>_percent` are given."""
-    if node.settings[f"{name}_steps"] is not None and node.settings[f"{name}_percent"] is not None:
-        text = f"both {name}_steps and {name}_percent are given"
-        yield node.problem(f"{name}_percent", text, "leave one of them out")
+        """Lengths are given in one unit, and those in tokens with the sizes of steps."""
+        for name in LENGTHS:
+            if f"{name}_steps" in node.settings:
+                yield from several_given(node, name)
+                if node.settings[key := f"{name}_tokens"] is not None:
+                    yield from tokens_without_sizes(node, key, key)

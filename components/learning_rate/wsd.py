@@ -1,11 +1,9 @@
 """Warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv 2404.06395, section 4.2)."""
 
-from collections.abc import Iterator
-from typing import Any
-
+from drawloom.components.learning_rate.lengths import steps_of
 from drawloom.components.learning_rate.piecewise import Curve, between
-from drawloom.components.learning_rate.warmup import AfterWarmup, both_given, steps_of
-from drawloom.graph import Problem, at_least, component, setting
+from drawloom.components.learning_rate.warmup import AfterWarmup
+from drawloom.graph import at_least, component, setting
 from drawloom.graph import between as within
 
 
@@ -18,20 +16,18 @@ class WarmupStableDecay(AfterWarmup):
     """
 
     decay_steps: int | None = setting(default=None, check=at_least(0), doc="steps of the decay")
+    decay_tokens: int | None = setting(
+        default=None, check=at_least(0), doc="the same as a number of tokens, counted in full rows"
+    )
     decay_percent: float | None = setting(
-        default=None, check=within(0, 100), doc="the same as a share of all steps; there is none if both are left out"
+        default=None, check=within(0, 100), doc="the same as a share of all steps; there is none if all are left out"
     )
     curve: Curve = setting(default="linear", doc="how it falls")
     end: float = setting(default=0.0, check=at_least(0), doc="the factor at the end")
 
     def after(self, done: int, rest: int, total: int) -> float:
         """1, or the value of the curve."""
-        falling = min(steps_of(self.decay_steps, self.decay_percent, total), rest)
+        lengths = self.decay_steps, self.decay_tokens, self.decay_percent
+        falling = min(steps_of(*lengths, total, self.sizes, at_end=True), rest)
         into = done - (rest - falling)
         return 1.0 if into <= 0 else between(self.curve, 1.0, self.end, min(into / falling, 1.0))
-
-    @classmethod
-    def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Either steps or a percentage, of warm-up and decay."""
-        yield from super().constraints(node)
-        yield from both_given(node, "decay")

@@ -45,7 +45,7 @@ class ActivationRms:
         self._layers = sorted({each for ranks in self.mesh.group("pipeline").gather_json([*mine]) for each in ranks})
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
-        self._reset()
+        self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
         self._hooks = [self._observe(module, self._layers.index(number)) for number, module in mine.items()]
 
     def close(self) -> None:
@@ -60,8 +60,8 @@ class ActivationRms:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Sums over the forward passes since the last step."""
-        sums = self._sums
-        self._reset()
+        sums = self._sums.clone()
+        self._sums.zero_()  # in place: hooks that are part of a CUDA graph add to this tensor
         return {"sums": sums}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
@@ -72,9 +72,6 @@ class ActivationRms:
             f"activation_rms/{layer}": value if is_known else None
             for layer, value, is_known in zip(self._layers, means.tolist(), known, strict=True)
         }
-
-    def _reset(self) -> None:
-        self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
 
     def _observe(self, module: nn.Module, place: int) -> Any:
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:

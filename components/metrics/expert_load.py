@@ -46,7 +46,8 @@ class ExpertLoad:
             raise UserError("no layer of the model has experts; leave out metrics.expert_load", 2)
         self._names = sorted(every, key=lambda name: (len(name), name))
         self._experts = max(every.values())
-        self._reset()
+        shape = self.accumulators["sums"].shape
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
         for name, router in mine.items():
             observer = self._observer(self._names.index(name))
             router.observe(observer)
@@ -65,8 +66,8 @@ class ExpertLoad:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Sums over the forward passes since the last step."""
-        sums = self._sums
-        self._reset()
+        sums = self._sums.clone()
+        self._sums.zero_()  # in place: observers that are part of a CUDA graph add to this tensor
         return {"sums": sums}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
@@ -82,10 +83,6 @@ class ExpertLoad:
         yield f"router_entropy/{name}", entropy / count if count else None
         if self.by_expert:
             yield from ((f"expert_tokens/{name}/{expert}", number) for expert, number in enumerate(tokens.tolist()))
-
-    def _reset(self) -> None:
-        shape = self.accumulators["sums"].shape
-        self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
 
     def _observer(self, place: int) -> Callable[[Tensor, Tensor], None]:
         def add(tokens: Tensor, scores: Tensor) -> None:

@@ -3,7 +3,9 @@
 import attrs
 import torch
 
-from drawloom.components.optim.torch_optimizer import TorchOptimizer, check_betas, decay_groups
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Parameters
 from drawloom.graph import above, at_least, component, setting
 
@@ -13,11 +15,15 @@ class AdamW(TorchOptimizer):
     """AdamW; norms and biases do not decay."""
 
     parameters: Parameters
+    mesh: Mesh
     lr: float = setting(check=above(0), doc="the base learning rate")
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
-    _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
+    groups: list[AdamGroup] = setting(
+        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
+    )
+    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     @property
     def moments(self) -> int:
@@ -26,5 +32,6 @@ class AdamW(TorchOptimizer):
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""
-        groups = decay_groups(self.parameters.named(), self.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        groups = self._param_groups()
+        adam = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        self._optimizers = [adam]

@@ -3,7 +3,9 @@
 import attrs
 import torch
 
-from drawloom.components.optim.torch_optimizer import TorchOptimizer, decay_groups
+from drawloom.components.optim.parameter_groups import Group
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.graph import above, at_least, between, component, setting
@@ -14,10 +16,14 @@ class SGD(TorchOptimizer):
     """SGD with momentum; norms and biases do not decay."""
 
     parameters: Parameters
+    mesh: Mesh
     lr: float = setting(check=above(0), doc="the base learning rate")
     momentum: float = setting(default=0.9, check=between(0, 1), doc="decay of the running mean of gradients")
     weight_decay: float = setting(default=0.0, check=at_least(0), doc="added to the gradient, times the weight")
-    _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
+    groups: list[Group] = setting(
+        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
+    )
+    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     @property
     def moments(self) -> int:
@@ -26,8 +32,8 @@ class SGD(TorchOptimizer):
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""
-        groups = decay_groups(self.parameters.named(), self.weight_decay)
-        self._optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
+        groups = self._param_groups()
+        self._optimizers = [torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)]
 
     def run_phase(self, step: Step) -> None:
         """Update the weights unless the step is skipped, and clear the gradients."""
@@ -38,6 +44,6 @@ class SGD(TorchOptimizer):
     def _fill_buffers(self) -> None:
         """Zeros where torch has no running mean yet: in a first step that is skipped it would leave them unfilled."""
         for _, parameter in self.parameters.named():
-            state = self._optimizer.state[parameter]
+            state = self._optimizers[0].state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,13 +1,15 @@
 """AdamW on bfloat16 weights with stochastic rounding, so that small updates accumulate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
 import torch
+from torch import nn
 
-from drawloom.components.optim.torch_optimizer import check_betas, decays, shard_of
-from drawloom.components.ports.distributed import Device
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups
+from drawloom.components.optim.torch_optimizer import shard_of
+from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.run import RunInfo, Step
@@ -21,22 +23,38 @@ from drawloom.kernels.stochastic_adamw import PER_DRAW, ParamState, StochasticAd
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+@attrs.frozen
+class _Launch:
+    """Parameters that one step of the kernel updates, with a rate and betas of their own."""
+
+    parameters: Sequence[nn.Parameter]
+    stepper: Any
+    lr_factor: float
+    betas: tuple[float, float]
+
+
 @component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
     AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
+
+    Groups with a rate or betas of their own take a launch each.
 
     The noise depends on the run's seed, the parameter's name, the element's index in it and the number of the step:
     data-parallel replicas stay equal, shards have noise of their own, and resuming is bit-exact.
     """
 
     parameters: Parameters
+    mesh: Mesh
     job: RunInfo
     device: Device
     lr: float = setting(check=above(0), doc="the base learning rate")
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
+    groups: list[AdamGroup] = setting(
+        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
+    )
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
         impact="incompatible",
@@ -46,7 +64,7 @@ class StochasticAdamW:
         default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
     _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
-    _stepper: Any = attrs.field(init=False, default=None)
+    _launches: list[_Launch] = attrs.field(init=False, factory=list)
     _steps: int = attrs.field(init=False, default=0)
     _last: Step | None = attrs.field(init=False, default=None)
 
@@ -60,27 +78,41 @@ class StochasticAdamW:
     def open(self) -> None:
         """Create the optimizer state of all parameters, filled with zeros."""
         slices = self.parameters.slices()
+        every = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+        decay = {part: group["weight_decay"] for group in every for part in group["params"]}
         for name, parameter in self.parameters.named():
             weight, shard = parameter.detach(), shard_of(slices[name], PER_DRAW)
             exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
-            decay = self.weight_decay if decays(parameter) else 0.0
             # An FSDP shard that is not one contiguous range of elements gets a key of its own.
             key = shard.key(self.job.seed, "stochastic_adamw", name)
-            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay, key, shard.first)
-        self._stepper = self._implementation()(list(self._params.values()))
+            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, shard.first)
+        kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
+        for group in every:
+            kinds.setdefault((group["lr_factor"], group.get("betas", self.betas)), []).extend(group["params"])
+        implementation, states = self._implementation(), self._states()
+        for (lr_factor, betas), parts in kinds.items():
+            stepper = implementation([states[part] for part in parts])
+            self._launches.append(_Launch(parts, stepper, lr_factor, betas))
 
     def run_phase(self, step: Step) -> None:
-        """Update the weights unless the step is skipped, clear the gradients, and put `lr` into the step's outputs."""
+        """
+        Update the weights unless the step is skipped, clear the gradients, and put `lr` into the step's outputs.
+
+        Each group has the rate of the step times a factor of its own.
+        """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
-        parameters = [parameter for _, parameter in self.parameters.named()]
         number = self._steps_taken() + 1
         if step.found_inf is not None or not step.skip_reason:
-            scalars = step_scalars(step.outputs["lr"], self.betas, self.eps, number)
-            gradients = [gradient_of(part) for part in parameters]
-            self._stepper.step(gradients, scalars, number, step.found_inf)
+            for launch in self._launches:
+                scalars = step_scalars(step.outputs["lr"] * launch.lr_factor, launch.betas, self.eps, number)
+                gradients = [gradient_of(part) for part in launch.parameters]
+                launch.stepper.step(gradients, scalars, number, step.found_inf)
         self._last = step
-        for parameter in parameters:
+        for _, parameter in self.parameters.named():
             parameter.grad = None
+
+    def _states(self) -> dict[nn.Parameter, ParamState]:
+        return {parameter: self._params[name] for name, parameter in self.parameters.named()}
 
     def _steps_taken(self) -> int:
         """The steps that were not skipped, which select the noise; of the last one the host may learn it only now."""

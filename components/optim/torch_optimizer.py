@@ -1,4 +1,4 @@
-"""Shared by the optimizers: parameter groups, the step at a scheduled learning rate, and state by parameter name."""
+"""Shared by the optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,57 +9,37 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
+from drawloom.components.optim.parameter_groups import Group, param_groups
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.graph import between
-
-
-def check_betas(value: tuple[float, float]) -> str | None:
-    """The reason why betas are invalid, or None: each is from 0 to below 1."""
-    return next((reason for beta in value if (reason := between(0, 1)(beta))), None)
-
-
-def decays(parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases, which have one dimension."""
-    return parameter.ndim >= 2
-
-
-def decay_groups(named: Sequence[tuple[str, nn.Parameter]], decay: float) -> list[dict[str, Any]]:
-    """
-    Parameter groups for a torch optimizer; those with fewer than two dimensions get no weight decay.
-
-    Both groups exist even if they are empty: torch takes no empty list of groups, and a pipeline rank whose parameters
-    are all frozen has none to train.
-    """
-    matrices = [parameter for _, parameter in named if decays(parameter)]
-    vectors = [parameter for _, parameter in named if not decays(parameter)]
-    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def named_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
-    """The optimizer's state of each parameter by name; empty before the first step in which it had a gradient."""
-    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in named}
+def named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
+    """The optimizers' state of each parameter by name; empty before the first step in which it had a gradient."""
+    held = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+    return {name: dict(held.get(parameter, {})) for name, parameter in named}
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, named: Named, state: dict[str, Any]) -> None:
+def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, state: dict[str, Any]) -> None:
     """
-    Replace an optimizer's state by a copy of a saved one; an empty state is that of an optimizer before its first step.
+    Replace optimizers' state by a copy of a saved one; an empty state is that of an optimizer before its first step.
 
     Raises KeyError for state of other parameters.
     """
     parameters = dict(named)
     if state and parameters.keys() != state.keys():
         raise KeyError(f"optimizer state differs for {sorted(parameters.keys() ^ state.keys())}")
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {parameter: number for number, parameter in enumerate(every)}
-    values = {numbers[parameters[name]]: _copies(parts) for name, parts in state.items() if parts}
-    # torch's load_state_dict moves each tensor to its device: a fused optimizer counts its steps on the accelerator.
-    optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+    names = {parameter: name for name, parameter in named}
+    for optimizer in optimizers:
+        every = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        values = {number: _copies(state[name]) for number, name in enumerate(every) if state.get(name)}
+        # torch moves each tensor to its parameter's device: a fused optimizer counts its steps on the accelerator.
+        optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _copies(parts: dict[str, Any]) -> dict[str, Any]:
@@ -106,11 +86,18 @@ def _is_contiguous_range(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool
 
 
 class TorchOptimizer:
-    """The phase and the state of an optimizer of torch; subclasses create `_optimizer` in `open`."""
+    """
+    The phase and the state of optimizers of torch; subclasses create them in `open`.
+
+    Each trained parameter is in one of them.
+    """
 
     parameters: Parameters
+    mesh: Mesh
     lr: float
-    _optimizer: torch.optim.Optimizer
+    weight_decay: float
+    groups: Sequence[Group]
+    _optimizers: list[torch.optim.Optimizer]
 
     @property
     def moments(self) -> int:
@@ -126,17 +113,27 @@ class TorchOptimizer:
         """
         Update the weights unless the step is skipped, which the device may decide, and clear the gradients.
 
-        The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`.
+        The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`, and
+        each group has it times a factor of its own.
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
-        for group in self._optimizer.param_groups:
-            group["lr"] = step.outputs["lr"]
         if step.found_inf is not None or not step.skip_reason:
-            # The name under which torch's fused optimizers read it, as GradScaler sets it.
-            self._optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
             with self._narrow_gradients():
-                self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+                for optimizer in self._optimizers:
+                    self._update(optimizer, step)
+        for _, parameter in self.parameters.named():
+            parameter.grad = None
+
+    def _update(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = step.outputs["lr"] * group["lr_factor"]
+        # The name under which torch's fused optimizers read it, as GradScaler sets it.
+        optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
+        optimizer.step()
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, for torch."""
+        return param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
 
     @contextmanager
     def _narrow_gradients(self) -> Iterator[None]:
@@ -157,8 +154,8 @@ class TorchOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by parameter name; tensors of any shape."""
-        return named_state(self._optimizer, self.parameters.named())
+        return named_state(self._optimizers, self.parameters.named())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer; KeyError if it is of other parameters."""
-        load_named_state(self._optimizer, self.parameters.named(), state)
+        load_named_state(self._optimizers, self.parameters.named(), state)

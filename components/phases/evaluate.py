@@ -6,6 +6,7 @@ import torch
 
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import DATA, Mesh
+from drawloom.components.ports.model import AveragedWeights, averaged
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.graph import component, setting
@@ -13,11 +14,16 @@ from drawloom.graph import component, setting
 
 @component(reads=("weights",), writes=("validation_loss",), impact="safe")
 class Evaluate:
-    """Measures the mean loss per token over the validation split, equal on every rank and for every mesh."""
+    """
+    Measures the mean loss per token over the validation split, equal on every rank and for every mesh.
+
+    With an `average`, it is that of the averaged weights.
+    """
 
     data: ValidationData
     executor: Executor
     mesh: Mesh
+    average: AveragedWeights | None = None
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
 
     def run_phase(self, step: Step) -> None:
@@ -25,7 +31,8 @@ class Evaluate:
         if not due(self.every, step):
             return
         began = time.monotonic()
-        losses = self.executor.evaluate(self.data.batches())
+        with averaged(self.average):
+            losses = self.executor.evaluate(self.data.batches())
         # sums and not means are reduced: ranks may have different numbers of tokens
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)

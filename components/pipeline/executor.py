@@ -1,7 +1,7 @@
 """Runs the schedule's program on this rank's stages; on one rank, that is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from drawloom.components.distributed.context import ContextPart
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
+from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
@@ -77,7 +78,12 @@ class Executor:
         program = self._training_program(len(microbatches))
         self.stages.cast_weights()
         runner = self._runner(self._with_references(microbatches), split_stages(program))
-        runner.run(program)
+        if self._captures is None:
+            runner.run(program)
+        else:
+            self._captures.begin(program)
+            runner.run(program)
+            self._captures.end()
         self.stages.hand_over_gradients()
         return runner.losses(self.device.device)
 
@@ -153,10 +159,8 @@ class Executor:
     def _runner(self, inputs: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
         # A state has at least one microbatch; an evaluation on a rank without data has none.
         state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), max(1, len(inputs)))
-        stages = {
-            stage.index: StageRunner(stage, self.objective, state, split=stage.index in split)
-            for stage in self.stages.local
-        }
+        new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
+        stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in self.stages.local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device), state)
 
     def _inputs(self, batch: Batch) -> MicrobatchInputs:
@@ -172,6 +176,11 @@ class Executor:
         moved = self._uploads.start(here.cut(batch))
         tokens, shared = self.objective.inputs(moved)
         return MicrobatchInputs(tokens, attrs.evolve(shared, part=there), moved)
+
+    @cached_property
+    def _captures(self) -> Captures | None:
+        captured = any(stage.capture for stage in self.stages.local)
+        return Captures.on(self.device.device, self.objective) if captured else None
 
     @cached_property
     def _uploads(self) -> Uploads:

@@ -63,6 +63,20 @@ def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
             yield mesh.problem("tensor", text, "write another number, or 1")
 
 
+def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
+    """Meshes and adapters whose passes are not the same launches in each step."""
+    if not stages.settings["capture"]:
+        return
+    for mesh in stages.neighbours("mesh"):
+        if wide := [name for name in ("data_shard", "context", "tensor", "expert") if mesh.settings.get(name, 1) > 1]:
+            text = f"passes with collectives of ranks along {wide[0]!r} can't be captured as CUDA graphs"
+            yield stages.problem("capture", text, f"write capture = false, or {wide[0]} = 1 in [{mesh.name}]")
+    for adapter in stages.neighbours("adapters"):
+        if adapter.settings.get("dropout"):
+            text = f"the dropout of [{adapter.name}] draws other numbers in each pass, and a CUDA graph does the same"
+            yield stages.problem("capture", text, f"write capture = false, or dropout = 0.0 in [{adapter.name}]")
+
+
 def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
     """A loss that is a module itself: its parameters belong to the stages."""
     if issubclass(loss.component, nn.Module):

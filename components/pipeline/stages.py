@@ -1,9 +1,8 @@
 """Builds the stages that this rank owns, and gives their parameters memory and values."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,35 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.buckets import BUCKET_BYTES, sum_in_buckets
+from drawloom.components.distributed.buckets import BUCKET_BYTES
 from drawloom.components.distributed.expert_parallel import share_experts
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.compilation import compile_blocks, idle_policies, undivided_backwards
 from drawloom.components.pipeline.initial_values import InitialValues
-from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
-from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard
+from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, shard
 from drawloom.components.pipeline.stage_checks import (
     NO_DISPATCHER,
     WRITE_DISPATCHER,
     gathers_by_block,
     losses_that_are_modules,
+    misfits_of_capture,
     misfits_of_experts,
     misfits_of_shards,
     misfits_of_tensor,
     roundings,
     shares_of_parameters,
 )
+from drawloom.components.pipeline.stage_parameters import StageParameters
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import (
     LOSS,
@@ -48,13 +49,11 @@ from drawloom.components.ports.model import (
     Recompute,
     Stage,
     Transform,
-    gradient_of,
 )
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.weights.adapted import adapted_model, inject
-from drawloom.components.weights.load import persistent_tensors
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
@@ -122,6 +121,11 @@ class MaterializedStages:
         default=False,
         doc="whether each block is compiled by torch.compile; its weights' gradients can't be put off then",
     )
+    capture: bool = setting(
+        default=False,
+        impact="safe",
+        doc="whether a GPU gets the passes of a stage as CUDA graphs, which is faster where microbatches are small",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -129,8 +133,7 @@ class MaterializedStages:
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
-    _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
-    _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+    _parameters: StageParameters = attrs.field(init=False, default=None)
     # the slices that tensor and expert ranks have of parameters, which data ranks may slice again
     _splits: dict[str, RankSlice] = attrs.field(init=False, factory=dict)
     _of_experts: set[str] = attrs.field(init=False, factory=set)  # those of them that expert ranks have
@@ -151,11 +154,14 @@ class MaterializedStages:
         for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
             yield from undivided_backwards(node, schedule, mesh)
         yield from idle_policies(node)
+        yield from misfits_of_capture(node)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """How the ranks of the mesh share the parameters, and what is recomputed."""
         yield from notes_of_policy(node.settings["recompute"])
+        if node.settings["capture"]:
+            yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         for mesh in node.neighbours("mesh"):
             yield from shares_of_parameters(node, mesh)
 
@@ -189,6 +195,7 @@ class MaterializedStages:
                 self.adapters,
                 self._splits,
                 self.recompute,
+                self.capture,
             )
             for index, module in modules.items()
         ]
@@ -196,9 +203,11 @@ class MaterializedStages:
             if self.compile:
                 compile_blocks(self.model.blocks(module))
             make_recomputable(self.model.blocks(module))
-        self._fingerprint = self._values.origin(self._all().values())
+        how = self.mesh, self.precision, self.device.device, self.bucket_bytes, self._splits, self._of_experts
+        self._parameters = StageParameters(self._local, self._store, *how)
+        self._parameters.open()
+        self._fingerprint = self._values.origin(self._parameters.all().values())
         self._check_patterns()
-        self._find_shared()
 
     @property
     def local(self) -> list[Stage]:
@@ -211,24 +220,15 @@ class MaterializedStages:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters of all local stages, each once."""
-        return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
+        return self._parameters.named()
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Of each trained parameter, the slice that this rank has; None for a whole one."""
-        return {name: self._slice(name) for name, _ in self.named()}
+        return {name: self._parameters.slice(name) for name, _ in self.named()}
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
-        other = set(self._on_earlier_ranks)
-        mine = {name for name, _ in self.named()}
-        whole = mine - self._store.slices.keys()
-        if self.mesh.group(*SHARDS).rank:
-            other |= whole - self._of_experts
-        if self.mesh.index("tensor"):
-            other |= mine - self._splits.keys()
-        if self._of_experts and self.mesh.index("expert_shard"):
-            other |= whole & self._of_experts
-        return [(name, part) for name, part in self.named() if name not in other]
+        return self._parameters.counted()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """Cast parameters to what layers compute with."""
@@ -240,46 +240,21 @@ class MaterializedStages:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of parameters, buffers, masters and compute copies, and of the gradients that a step will have."""
-        if not self._local:
-            return {}
-        stored = self._store.memory_bytes()
-        modules = [stage.module for stage in self._local]
-        tensors = dict.fromkeys(each for module in modules for each in chain(module.parameters(), module.buffers()))
-        trained = sum(parameter.numel() for _, parameter in self.named())
-        return {
-            **stored,
-            "parameters": sum(map(_local_bytes, tensors)) - self._store.copied_bytes,
-            "gradients": trained * self.precision.gradient.itemsize,
-        }
+        return self._parameters.memory_bytes() if self._parameters is not None else {}
 
     def sum_gradients(self) -> None:
         """Sum the gradients that backward passes have not summed; a pipeline rank without a parameter adds zeros."""
-        mine = dict(self.named())
-        wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
-        # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
-        partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
-        sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide, self.bucket_bytes)
-        left = {name: gradient_of(part) for name, part in mine.items() if name not in self._store.summed}
-        dense = [grad for name, grad in left.items() if name not in self._of_experts]
-        sum_in_buckets(dense, self.mesh.group(*DATA), wide, self.bucket_bytes)
-        if self._of_experts:
-            of_experts = [grad for name, grad in left.items() if name in self._of_experts]
-            sum_in_buckets(of_experts, self.mesh.group(*EXPERT_REPLICAS), wide, self.bucket_bytes)
-        # A collective of the whole group: ranks without a parameter take part with zeros.
-        like: Any = {"dtype": self.precision.gradient, "device": self.device.device}
-        shared = [
-            gradient_of(mine[name]) if name in mine else torch.zeros(shape, **like)
-            for name, shape in self._shared.items()
-        ]
-        sum_in_buckets(shared, self.mesh.group("pipeline"), wide, self.bucket_bytes)
+        self._parameters.sum_gradients()
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
-        return {name: self._slice(name) for name in self.state_dict()}
+        return {name: self._parameters.slice(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
-        state: dict[str, Any] = {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        state: dict[str, Any] = {
+            name: tensor.detach() for held in self._parameters.changing() for name, tensor in held.items()
+        }
         return state | ({FROZEN: self._fingerprint} if self._fingerprint else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -290,7 +265,7 @@ class MaterializedStages:
             raise UserError(self._values.other_origin())
         with torch.no_grad():
             # By stage, because two stages of this rank may each hold a buffer of one name.
-            for held in self._held():
+            for held in self._parameters.changing():
                 for name, tensor in held.items():
                     tensor.copy_(state[name])
 
@@ -300,35 +275,12 @@ class MaterializedStages:
         """The store of the parameters of modules, which are real."""
         if sharded:
             return ShardedStore.of(sharded, self.precision)
-        if (replicas := self.mesh.group(*DATA)).size > 1:
+        # Hooks, by which replicas begin to sum before a backward pass ends, are not part of a graph.
+        if (replicas := self.mesh.group(*DATA)).size > 1 and not self.capture:
             apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
             how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
             return ReplicatedStore.replicated(modules, *how)
         return ParameterStore.of(modules, self.precision)
-
-    def _find_shared(self) -> None:
-        """Find the parameters that several pipeline ranks hold: a tied embedding is on the first and on the last."""
-        group = self.mesh.group("pipeline")
-        shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in self.named()})
-        times = Counter(name for names in shapes for name in names)
-        everywhere = {name: shape for names in shapes for name, shape in names.items()}
-        self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
-        self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
-
-    def _slice(self, name: str) -> TensorSlice | None:
-        """The slice that this rank has of a parameter; None for a whole one."""
-        return TensorSlice.nested(self._split_place(name), self._store.slices.get(name))
-
-    def _split_place(self, name: str) -> TensorSlice | None:
-        return self._splits[name].place if name in self._splits else None
-
-    def _all(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
-
-    def _held(self) -> list[dict[str, Tensor]]:
-        """What changes from step to step in each local stage."""
-        every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
-        return [{name: each for name, each in held.items() if _changes(each)} for held in every]
 
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
@@ -391,19 +343,6 @@ class MaterializedStages:
     def _shards_of_experts(self) -> int:
         """How many ranks have the same experts, other than replicas."""
         return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
-
-
-def _changes(tensor: Tensor) -> bool:
-    """Whether a parameter is trained, or a tensor is a buffer."""
-    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-
-
-def _is_of_loss(name: str) -> bool:
-    return name.startswith(f"{LOSS}.")
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

@@ -1,6 +1,7 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
@@ -422,7 +423,8 @@ class Stage:
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
     they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
     into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
-    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again.
+    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again;
+    `capture`, whether passes are launched as CUDA graphs.
     """
 
     index: int
@@ -434,6 +436,7 @@ class Stage:
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
     recompute: Recompute = "none"
+    capture: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
@@ -522,6 +525,24 @@ class Parameters(Protocol):
     def slices(self) -> dict[str, TensorSlice | None]:
         """Of each of these parameters, the slice that this rank has; None for a whole one."""
         ...
+
+
+@port
+class AveragedWeights(Protocol):
+    """Averages of the trained weights over steps."""
+
+    def averages(self) -> Mapping[str, Tensor]:
+        """The averages of this rank's slices by parameter; none before the first step."""
+        ...
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """While it is open the averages are in place of the weights, which come back unchanged, also after an error."""
+        ...
+
+
+def averaged(average: AveragedWeights | None) -> AbstractContextManager[None]:
+    """The averages in place of the weights, if there are any."""
+    return nullcontext() if average is None else average.swapped()
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

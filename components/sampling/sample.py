@@ -6,6 +6,7 @@ from pathlib import Path
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.model import AveragedWeights, averaged
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.sampling.generate import Sampler
@@ -24,6 +25,7 @@ class Sample:
     folder: RunFolder
     randomness: Randomness
     mesh: Mesh
+    average: AveragedWeights | None = None
     prompt: str = setting(default="", doc="the beginning of the text")
     tokens: int = setting(default=200, check=at_least(1), doc="most tokens to sample")
     context: int = setting(default=256, check=at_least(1), doc="number of last tokens that the model sees")
@@ -36,7 +38,8 @@ class Sample:
 
     def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective: all ranks call it."""
-        text = self._sampled() if self.mesh.replicas.rank == 0 else ""
+        with averaged(self.average):
+            text = self._sampled() if self.mesh.replicas.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._write(step, text))
 
     def _sampled(self) -> str:

@@ -12,7 +12,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo, Value
-from drawloom.components.trackers.aim_repository import AimRun, run_in
+from drawloom.components.trackers.aim_repository import AimRun, refuse_link, run_in
 from drawloom.components.trackers.background import Background, OneWarning, Task
 from drawloom.graph import ResolvedRecipe, UserError, above, at_least, component, setting
 
@@ -43,9 +43,14 @@ class AimTracker:
     _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
 
     def open(self) -> None:
-        """Load Aim and prepare the repository, on rank 0; a UserError if Aim is not installed."""
+        """
+        Load Aim and prepare the repository, on rank 0.
+
+        Raises UserError if Aim is not installed, or if the repository is a link, which may lead anywhere.
+        """
         if self.mesh.world.rank == 0:
             folder = self.folder.folder
+            refuse_link(folder)
             self._run = AimRun(load_aim(), folder, self.job.name, self.recipe.text)
             self._hash = run_in(folder) or uuid.uuid4().hex[:24]
             self._background = Background("aim", self.queue_size, self._failed, self._run.close)

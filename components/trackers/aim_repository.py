@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.storage.atomic_write import rename
+from drawloom.graph import UserError
+
+
+def refuse_link(folder: Path) -> None:
+    """Raise UserError if the repository of a folder, which a stranger may have sent, is a symbolic link."""
+    path = folder / ".aim"
+    if path.is_symlink():
+        text = "it is a symbolic link, which may lead anywhere"
+        raise UserError(f"{path} can't be written to ({text}); remove it, or use another run name")
 
 
 def open_repository(aim: Any, folder: Path) -> Any:

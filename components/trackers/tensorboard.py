@@ -10,6 +10,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Value
+from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.trackers.background import Background, OneWarning
 from drawloom.graph import UserError, above, at_least, component, setting
 
@@ -36,9 +37,14 @@ class TensorBoardTracker:
     _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
 
     def open(self) -> None:
-        """Load TensorBoard and start the thread, on rank 0; a UserError if TensorBoard is not installed."""
+        """
+        Load TensorBoard and start the thread, on rank 0.
+
+        Raises UserError if TensorBoard is not installed, or if the folder is a link, which may lead anywhere.
+        """
         if self.mesh.world.rank == 0:
             self._writer_class = load_writer()
+            make_folder(self._folder)
             self._background = Background("tensorboard", self.queue_size, self._failed, self._close_writer)
 
     def close(self) -> None:
@@ -55,16 +61,19 @@ class TensorBoardTracker:
         """Queue the finite values of a step for writing."""
         self._put(partial(self._write, step, values))
 
+    @property
+    def _folder(self) -> Path:
+        return self.folder.folder / "tensorboard"
+
     def _put(self, task: Any) -> None:
         if self._background is not None and not self._background.put(task):
             self._warn("TensorBoard does not keep up; some steps will be missing there")
 
     def _begin(self, step: int) -> None:
         self._close_writer()
-        folder: Path = self.folder.folder / "tensorboard"
         # an empty folder has nothing to purge
-        purged = step + 1 if any(folder.glob("events.*")) else None
-        self._writer = self._writer_class(str(folder), purge_step=purged)
+        purged = step + 1 if any(self._folder.glob("events.*")) else None
+        self._writer = self._writer_class(str(self._folder), purge_step=purged)
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
         if self._writer is None:

@@ -103,7 +103,7 @@ class Graph:
         """The graph of what `roots` need, with the problems of these nodes only: others need not even be known."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
         # An edge may be missing because the table that it leads to could not become a node.
-        broken = not all(self._is_complete(node) for node in nodes.values())
+        broken = not all(self.is_complete(node) for node in nodes.values())
         problems = tuple(p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes))
         return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems)
 
@@ -142,7 +142,7 @@ class Graph:
             for name, edge in node.edges.items():
                 if node.spec.fields[name].kind == "ordered":
                     yield from check_sequence(node, name, edge, self.nodes)
-            if self._is_complete(node):
+            if self.is_complete(node):
                 yield from _constraints(node, self.view(node.name))
 
     def _place_of_edge(self, name: str, target: str) -> Place:
@@ -151,7 +151,7 @@ class Graph:
         found = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
         return node.place_of(next((path for path in found if path), ()))
 
-    def _is_complete(self, node: Node) -> bool:
+    def is_complete(self, node: Node) -> bool:
         """Whether a node and its neighbours are valid, so that constraints may rely on their settings and edges."""
         missing = any(
             field.is_edge and field.name not in node.edges and (field.required or field.name in node.table.items)

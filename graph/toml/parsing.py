@@ -35,7 +35,7 @@ _TEXT = r"""\"{3}(?:[^\\]|\\[\s\S])*?\"{3}|'{3}[\s\S]*?'{3}|"(?:[^"\\\n]|\\.)*+"
 _PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _DOTS = rf"[ \t]*+({_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
-_BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
+BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
 _NUMBER = re.compile(rf"(?<=[=\[,\s])([+-]?(?:0x)?[0-9a-fA-F_]{{{DIGITS},}})|{_TEXT}")
 
 
@@ -79,7 +79,7 @@ def _error(source: str, text: str, offset: int, message: str, hint: str = "") ->
 
 def _too_deep(source: str, text: str) -> RecipeError:
     depth, at = 0, 0
-    for found in _BRACKET.finditer(text):
+    for found in BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
         if depth > DEPTH:
             at = found.start()

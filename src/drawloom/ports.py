@@ -38,6 +38,7 @@ from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
+    AveragedWeights,
     BatchContext,
     Dispatched,
     Dispatcher,
@@ -61,6 +62,7 @@ from drawloom.components.ports.model import (
     TrainableStages,
     Transform,
     VocabularyPart,
+    averaged,
     gradient_of,
     routers_of,
 )
@@ -136,6 +138,7 @@ __all__ = [
     "AdaptedLayer",
     "Adapter",
     "AfterRestore",
+    "AveragedWeights",
     "Batch",
     "BatchContext",
     "Batching",
@@ -242,6 +245,7 @@ __all__ = [
     "Value",
     "VocabularyPart",
     "attended_pairs",
+    "averaged",
     "check_cadence",
     "due",
     "flat",

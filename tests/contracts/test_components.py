@@ -218,6 +218,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         **with_experts("model.qwen3.moe"),
         "metrics": {"experts": {"use": "metrics.expert_load"}},
     },
+    "phases.ema": lambda folder: {
+        "ema": {"use": "phases.ema"},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@ema"}}}},
+    },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),
         "router_bias": {"use": "phases.router_bias"},
@@ -246,6 +250,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "metrics.perplexity": lambda folder: {"metrics": {"perplexity": {"use": "metrics.perplexity"}}},
     "metrics.source_tokens": lambda folder: {"metrics": {"sources": {"use": "metrics.source_tokens"}}},
     "metrics.spread": lambda folder: {"metrics": {"spread": {"use": "metrics.spread", "quantiles": [0.5]}}},
+    "optim.adam": lambda folder: {"optimizer": {"use": "optim.adam", "lr": 0.1}},
+    "optim.muon": lambda folder: {"optimizer": {"use": "optim.muon", "lr": 0.1}},
     "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
     "optim.stochastic_adamw": lambda folder: {
         "optimizer": {"use": "optim.stochastic_adamw", "lr": 0.1},

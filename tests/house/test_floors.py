@@ -25,6 +25,8 @@ BELOW = {"graph", *LIBRARIES}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "graph": (set(), {"attrs", "cattrs", "tomli", "rich", "pytest"}),  # pytest in the plugin that pytest itself imports
+    # An extra, imported by `drawloom lsp` alone.
+    "graph.lsp": ({"graph"}, {"attrs", "tomli", "lsprotocol", "pygls"}),
     "kernels": (set(), {"torch", "triton"}),
     "components": (set(), set()),
     "components.ports": ({"graph"}, {"attrs", "numpy", "torch"}),
@@ -76,7 +78,8 @@ SOURCES = sorted(path for floor in ("graph", "kernels", "components") for path i
 def home(path: Path) -> str:
     """The floor or subject that a file belongs to."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[: 2 if parts[0] == "components" and len(parts) > 2 else 1])
+    room = ".".join(parts[:2])
+    return room if room in FLOORS or (parts[0] == "components" and len(parts) > 2) else parts[0]
 
 
 def imported(path: Path) -> set[str]:

@@ -19,7 +19,7 @@ QUESTIONS = {
     "where are point-to-point communicators made?": ("communicator", "components/distributed/p2p_links.py"),
     "where is the reason of a hang found?": ("hang", "components/distributed/hang_diagnosis.py"),
     "where are gradients clipped by norm?": ("max_norm", "components/gradients/clip_norm.py"),
-    "where is weight decay applied to some parameters only?": ("decay_groups", "components/optim/torch_optimizer.py"),
+    "where is weight decay applied to some parameters only?": ("decays", "components/optim/parameter_groups.py"),
     "where is 1F1B?": ("1f1b", "components/pipeline/schedules/one_f_one_b.py"),
     "where are zero-bubble weight gradients deferred?": ("deferred", "kernels/deferred_grads.py"),
     "where is the bubble of a schedule simulated?": ("simulat", "components/pipeline/simulation/simulator.py"),

@@ -16,6 +16,7 @@ from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.phases.ema import WeightAverage
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import gradient_of
 from drawloom.components.ports.run import Step
@@ -58,9 +59,9 @@ def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
         dispatcher=AllToAllExperts(kernels=kernels, mesh=mesh),
     )
     stages.open()
-    optimizer = AdamW(parameters=stages, lr=1e-3)
+    optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-3, groups=pipelines.GROUPS)
     optimizer.open()
-    return {"stages": stages, "optimizer": optimizer}
+    return {"stages": stages, "optimizer": optimizer, "ema": WeightAverage(parameters=stages)}
 
 
 def _state(nodes: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def _state(nodes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "slices": {**nodes["stages"].state_slices()},
         "weights": {name: part.clone() for name, part in nodes["stages"].state_dict().items()},
+        "average": dict(nodes["ema"].averages()),
         **{key: {name: part[key].clone() for name, part in moments.items()} for key in ("exp_avg", "exp_avg_sq")},
     }
 
@@ -89,6 +91,7 @@ def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> lis
                 for name, parameter in nodes["stages"].named():
                     gradient_of(parameter).fill_(len(name) / 100)
                 nodes["optimizer"].run_phase(Step(1, 1))
+                nodes["ema"].run_phase(Step(1, 1))
             node = checkpointer(folder, nodes, mesh)
             if saves:
                 node.save(Step(1, 9))
@@ -117,7 +120,7 @@ def test_weights_and_moments_are_bitwise_the_same_on_another_mesh(tmp_path: Path
         parts = run_ranks(_saved_or_loaded, ranks, jobs, timeout=120) if jobs else []
         for place, (a, _) in enumerate(mine):
             loaded = [part[place] for part in parts]
-            for what in ("weights", "exp_avg", "exp_avg_sq"):
+            for what in ("weights", "exp_avg", "exp_avg_sq", "average"):
                 expected = pipelines.assembled(saved[a], what)
                 for name, tensor in pipelines.assembled(loaded, what).items():
                     assert tensor is not None and torch.equal(tensor, expected[name]), (a, what, name)  # type: ignore[arg-type]

@@ -24,14 +24,14 @@ class Meshed:
 
 
 MESHES = [
-    Meshed("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "plain")]),
+    Meshed("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "muon")]),
     Meshed("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")]),
     Meshed(
         "pipelines of replicas",
         {"data_replicate": 2},
         [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
     ),
-    Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "smoothed")]),
+    Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
     Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
     Meshed(
         "pipelines of shards, reduced by microbatch",
@@ -49,12 +49,12 @@ MESHES = [
     Meshed(
         "tensors of shards",
         {"tensor": 2, "data_shard": 2},
-        [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "smoothed")],
+        [("gpipe", 4, True, False, "muon"), ("gpipe", 4, False, True, "smoothed")],
     ),
     Meshed(
         "pipelines of tensors",
         {"tensor": 2},
-        [("one_f_one_b", 4, True, False, "dft"), ("zero_bubble_v", 4, False, False, "plain")],
+        [("one_f_one_b", 4, True, False, "dft"), ("zero_bubble_v", 4, False, False, "muon")],
     ),
     Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     Meshed(

@@ -148,7 +148,7 @@ class _Held:
 def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     """The weights after three steps of an optimizer, and its state."""
     held = _Held(torch.bfloat16 if "stochastic" in use else torch.float32)
-    edges: dict[str, Any] = {"parameters": held}
+    edges: dict[str, Any] = {"parameters": held, "mesh": SingleRankMesh()}
     if "stochastic" in use:
         edges |= {"job": fake(RunInfo, **JOB), "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
     optimizer = build(use, **edges, **values)
@@ -157,6 +157,17 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
         held.differentiate(1e-4 * index * (-1) ** index)
         optimizer.run_phase(Step(index, 3, outputs={"lr_factor": 1.0}))
     return [parameter.tolist() for _, parameter in held.named()], str(optimizer.state_dict())
+
+
+def averaged_by(use: str, values: Values, _place: Path) -> Any:
+    """The averages of weights that move."""
+    held = _Held()
+    average = build(use, parameters=held, **values)
+    for index in (1, 2):
+        average.run_phase(Step(index, 2))
+        with torch.no_grad():
+            held.matrix.add_(1.0)
+    return {name: each.tolist() for name, each in average.averages().items()}
 
 
 def clipped(use: str, values: Values, _place: Path) -> Any:
@@ -380,7 +391,9 @@ def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:
     """The factors of ten steps."""
-    phase, steps = build(use, **values), [Step(index, 10) for index in range(1, 11)]
+    sizes = {"batching": build("run.batch", mesh=SingleRankMesh(), global_size=4, micro_size=4)}
+    sizes["rows"] = fake(PackedDataset, length=8)
+    phase, steps = build(use, **sizes, **values), [Step(index, 10) for index in range(1, 11)]
     for step in steps:
         phase.run_phase(step)
     return [step.outputs["lr_factor"] for step in steps]

@@ -97,6 +97,12 @@ def compiled_in(use: str, values: Values, place: Path) -> Any:
         return asked.call_count
 
 
+def captured_in(use: str, values: Values, place: Path) -> Any:
+    """Whether the passes of stages are to be CUDA graphs, on a device that has them."""
+    with _recipe(place, stages=dict(values)).open(only="stages") as objects:
+        return [stage.capture for stage in objects["stages"].local]
+
+
 @attrs.define
 class _Recorder(SingleProcess):
     """A group of two ranks that records what is summed."""

@@ -23,6 +23,8 @@ from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
+from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
@@ -127,6 +129,7 @@ class StatesLoss(NextToken):
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "plain": NextToken,
+    "muon": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
@@ -136,7 +139,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 Case = tuple[str, int, bool, bool, str]
 """
 A schedule, how many microbatches, whether embedding and head are tied, whether the first layer is frozen, and the name
-of a loss.
+of a loss; that of "muon" is the plain one, with another optimizer.
 """
 
 
@@ -152,6 +155,11 @@ EXPERTS: dict[str, Any] = {
 
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
+GROUPS = [
+    AdamGroup(targets=["*embed_tokens*"], lr_factor=0.5),
+    AdamGroup(targets=["*.mlp.*"], betas=(0.8, 0.9), weight_decay=0.2),
+]
+"""On a pipeline, ranks but the first have no parameter of the first."""
 
 
 def steps(
@@ -271,7 +279,8 @@ def _steps(
     executor.open()
     reduce = SumOverParameters(mesh=mesh)
     synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=reduce)
-    optimizer = AdamW(parameters=stages, lr=1e-3)
+    use: Any = Muon if kind == "muon" else AdamW
+    optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=GROUPS)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)
     among, place = mesh.size("data_replicate") * mesh.size("data_shard"), mesh.index("data_replicate")

@@ -43,6 +43,14 @@ STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
 SPLIT = {"validation_fraction": 0.9}
 BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
+NORMS = [{"targets": ["*norm"], "lr_factor": 2.0}]
+GROUPS: dict[str, Any] = {
+    "groups": NORMS,
+    "groups.targets": Change([{**NORMS[0], "targets": ["*weight"]}], {"groups": NORMS}),
+    "groups.lr_factor": NORMS,
+    "groups.weight_decay": [{"targets": ["*norm"], "weight_decay": 5.0}],
+}
+BETAS_OF_GROUP = {"groups.betas": [{"targets": ["*norm"], "betas": [0.5, 0.6]}]}
 NO_SIZES: dict[str, Any] = dict.fromkeys(SPARSE_SIZES)
 # With this base and length, pairs of channels are on either side of the bounds and between them.
 BOUNDS = {"rope_theta": 10.0, "original_max_position_embeddings": 128}
@@ -120,7 +128,12 @@ SHARED_EXPERTS |= {
     "sliding_window": Change(3, {"max_window_layers": 1}),
     "max_window_layers": Change(1, {"sliding_window": 3}),
 }
-WARMUP = {"start": 0.5, "warmup_steps": 3, "warmup_percent": Change(50.0, {"warmup_steps": None})}
+WARMUP = {
+    "start": 0.5,
+    "warmup_steps": 3,
+    "warmup_tokens": Change(130, {"warmup_steps": None}),
+    "warmup_percent": Change(50.0, {"warmup_steps": None}),
+}
 TRITON = (
     "rms_norm",
     "add_rms_norm",
@@ -289,7 +302,13 @@ ROWS: dict[str, Row] = {
         parts.lr_factors,
         {"warmup_steps": 2, "decay_steps": 4},
         WARMUP
-        | {"end": 0.5, "curve": "cosine", "decay_steps": 6, "decay_percent": Change(60.0, {"decay_steps": None})},
+        | {
+            "end": 0.5,
+            "curve": "cosine",
+            "decay_steps": 6,
+            "decay_tokens": Change(150, {"decay_steps": None}),
+            "decay_percent": Change(60.0, {"decay_steps": None}),
+        },
     ),
     "learning_rate.piecewise": Row(
         parts.lr_factors,
@@ -300,6 +319,7 @@ ROWS: dict[str, Row] = {
             "phases.to": [{"to": 2.0}],
             "phases.curve": [{"to": 1.0, "curve": "cosine"}],
             "phases.steps": [{"to": 1.0, "steps": 3}],
+            "phases.until_tokens": [{"to": 1.0, "until_tokens": 130}],
             "phases.until_percent": [{"to": 1.0, "until_percent": 50.0}],
             "phases.power": Change([POLYNOMIAL[0] | {"power": 3.0}], {"phases": POLYNOMIAL}),
         },
@@ -356,9 +376,29 @@ ROWS: dict[str, Row] = {
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
-    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS),
-    "optim.sgd": Row(parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5}),
-    "optim.stochastic_adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | {"state_dtype": "float32"}),
+    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
+    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
+    "optim.muon": Row(
+        parts.weights_after_steps,
+        {"lr": 0.01},
+        BETAS
+        | GROUPS
+        | BETAS_OF_GROUP
+        | {
+            "targets": Change(["*norm"], refused=True),
+            "adjust_lr_fn": "original",
+            "momentum": 0.5,
+            "nesterov": False,
+            "ns_steps": 2,
+        },
+    ),
+    "optim.sgd": Row(
+        parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5} | GROUPS
+    ),
+    "optim.stochastic_adamw": Row(
+        parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
+    ),
+    "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
     "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
@@ -397,6 +437,7 @@ ROWS: dict[str, Row] = {
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.recomputed_by),
             "compile": Change(True, observer=runs.compiled_in),
+            "capture": Change(True, observer=runs.captured_in),
         },
     ),
     "run.batch": Row(

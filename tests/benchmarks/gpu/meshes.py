@@ -6,7 +6,7 @@ step is forward, backward, the norm of all gradients, clipping and AdamW. Data-p
 the one GPU; those along `tensor` share their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face
 transformers with Liger's kernels, if they are installed, under torch's `fully_shard`, each layer a unit, as here. A
 line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu`
-measures fine-tuning on one GPU.
+measures fine-tuning on one GPU, `make bench-capture-gpu` what CUDA graphs bring there.
 """
 
 import gc
@@ -81,11 +81,12 @@ class Case:
     schedule: str = "one_f_one_b"
     length: int = LENGTH
     lora: bool = False
+    capture: bool = False
 
     @property
     def name(self) -> str:
         """What a line calls it."""
-        who = ", LoRA" if self.lora else ""
+        who = ", LoRA" if self.lora else ", CUDA graphs" if self.capture else ""
         peer = ", FSDP2 + transformers" if self.sizes else ", peft + transformers" if self.lora else ", transformers"
         who += peer if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
@@ -111,7 +112,7 @@ OF_EXPERTS = ((EXPERTS, 4, 1), (EXPERTS, 4, 4))
 def cases(ranks: int) -> list[Case]:
     """What is measured with so many processes."""
     if ranks == 1:
-        return [Case(*shape) for shape in (*SHAPES, *OF_EXPERTS)]
+        return [*(Case(*shape) for shape in (*SHAPES, *OF_EXPERTS)), _long_row(int(os.environ.get("RANKS", "2")), {})]
     # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
     found = [Case(*shape, {"data_replicate": ranks}) for shape in SHAPES[:2]]
     for shape in SHAPES:
@@ -122,13 +123,18 @@ def cases(ranks: int) -> list[Case]:
         found += [Case(*shape, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
         found.append(Case(*shape, shards, reshard=False))
     found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
-    found.append(Case(SMALL_MODEL, 1, 1, {"context": ranks}, length=ranks * 4 * LENGTH))
+    found.append(_long_row(ranks, {"context": ranks}))
     pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=each) for each in SCHEDULES]
     if ranks == 2:
         return [*found, *pipelined]
     half = {"data_shard": ranks // 2}
     found += [Case(LARGE, 4, 1, {"tensor": 2, **half}), Case(*SHAPES[0], {"data_replicate": 2, **half})]
     return [*found, *pipelined, Case(LARGE, 1, 8, {"pipeline": ranks // 2, "data_shard": 2}, reshard=False)]
+
+
+def _long_row(ranks: int, sizes: Mapping[str, int]) -> Case:
+    """One row that so many ranks could share."""
+    return Case(SMALL_MODEL, 1, 1, sizes, length=ranks * 4 * LENGTH)
 
 
 SCHEDULES = ("one_f_one_b", "zero_bubble_v")
@@ -145,17 +151,26 @@ FINETUNING = [
 ]
 """On one GPU, with `--finetuning`: LoRA of all linear layers of a block, and all weights of the small model."""
 
+CAPTURE = [
+    Case(*shape, capture=capture)
+    for shape in ((SMALL_MODEL, 4, 4), (SMALL_MODEL, 1, 16), (EXPERTS, 4, 1), (EXPERTS, 1, 4), (LARGE, 2, 1))
+    for capture in (False, True)
+]
+"""On one GPU, with `--capture`: passes as CUDA graphs, and kernel by kernel."""
+ALONE = {"--finetuning": FINETUNING, "--capture": CAPTURE}
+
 
 def main() -> None:
     """Measure one GPU, then several, in processes of their own."""
     if "RANK" in os.environ:
         return _worker()
     several = int(os.environ.get("RANKS", "2"))
-    if not TINY and "--finetuning" not in sys.argv and torch.cuda.device_count() < several:
+    alone = any(flag in sys.argv for flag in ALONE)
+    if not TINY and not alone and torch.cuda.device_count() < several:
         sys.exit(f"this needs {several} GPUs; --tiny tries it with processes on a CPU")
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
-        for ranks in (1,) if "--finetuning" in sys.argv else (1, several):
+        for ranks in (1,) if alone else (1, several):
             starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
             command = [sys.executable, *starter, str(Path(__file__)), *sys.argv[1:]]
             subprocess.run(command, env=environment, check=True)
@@ -170,7 +185,7 @@ def _worker() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
     ones: dict[str, float] = json.loads(base.read_text()) if base.exists() else {}
-    every = FINETUNING if "--finetuning" in sys.argv else cases(processes.world_size)
+    every = next((found for flag, found in ALONE.items() if flag in sys.argv), None) or cases(processes.world_size)
     try:
         for case in every:
             if not words or any(word in case.name for word in words):
@@ -183,12 +198,14 @@ def _worker() -> None:
 def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: dict[str, float]) -> None:
     mesh = RankMesh(processes=processes, **{"data_replicate": 1, **case.sizes})
     mesh.open()
-    shape = f"{case.model} {case.rows} {case.microbatches}"
+    shape = f"{case.model} {case.rows} {case.microbatches} {case.length}"
     try:
         seconds, memory = _measured((_peer if case.peer else _ours)(case, mesh, device), device)
         speed = case.tokens / seconds
-        if processes.world_size == 1:
-            ones[shape] = ones[case.model] = speed  # of a model the last shape is the fastest
+        if processes.world_size == 1 and not case.capture:
+            ones[shape] = speed
+            if case.length == LENGTH:
+                ones[case.model] = speed  # of a model the last shape is the fastest
         base = ones.get(shape, ones.get(case.model, float("nan")))
         text = f"{speed:>10,.0f} tokens/s a GPU{speed / base:>8.1%}{memory:>8.1f} GiB"
     except Exception as failure:  # the others are measured nevertheless; all ranks fail alike
@@ -214,14 +231,14 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
     stages.dispatcher = AllToAllExperts(kernels=kernels, mesh=mesh)
-    stages.reshard_after_forward = case.reshard
+    stages.reshard_after_forward, stages.capture = case.reshard, case.capture
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
-        optimizer := AdamW(parameters=stages, lr=1e-5),
+        optimizer := AdamW(parameters=stages, mesh=mesh, lr=1e-5),
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
@@ -294,7 +311,9 @@ def _measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, f
         if gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else float("nan")
+    # What is allocated does not tell the memory of graphs, which is theirs whether they run or not.
+    most = torch.cuda.max_memory_reserved if "--capture" in sys.argv else torch.cuda.max_memory_allocated
+    memory = most() / 2**30 if gpu else float("nan")
     return statistics.median(times[WARM_UPS:]), memory
 
 

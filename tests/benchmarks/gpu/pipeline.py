@@ -10,6 +10,8 @@ included. For each schedule and each way to count the head as layers (`stages.he
 - with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
   it, and which share of the time of sends and receives something computed at the same time. A receive is posted
   early, so that its time holds the wait for the peer.
+
+With --capture the passes of all stages are CUDA graphs. ROWS="1 2" and HEADS="6" choose among the lines.
 """
 
 import json
@@ -50,11 +52,11 @@ from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
 MICROBATCHES, LENGTH = (8, 12) if TINY else (8, 4096)
-ROWS = (2,) if TINY else (2, 4)
+ROWS = (2,) if TINY else tuple(map(int, os.environ.get("ROWS", "2 4").split()))
 LAYERS = 8 if TINY else 28
 STEPS = 2 if TINY else 8
 SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v")
-HEADS = (0, 2) if TINY else (0, 6)
+HEADS = (0, 2) if TINY else tuple(map(int, os.environ.get("HEADS", "0 6").split()))
 """The head multiplies by 151,936 x 1024 numbers, a layer by 15.7 million, and 8.4 million more count its attention."""
 
 Interval = tuple[float, float]
@@ -143,13 +145,13 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
             precision=precision,
             job=pipelines.Job(),
         )
-        stages.head_layer_cost = head
+        stages.head_layer_cost, stages.capture = head, "--capture" in sys.argv
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
     executor = Executor(schedule=schedule, objective=loss, device=device, **parts)
     executor.open()
     synchronise = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
-    optimizer = AdamW(parameters=stages, lr=1e-5)
+    optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-5)
     optimizer.open()
     batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 

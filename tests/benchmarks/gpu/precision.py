@@ -182,9 +182,9 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     executor.open()
     synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     clip = ClipNorm(parameters=stages, max_norm=1.0)
-    optimizer: Any = AdamW(parameters=stages, lr=1e-5)
+    optimizer: Any = AdamW(parameters=stages, mesh=mesh, lr=1e-5)
     if case.stochastic:
-        optimizer = StochasticAdamW(parameters=stages, lr=1e-5, job=job, device=device)
+        optimizer = StochasticAdamW(parameters=stages, mesh=mesh, lr=1e-5, job=job, device=device)
     optimizer.open()
     batches = [_batch(number, device.device, config["vocab_size"], case.rows) for number in range(case.microbatches)]
 

@@ -176,7 +176,7 @@ def _step_of(
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
-        StochasticAdamW(parameters=stages, lr=1e-5, job=job, device=device),
+        StochasticAdamW(parameters=stages, mesh=mesh, lr=1e-5, job=job, device=device),
     ]
     phases[2].open()
     batches = [_batch(number, device.device, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]

@@ -9,6 +9,7 @@ from torch import nn
 
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.run import Step
+from support.checkpoints import SingleRankMesh
 
 
 class Weights:
@@ -33,7 +34,7 @@ class Weights:
 
 def made(weights: Weights, **settings: float) -> AdamW:
     """An open optimizer."""
-    optimizer = AdamW(parameters=weights, **{"lr": 0.1, **settings})  # type: ignore[arg-type]
+    optimizer = AdamW(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})  # type: ignore[arg-type]
     optimizer.open()
     return optimizer
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.ports.run import Step
+from support.checkpoints import SingleRankMesh
 
 
 class Weight:
@@ -25,7 +26,7 @@ class Weight:
 def test_momentum_adds_up_gradients() -> None:
     """Two equal gradients move the weight by lr * g * (1 + 1 + momentum)."""
     parameters = Weight()
-    sgd = SGD(parameters=parameters, lr=0.1, momentum=0.5)
+    sgd = SGD(parameters=parameters, mesh=SingleRankMesh(), lr=0.1, momentum=0.5)
     sgd.open()
     for number in (1, 2):
         parameters.weight.grad = torch.ones(1, 1)

@@ -14,6 +14,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
+from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 
 
@@ -53,7 +54,7 @@ def made(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
     kind: Any = DEVICE.type
     device: Any = ComputeDevice(kind=kind)
     settings = {"lr": 0.01, **settings}
-    optimizer = StochasticAdamW(parameters=weights, job=OneJob(seed), device=device, **settings)
+    optimizer = StochasticAdamW(parameters=weights, mesh=SingleRankMesh(), job=OneJob(seed), device=device, **settings)
     optimizer.open()
     return optimizer
 

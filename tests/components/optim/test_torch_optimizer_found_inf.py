@@ -11,9 +11,11 @@ from torch import nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import LateValues, Step
+from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 from support.host_reads import NoHostReads
 from support.kernels import DEVICE
@@ -62,6 +64,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[str, Any]]] = {
     "adamw": (AdamW, FP32, FP32, {}),
     "adamw, float32 gradients of bfloat16": (AdamW, BF16, FP32, {}),
+    "muon": (Muon, FP32, FP32, {"targets": ["matrix"]}),
+    "muon, float32 gradients of bfloat16": (Muon, BF16, FP32, {"targets": ["matrix"]}),
     "sgd": (SGD, FP32, FP32, {}),
     "sgd without momentum": (SGD, FP32, FP32, {"momentum": 0.0}),
     "stochastic": (stochastic, BF16, BF16, {}),
@@ -78,7 +82,7 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
     make, dtype, gradient, settings = OPTIMIZERS[name]
     for skipped in ({1, 3}, {2, 3, 5}):
         late, known = Weights(dtype, gradient), Weights(dtype, gradient)
-        ours, theirs = (make(parameters=side, lr=0.1, **settings) for side in (late, known))
+        ours, theirs = (make(parameters=side, mesh=SingleRankMesh(), lr=0.1, **settings) for side in (late, known))
         ours.open()
         theirs.open()
         last = Step(0, 5)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from drawloom.components.optim.adam import Adam
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.ports.run import Step
+from support.checkpoints import SingleRankMesh
 
 
 class Weights:
@@ -25,11 +28,14 @@ class Weights:
         return dict.fromkeys(name for name, _ in self.named())
 
 
-@pytest.mark.parametrize(("kind", "settings"), [(AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {"momentum": 0.0})])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(AdamW, {}), (Adam, {}), (Muon, {"targets": ["matrix"]}), (SGD, {"momentum": 0.9}), (SGD, {"momentum": 0.0})],
+)
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
     """What is said before the first step is what tensors of the state take after it, but for counters of steps."""
     weights = Weights()
-    optimizer = kind(parameters=weights, lr=0.1, **settings)
+    optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
     announced = optimizer.memory_bytes()
     for _, parameter in weights.named():

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
+from support.checkpoints import SingleRankMesh
 
 
 class Weights:
@@ -42,12 +44,14 @@ class OneJob:
 
 
 def _stochastic(weights: Weights) -> StochasticAdamW:
-    return StochasticAdamW(parameters=weights, job=OneJob(), device=ComputeDevice(kind="cpu"), lr=0.1)
+    device = ComputeDevice(kind="cpu")
+    return StochasticAdamW(parameters=weights, mesh=SingleRankMesh(), job=OneJob(), device=device, lr=0.1)
 
 
 MAKERS: dict[str, Callable[[Weights], Any]] = {
-    "adamw": lambda weights: AdamW(parameters=weights, lr=0.1),
-    "sgd": lambda weights: SGD(parameters=weights, lr=0.1),
+    "adamw": lambda weights: AdamW(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
+    "muon": lambda weights: Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, targets=["matrix"]),
+    "sgd": lambda weights: SGD(parameters=weights, mesh=SingleRankMesh(), lr=0.1),
     "stochastic_adamw": _stochastic,
 }
 
@@ -80,7 +84,7 @@ def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
     assert {name: tensor.device.type for name, tensor in loaded.items()} == dict.fromkeys(loaded, "meta")
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_loaded_state_is_a_copy(kind: str) -> None:
     """A step after loading does not change the state that was loaded."""
     weights, others = Weights(), Weights()

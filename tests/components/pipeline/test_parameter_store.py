@@ -13,6 +13,7 @@ from drawloom.components.pipeline.parameter_store import ParameterStore
 from drawloom.components.ports.model import gradient_of
 from drawloom.components.ports.run import Step
 from support import pipelines
+from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks
 
 MIXED = DtypePolicy(compute="bfloat16")
@@ -122,7 +123,7 @@ def test_wide_gradients_reach_a_fused_optimizer() -> None:
     module = network().bfloat16()
     ParameterStore.of([module], DtypePolicy(parameter="bfloat16", gradient="float32"))
     weights = [*module.named_parameters()]
-    optimizer = AdamW(parameters=Weights(dict(weights)), lr=0.1)
+    optimizer = AdamW(parameters=Weights(dict(weights)), mesh=SingleRankMesh(), lr=0.1)
     optimizer.open()
     weight = weights[0][1]
     for index in (1, 2):

@@ -81,3 +81,19 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
     )
     found = problems(recipe)
     assert any("num_key_value_heads = 1 does not divide by 2" in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "whys"),
+    [
+        ("first_run", ("mesh.data_replicate=2", "schedule.use=pipeline.schedules.zero_bubble_v"), []),
+        ("first_run", ("mesh.data_shard=2",), ["ranks along 'data_shard'"]),
+        ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), ["ranks along 'context'"]),
+        ("finetune_lora", ("vars.base=.", "adapters.lora.dropout=0.1"), ["dropout of [adapters.lora]"]),
+    ],
+)
+def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+    """Collectives and dropout can't be captured; replicas, which sum afterwards, and any schedule can."""
+    every = map(str, drawloom.Recipe.load(recipe, "stages.capture=true", *words).graph.problems)
+    found = [text for text in every if "captured" in text or "CUDA graph" in text]
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found

@@ -282,3 +282,13 @@ def test_an_aim_that_hangs_delays_nothing(
     for thread in threading.enumerate():
         if thread.name == "aim":
             thread.join(10)
+
+
+def test_a_repository_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:
+    """Nothing is written through a link that a run folder came with."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / ".aim").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="symbolic link"):
+        make()
+    assert not list(elsewhere.iterdir())

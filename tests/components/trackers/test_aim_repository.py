@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.trackers.aim_repository import free_run, has_run, open_repository, run_in
+from drawloom.components.trackers.aim_repository import free_run, has_run, open_repository, refuse_link, run_in
+from drawloom.graph import UserError
 
 
 class Repo:
@@ -57,3 +58,16 @@ def test_a_folder_has_the_run_that_was_freed(tmp_path: Path) -> None:
         free_run(tmp_path, "abc")
         assert (run_in(tmp_path), has_run(tmp_path, "abc"), has_run(tmp_path, "ab")) == ("abc", True, False)
     assert not list(locks.iterdir())
+
+
+def test_a_repository_elsewhere_is_refused(tmp_path: Path) -> None:
+    """A link in the place of the repository is an error, whether it leads anywhere or not; a folder is none."""
+    for name in ("elsewhere", "nowhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".aim").symlink_to(tmp_path / "other")
+        with pytest.raises(UserError, match="symbolic link"):
+            refuse_link(tmp_path / name)
+        (tmp_path / "other").mkdir(exist_ok=True)
+    refuse_link(tmp_path)
+    (tmp_path / ".aim").mkdir()
+    refuse_link(tmp_path)

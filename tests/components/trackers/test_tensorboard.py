@@ -84,3 +84,13 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tensorboard\]'"):
         load_writer()
+
+
+def test_a_folder_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:
+    """Nothing is written through a link that a run folder came with."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "tensorboard").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="symbolic link"):
+        make()
+    assert not list(elsewhere.iterdir())

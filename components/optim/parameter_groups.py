@@ -1,0 +1,121 @@
+"""Parameter groups: names of parameters that an optimizer trains otherwise than the rest."""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import attrs
+from torch import nn
+
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.model import Parameters
+from drawloom.graph import UserError, at_least, between, setting
+
+
+def check_betas(value: tuple[float, float] | None) -> str | None:
+    """The reason why betas are invalid, or None: each is from 0 to below 1."""
+    return next((reason for beta in value or () if (reason := between(0, 1)(beta))), None)
+
+
+def check_targets(patterns: list[str]) -> str | None:
+    """The reason why patterns are invalid, or None: there is at least one."""
+    return None if patterns else "an empty list names no parameter; write at least one pattern"
+
+
+@attrs.frozen(kw_only=True)
+class Group:
+    """
+    Parameters by name, and what differs for them. What is left out is as the optimizer's settings say.
+
+    A parameter that several groups name belongs to the first of them.
+    """
+
+    targets: list[str] = setting(check=check_targets, doc="patterns (fnmatch) of the names of the parameters")
+    lr_factor: float = setting(default=1.0, check=at_least(0), doc="what `lr` is multiplied by")
+    weight_decay: float | None = setting(
+        default=None, check=at_least(0), doc="that of all parameters of the group, norms and biases included"
+    )
+
+    def options(self) -> dict[str, Any]:
+        """What differs, as torch's parameter groups call it."""
+        given = attrs.asdict(self, recurse=False)
+        return {name: value for name, value in given.items() if name != "targets" and value is not None}
+
+
+@attrs.frozen(kw_only=True)
+class AdamGroup(Group):
+    """A group of an optimizer of the Adam kind."""
+
+    betas: tuple[float, float] | None = setting(
+        default=None, check=check_betas, doc="decay of the two running means of the group"
+    )
+
+
+def decays(parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases, which have one dimension."""
+    return parameter.ndim >= 2
+
+
+def param_groups(
+    parameters: Parameters, groups: Sequence[Group], weight_decay: float, mesh: Mesh
+) -> list[dict[str, Any]]:
+    """
+    Every trained parameter once, in torch's form: `params`, `weight_decay`, `lr_factor`, and what a group sets.
+
+    Of each group, and of the parameters in none, there are the matrices and, without weight decay, the vectors. They
+    exist even if they are empty: torch takes no empty list of groups, and a pipeline rank whose parameters are all
+    frozen has none to train. Raises UserError, on all ranks, for a pattern without a parameter.
+    """
+    named = parameters.named()
+    targets = {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
+    places = places_of([name for name, _ in named], targets, mesh)
+    found: list[dict[str, Any]] = []
+    for place, group in enumerate([None, *groups]):
+        mine = [part for (_, part), where in zip(named, places, strict=True) if where == place]
+        options = {"lr_factor": 1.0} if group is None else group.options()
+        matrices, vectors = ([part for part in mine if decays(part) == wanted] for wanted in (True, False))
+        found.append({"params": matrices, "weight_decay": weight_decay} | options)
+        found.append({"params": vectors, "weight_decay": 0.0} | options)
+    return found
+
+
+def places_of(names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh) -> list[int]:
+    """
+    The number of each name's patterns, from 1: the first that match, of those that settings have; 0 if none do.
+
+    `targets` are the patterns by the name of their setting. Raises UserError, on all ranks, for a pattern that no name
+    of any rank is left for.
+    """
+    places = [
+        next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0)
+        for name in names
+    ]
+    # Asked of no rank where there are no patterns, as in most runs.
+    if targets:
+        _check_patterns(names, places, targets, mesh)
+    return places
+
+
+def _check_patterns(
+    names: Sequence[str], places: Sequence[int], targets: Mapping[str, Sequence[str]], mesh: Mesh
+) -> None:
+    pairs = mesh.group("pipeline").gather_json(list(zip(names, places, strict=True)))
+    everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
+    # No rank has anything to train: that is another fault, if it is one.
+    if not everywhere:
+        return
+    for number, (setting_name, patterns) in enumerate(targets.items(), 1):
+        for pattern in patterns:
+            matched = [(name, place) for name, place in everywhere if fnmatchcase(name, pattern)]
+            if not matched:
+                text = f"matches no trained parameter; one is called {everywhere[0][0]!r}"
+            elif all(place != number for _, place in matched):
+                name, place = matched[0]
+                text = f"matches {name!r}, but that is in {[*targets][place - 1]}; write {setting_name} before it"
+            else:
+                continue
+            raise UserError(f"{setting_name} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

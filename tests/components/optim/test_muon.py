@@ -1,0 +1,120 @@
+"""Muon beside torch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.optim.muon import Muon
+from drawloom.components.optim.parameter_groups import AdamGroup
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.checkpoints import SingleRankMesh
+from support.equality import assert_equal
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (7, 6),
+    "layers.0.up": (9, 6),
+    "layers.0.down": (6, 9),
+    "layers.1.up": (9, 6),
+}
+SHAPES |= {"layers.0.norm": (6,), "layers.1.experts": (3, 9, 6)}
+MATRICES = ("layers.0.up", "layers.0.down", "layers.1.up")
+
+
+class Weights:
+    """Matrices of layers, an embedding, a norm, and experts."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+        self.parameters = {name: nn.Parameter(tensor) for name, tensor in made.items()}
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.parameters.items())
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(self.parameters)
+
+    def give_gradients(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _, parameter in self.named():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def opened(weights: Weights, **settings: Any) -> Muon:
+    """An optimizer with the rate 0.1."""
+    optimizer = Muon(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})
+    optimizer.open()
+    return optimizer
+
+
+def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
+    """torch's Muon, with the rate 0.1."""
+    return torch.optim.Muon(parameters, **{"lr": 0.1, "adjust_lr_fn": "match_rms_adamw", **how})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", [{}, {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5, "ns_steps": 3}])
+def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Matrices of layers have the bits of torch.optim.Muon, all others but stacks those of torch.optim.AdamW."""
+    ours, theirs = Weights(dtype), Weights(dtype)
+    optimizer = opened(ours, groups=[AdamGroup(targets=["layers.1.up"], lr_factor=0.5, weight_decay=0.2)], **how)
+    halved = {"params": [theirs.parameters["layers.1.up"]], "lr": 0.05, "weight_decay": 0.2}
+    muon = of_torch([{"params": [theirs.parameters[name] for name in MATRICES[:2]]}, halved], how)
+    rest = [
+        {"params": [theirs.parameters["embed.weight"]], "weight_decay": 0.1},
+        {"params": [theirs.parameters["layers.0.norm"]], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(rest, lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for number in (1, 2, 3):
+        ours.give_gradients(number)
+        theirs.give_gradients(number)
+        optimizer.run_phase(Step(number, 3))
+        muon.step()
+        adam.step()
+    for name in SHAPES.keys() - {"layers.1.experts"}:
+        assert torch.equal(ours.parameters[name], theirs.parameters[name]), name
+
+
+def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
+    """Stacked experts are moved as torch.optim.Muon moves each of them."""
+    ours, theirs = Weights(), Weights()
+    optimizer = opened(ours)
+    apart = [nn.Parameter(matrix.detach().clone()) for matrix in theirs.parameters["layers.1.experts"]]
+    muon = of_torch(apart, {})
+    for number in (1, 2):
+        ours.give_gradients(number)
+        theirs.give_gradients(number)
+        gradient = theirs.parameters["layers.1.experts"].grad
+        assert gradient is not None
+        for each, part in zip(apart, gradient, strict=True):
+            each.grad = part
+        optimizer.run_phase(Step(number, 2))
+        muon.step()
+    expected: Tensor = torch.stack([each.detach() for each in apart])
+    assert_equal({"experts": ours.parameters["layers.1.experts"].detach()}, {"experts": expected})
+
+
+def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
+    """State of both optimizers comes back by name, as copies."""
+    weights, others = Weights(), Weights()
+    first, second = opened(weights), opened(others)
+    weights.give_gradients(1)
+    first.run_phase(Step(1, 2))
+    with torch.no_grad():
+        for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
+            target.copy_(source)
+    second.load_state_dict(first.state_dict())
+    for optimizer, side in ((first, weights), (second, others)):
+        side.give_gradients(2)
+        optimizer.run_phase(Step(2, 2))
+    assert_equal(dict(weights.named()), dict(others.named()))
+    assert_equal(first.state_dict(), second.state_dict())
+
+
+def test_a_name_of_no_matrix_is_refused() -> None:
+    """A pattern of `targets` that only vectors have, or no parameter, is an error."""
+    with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained parameter"):
+        opened(Weights(), targets=["*.up", "*norm"])

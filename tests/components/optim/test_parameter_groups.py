@@ -1,0 +1,137 @@
+"""Parameter groups of optimizers, by patterns of names."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.parameter_groups import AdamGroup, Group
+from drawloom.components.optim.sgd import SGD
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.checkpoints import SingleRankMesh
+from support.equality import assert_equal
+
+SHAPES = {"embed.weight": (5, 4), "layers.0.up.weight": (6, 4), "layers.1.up.weight": (6, 4), "layers.0.norm": (4,)}
+SHAPES |= {"layers.1.norm": (4,), "loss.temperature": ()}
+
+
+class Weights:
+    """Matrices, vectors and a number to train."""
+
+    def __init__(self, *only: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        every = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        self.parameters = {name: part for name, part in every.items() if not only or name in only}
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.parameters.items())
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(self.parameters)
+
+    def give_gradients(self, seed: int) -> None:
+        for name, parameter in self.named():
+            generator = torch.Generator().manual_seed(seed + len(name))
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@attrs.frozen
+class OneJob:
+    seed: int = 3
+    name: str = "run"
+    path: Path = Path("runs/run")
+
+
+def opened(kind: Any, weights: Weights, **settings: Any) -> Any:
+    """An optimizer."""
+    if kind is StochasticAdamW:
+        settings |= {"job": OneJob(), "device": ComputeDevice(kind="cpu")}
+    optimizer = kind(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, "weight_decay": 0.3, **settings})
+    optimizer.open()
+    return optimizer
+
+
+def steps(optimizer: Any, weights: Weights, *numbers: int) -> None:
+    for number in numbers:
+        weights.give_gradients(number)
+        optimizer.run_phase(Step(number, 9, outputs={"lr_factor": 1 / number}, skip_reason="3" if number == 3 else ""))
+
+
+GROUPS = [
+    AdamGroup(targets=["embed.*", "layers.1.norm"], lr_factor=0.25),
+    AdamGroup(targets=["layers.1.*"], betas=(0.5, 0.6), weight_decay=0.7),
+    AdamGroup(targets=["*.norm"], lr_factor=2.0, weight_decay=0.2),
+]
+
+
+def test_steps_are_those_of_torch_with_such_groups() -> None:
+    """Weights after steps, of which one is skipped, are bitwise torch's with groups that are written out by name."""
+    ours, theirs = Weights(), Weights()
+    steps(opened(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)
+    written: list[dict[str, Any]] = [
+        {"params": ["layers.0.up.weight"], "weight_decay": 0.3, "factor": 1.0},
+        {"params": ["loss.temperature"], "weight_decay": 0.0, "factor": 1.0},
+        {"params": ["embed.weight"], "weight_decay": 0.3, "factor": 0.25},
+        {"params": ["layers.1.norm"], "weight_decay": 0.0, "factor": 0.25},
+        {"params": ["layers.1.up.weight"], "weight_decay": 0.7, "factor": 1.0, "betas": (0.5, 0.6)},
+        {"params": ["layers.0.norm"], "weight_decay": 0.2, "factor": 2.0},
+    ]
+    groups = [each | {"params": [theirs.parameters[name] for name in each["params"]]} for each in written]
+    expected = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for number in (1, 2, 4):
+        theirs.give_gradients(number)
+        for group in expected.param_groups:
+            group["lr"] = 0.1 * (1 / number) * group["factor"]
+        expected.step()
+    assert_equal(dict(ours.named()), dict(theirs.named()))
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
+def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> None:
+    """Each parameter has the bits that it has alone, in an optimizer with the settings of its group."""
+    betas = {} if kind is SGD else {"betas": (0.5, 0.6)}
+    make = Group if kind is SGD else AdamGroup
+    weights = Weights()
+    groups = [make(targets=["layers.*.up.*"], lr_factor=0.5, weight_decay=0.7, **betas)]
+    steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
+    for name, parameter in weights.named():
+        alone = Weights(name)
+        settings = {"lr": 0.05, "weight_decay": 0.7, **betas} if ".up." in name else {}
+        steps(opened(kind, alone, **settings), alone, 1, 2, 3, 4)
+        assert torch.equal(parameter, alone.parameters[name]), name
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
+def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
+    """A step after loading into other groups equals, by name, one with the state as it was saved."""
+    make = Group if kind is SGD else AdamGroup
+    weights, others = Weights(), Weights()
+    before = opened(kind, weights, groups=[make(targets=["layers.0.*"], lr_factor=0.5)])
+    steps(before, weights, 1, 2)
+    after = opened(kind, others, groups=[make(targets=["embed.*"]), make(targets=["*norm"], lr_factor=0.25)])
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert_equal(after.state_dict(), before.state_dict())
+    steps(after, others, 4)
+    assert after.state_dict().keys() == SHAPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ([["embed"]], "'embed' matches no trained parameter; one is called 'embed.weight'"),
+        ([["*.up.*"], ["*norm", "layers.1.up.*"]], "'layers.1.up.*' matches 'layers.1.up.weight', but that is in "),
+    ],
+)
+def test_a_pattern_without_a_parameter_is_refused(patterns: list[list[str]], said: str) -> None:
+    """A pattern that is no name, or whose names all belong to an earlier group, is an error that says which."""
+    with pytest.raises(UserError, match=r"groups\[\d\] of the optimizer: the pattern ") as caught:
+        opened(AdamW, Weights(), groups=[AdamGroup(targets=targets) for targets in patterns])
+    assert said in str(caught.value)

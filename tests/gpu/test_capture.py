@@ -1,0 +1,82 @@
+"""Passes as CUDA graphs: what is learned is what passes learn that are launched kernel by kernel."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import pipelines
+from support.gpu import drawloom_run
+from support.processes import run_ranks
+from support.runs import series, write_corpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("capture")]
+
+CASES: list[pipelines.Case] = [
+    ("one_f_one_b", 4, True, False, "smoothed"),
+    ("gpipe", 3, False, True, "plain"),
+    ("zero_bubble_1p", 4, True, False, "dft"),
+    ("zero_bubble_v", 3, False, False, "states"),
+    ("dual_pipe_v", 4, False, False, "plain"),
+]
+
+
+def steps(ranks: int, capture: bool, **how: Any) -> list[list[dict[str, Any]]]:
+    """What the last of four steps leaves on each rank, by case."""
+    how = {"dtypes": pipelines.FLOAT64, "taken": 4, "layers": 4, "lengths": (6, 0), **how}
+    return run_ranks(_steps, ranks, CASES, {**how, "settings": {"capture": capture}}, timeout=240)
+
+
+def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, Any]]:
+    return pipelines.steps(cases, {}, "cuda", **how)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, {}),
+        (1, {"recompute": ["selective"]}),
+        pytest.param(2, {}, marks=pytest.mark.gpu(2)),
+        pytest.param(2, {"recompute": ["blocks"]}, marks=pytest.mark.gpu(2)),
+    ],
+    ids=str,
+)
+def test_graphs_have_the_gradients_of_kernels(ranks: int, how: dict[str, Any]) -> None:
+    """In float64 after three updates, under schedules of all kinds, on one GPU and over two."""
+    for found, plain in zip(steps(ranks, True, **how), steps(ranks, False, **how), strict=True):
+        for case, mine, other in zip(CASES, found, plain, strict=True):
+            assert mine["loss"] == pytest.approx(other["loss"], rel=1e-10), case
+            assert mine["held_out"] == pytest.approx(other["held_out"], rel=1e-10), case
+            for what in ("grads", "weights"):
+                for name, tensor in mine[what].items():
+                    torch.testing.assert_close(tensor, other[what][name], rtol=1e-9, atol=1e-12)
+
+
+COMMON = ("tiny.toml", "batch.micro_size=2", "trainer.steps=8", "randomness.deterministic=true")
+KERNELS = (
+    *("model.hidden_size=64", "model.head_dim=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"),
+    *("model.intermediate_size=128", "precision.compute=bfloat16", "vars.length=128"),
+)
+EXPERTS = (
+    *("model.use=model.qwen3.moe", "model.tokenizer=@tokenizer", "model.num_hidden_layers=2"),
+    *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=64"),
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), EXPERTS, ("stages.recompute=selective",), ("schedule.use=pipeline.schedules.zero_bubble_1p",)],
+    ids=["dense", "experts", "recompute", "split"],
+)
+def test_a_run_by_graphs_learns_what_a_run_by_kernels_learns(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Losses and norms of eight steps in mixed precision by the GPU's own kernels, to bfloat16's rounding."""
+    write_corpus(tmp_path)
+    for name in ("graphs", "kernels"):
+        capture = f"stages.capture={'true' if name == 'graphs' else 'false'}"
+        found = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", capture)
+        assert found.code == 0 and "arning" not in found.text, found.text
+    ours, theirs = (series(tmp_path / "runs" / name, "loss", "grad_norm") for name in ("graphs", "kernels"))
+    assert len(ours) == 8
+    for mine, other in zip(ours, theirs, strict=True):
+        assert list(mine) == pytest.approx(list(other), rel=2e-3)
