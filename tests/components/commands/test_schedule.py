@@ -100,6 +100,19 @@ def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     assert (found["schedule"], found["makespan"]) == ("pipeline.from_csv", 99)
 
 
+def test_a_file_is_drawn_like_the_schedule_that_it_was_written_from(capsys: Capture, tmp_path: Path) -> None:
+    """--format csv writes what the command reads again, with the same figures; numbers that are not the file's fail."""
+    words = ("v_min", "--ranks", "2", "--microbatches", "6")
+    path = tmp_path / "table.csv"
+    path.write_text(printed(capsys, *words, "--format", "csv"))
+    found, wanted = data(capsys, str(path)), data(capsys, *words)
+    assert found == wanted | {"schedule": str(path)}
+    assert data(capsys, str(path), "--costs", "F=2")["makespan"] > found["makespan"]
+    assert "--ranks 3:" in printed(capsys, str(path), "--ranks", "3", code=2)
+    assert "leave --compare out" in printed(capsys, "--compare", *words[1:], "--format", "csv", code=2)
+    assert "can't be read: No such file" in printed(capsys, "nowhere.csv", code=1)
+
+
 def test_the_picture_is_a_document(capsys: Capture) -> None:
     """With --format svg, stdout is XML and nothing else."""
     picture = printed(capsys, "gpipe", "--ranks", "2", "--microbatches", "3", "--format", "svg")
@@ -140,7 +153,7 @@ def test_all_are_compared(capsys: Capture) -> None:
             ["gpipe", "--ranks", "2", "--microbatches", "4", "schedule.x=1"],
             "command line: [schedule] 'pipeline.schedules.gpipe' has no setting",
         ),
-        (["--ranks", "2"], "schedule takes a recipe, or the name of a schedule and --ranks, or --compare"),
+        (["--ranks", "2"], "schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare"),
         (["first_run", "--compare"], "--compare takes --ranks and --microbatches, and no recipe"),
         (
             ["mine.toml", "--ranks", "2", "--microbatches", "4"],
