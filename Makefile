@@ -57,7 +57,11 @@ bench-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu $(ONLY)
 
 bench-train-gpu: .venv/test
+ifdef RANKS
+	RANKS=$(RANKS) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --wide $(ONLY)
+else
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
+endif
 
 bench-precision-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
