@@ -185,6 +185,8 @@ def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.Captu
     assert "stores.disk" in capsys.readouterr().out
     main(["list", "stores.memory"], project)
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
+    main(["list", "stores.odd"], project)  # whose default TOML does not have
+    assert "number: complex = 1j  (no number of TOML)" in capsys.readouterr().out
 
 
 def test_components_are_listed_by_the_node_that_they_can_be(
@@ -200,12 +202,13 @@ def test_components_are_listed_by_the_node_that_they_can_be(
 
 
 def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the phases of training only clippers can be [clip], and every metric can be in the group [metrics]."""
+    """Of phases only those that change gradients can be [clip], and every metric can be in the group [metrics]."""
     main(["list", "--fits", "clip"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "gradients.clip_group_norm",
         "gradients.clip_norm",
         "gradients.clip_value",
+        "phases.loss_spikes",
     ]
     main(["list", "--fits", "metrics"])
     assert "metrics.perplexity" in capsys.readouterr().out
