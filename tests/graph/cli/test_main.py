@@ -1,6 +1,7 @@
 """The command line."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -308,3 +309,13 @@ def test_a_removed_current_folder_is_an_error_in_words(
     (tmp_path / "gone").rmdir()
     assert main(["check", "small"], project) == 1
     assert capsys.readouterr().err == "the current folder has been removed; change to another one\n"
+
+
+def test_a_language_server_without_its_package_says_what_to_install(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pygls is an extra; no other command imports it."""
+    monkeypatch.delitem(sys.modules, "drawloom.graph.lsp.server", raising=False)
+    monkeypatch.setitem(sys.modules, "pygls.exceptions", None)
+    assert main(["lsp"], project) == 1
+    assert capsys.readouterr().err == "the package 'pygls' is missing; pip install 'drawloom[lsp]'\n"
