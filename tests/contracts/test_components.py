@@ -222,6 +222,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "ema": {"use": "phases.ema"},
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@ema"}}}},
     },
+    "phases.loss_spikes": lambda folder: {
+        "loss_spikes": {"use": "phases.loss_spikes", "go_back": 1},
+        "edit": {"trainer": {"phases": {"after": {"@sync_gradients": "@loss_spikes"}}}},
+    },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),
         "router_bias": {"use": "phases.router_bias"},

@@ -54,6 +54,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"kernels.deferred_grads", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
+    # A plan runs stages without memory, as a run does, and simulates their schedule.
+    "components.planning": (
+        BELOW | {"components.pipeline", "kernels.deferred_grads"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     # A report puts together what several subjects have left in a run folder, and draws the schedule.
     "components.report": (
@@ -66,7 +71,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
-        BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "report", "sampling")},
+        BELOW
+        | {
+            f"components.{name}"
+            for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling")
+        },
         {"attrs", "lm_eval", "numpy", "rich", "tomli", "torch"},
     ),
 }

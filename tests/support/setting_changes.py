@@ -401,6 +401,11 @@ ROWS: dict[str, Row] = {
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.loss_spikes": Row(
+        parts.spikes_seen_by,
+        {"window": 3, "deviations": 3.0, "go_back": 1},
+        {"window": 5, "deviations": 99.0, "go_back": 0},
+    ),
     "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
     "phases.report": Row(runs.steps_of_phase, {}, EVERY),
     "pipeline.from_csv": Row(parts.program, {"path": "one.csv"}, {"path": "other.csv"}),
