@@ -111,7 +111,7 @@ $(BIN)/python:
 
 .PHONY: golden
 golden: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/golden
+	PYTHONPATH=tests:docs $(BIN)/python tests/golden
 
 # What small runs compute, to the last bit: make baseline TO=file, and after a change: make baseline TO="--compare file"
 .PHONY: baseline

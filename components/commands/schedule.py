@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from drawloom.components.pipeline.from_csv import read_file
+from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import Costs, Deadlock
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
     )
     parser.add_argument("--format", choices=("text", "svg", "json", "csv"), default="text", help="text if left out")
-    parser.add_argument("--compare", action="store_true", help="a table of all schedules")
+    parser.add_argument("--forward-only", action="store_true", help="the program of evaluation and generation")
+    parser.add_argument("--compare", action="store_true", help="a table of all schedules, and of NAME")
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
@@ -78,7 +80,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
     if options.recipe.endswith(".csv"):
         return _of_file(options)
-    if options.ranks and (options.recipe.endswith(".toml") or RecipeFolder(project.recipes).find(options.recipe)):
+    if options.ranks and _is_recipe(options.recipe, project):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
@@ -98,6 +100,10 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     return _simulated(options, use, schedule, ranks, count, _sharding(graph) or _costed(options))
 
 
+def _is_recipe(name: str, project: Project) -> bool:
+    return name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
+
+
 def _of_file(options: argparse.Namespace) -> Summary:
     program, path = read_file(Path(options.recipe)), options.recipe
     for option, given, held in (
@@ -107,16 +113,19 @@ def _of_file(options: argparse.Namespace) -> Summary:
     ):
         if given not in (None, held):
             raise UserError(f"{option} {given}: {path} has {held}; leave it out", 2)
-    return _simulated_program(options, path, program, _costed(options))
+    if options.forward_only:
+        program = forward_only(program.stage_to_rank, program.microbatches)
+    return _simulated_program(options, path, program, None if options.forward_only else _costed(options))
 
 
 def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """A table of all schedules without required settings."""
-    if options.recipe or not options.ranks:
+    """A table of all schedules without required settings, and of one that is named."""
+    if not options.ranks or (options.recipe and _is_recipe(options.recipe, project)):
         raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
+    named = [] if options.recipe is None else [options.recipe.removeprefix(FOLDER)]
     summaries = [
         _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
-        for name in _complete(project)
+        for name in dict.fromkeys([*_complete(project), *named])
         for schedule in [_by_name(options, project, name, anyway=True)]
     ]
     if options.format in ("svg", "csv"):
@@ -176,6 +185,8 @@ def _simulated(
         size = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
         limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
         raise UserError(f"{size} take too long to simulate; write at most {limits}", 2)
+    if options.forward_only:
+        return _simulated_program(options, name, forward_only(schedule.stage_to_rank(ranks), microbatches), None)
     return _simulated_program(options, name, schedule.program(ranks, microbatches), sharding)
 
 

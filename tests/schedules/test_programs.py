@@ -61,6 +61,15 @@ def test_evaluation_has_forwards_alone() -> None:
         assert simulate(program, Costs()).peak_activations == [0] * ranks
 
 
+@given(ranks=st.integers(1, 5), data=st.data(), microbatches=st.integers(1, 9))
+def test_evaluation_needs_no_order_of_stages(ranks: int, data: st.DataObject, microbatches: int) -> None:
+    """However stages are placed on ranks, forwards alone are valid, and finish if every send blocks."""
+    stages = data.draw(st.permutations([*range(ranks)] * data.draw(st.integers(1, 3))))
+    program = forward_only(stages, microbatches)
+    assert violations(program) == []
+    rendezvous(lines_of(program))
+
+
 @given(program=programs(), forward=COSTS, inputs=COSTS, weights=COSTS, message=st.floats(0, 2))
 def test_times_are_those_of_a_fixed_point_iteration(
     program: Program, forward: float, inputs: float, weights: float, message: float

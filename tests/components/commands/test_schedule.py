@@ -136,6 +136,23 @@ def test_all_are_compared(capsys: Capture) -> None:
     assert {item["schedule"]: item["makespan"] for item in found}["v_half"] == 53
 
 
+def test_evaluation_is_drawn_for_the_stages_of_a_schedule(capsys: Capture, tmp_path: Path) -> None:
+    """With --forward-only, each stage runs its forwards alone, and no rank keeps activations; of a file, too."""
+    words = ("v_half", "--ranks", "4", "--microbatches", "8")
+    found = data(capsys, *words, "--forward-only")
+    assert found["actions"] == {"F": 64, "B": 0, "I": 0, "W": 0} and found["peak_activations"] == [0] * 4
+    (tmp_path / "half.csv").write_text(printed(capsys, *words, "--format", "csv"))
+    assert data(capsys, str(tmp_path / "half.csv"), "--forward-only")["makespan"] == found["makespan"]
+
+
+def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
+    """The table has a row for a schedule elsewhere, and none twice."""
+    words = ("--compare", "--ranks", "2", "--microbatches", "2")
+    found = printed(capsys, "gpipe", *words)
+    assert found == printed(capsys, *words)
+    assert "--compare takes --ranks" in printed(capsys, "first_run", *words, code=2)
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
