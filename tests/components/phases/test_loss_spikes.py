@@ -44,7 +44,7 @@ def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
 def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A loss far above those in the window is a warning; a skipped step, a small rise and a lower loss are none."""
     phase = made()
-    steps = []
+    steps: list[Step] = []
     for index, loss in enumerate([*CALM, 9.0, float("inf"), 1.0], 1):
         step = Step(index, 7, outputs={"loss": torch.tensor(loss) if late else loss})
         if late:
