@@ -53,14 +53,21 @@ class Project:
                 raise UserError(f"--import {package}: {error}{hint}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
 
-    def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> MergedRecipe:
+    def load(
+        self,
+        recipe: str,
+        overlays: Sequence[str] = (),
+        words: Sequence[str] = (),
+        unsaved: Mapping[Path, str] | None = None,
+    ) -> MergedRecipe:
         """
         A recipe by path or shipped name, with overlays and then `node.key=value` words merged over it.
 
-        Raises RecipeError if a file can't be read or is not TOML; other problems are in the recipe's `problems`.
+        `unsaved` has texts that are read in place of files, by resolved path. Raises RecipeError if a file can't be
+        read or is not TOML; other problems are in the recipe's `problems`.
         """
         values = read_overrides(words)
-        layers = read_layers(recipe, overlays, RecipeFolder(self.recipes))
+        layers = read_layers(recipe, overlays, RecipeFolder(self.recipes), unsaved)
         return merge(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
 
     def in_its_folder(self, recipe: MergedRecipe) -> MergedRecipe:

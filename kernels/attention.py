@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 
 class Implementation(NamedTuple):
@@ -36,6 +38,8 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     `causal_document_mask` or `causal_mask`. Query head h attends to key head h // (heads // kv_heads). Returns
     (rows, length, heads, head_dim) in the dtype of q.
     """
+    if q.is_meta:
+        return attention_on_meta(q, k, v, mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     # torch's causal path without a mask would do for rows of one document, but to ask that synchronizes with the GPU.
@@ -63,10 +67,44 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 EAGER = Implementation(causal_document_mask, attention_eager)
 
 
-def attention_on_meta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A meta tensor like q (rows, length, heads, head_dim), with k and v (rows, length, kv_heads, head_dim)."""
-    # It is computed from all three, so that autograd's graph has the edges that attention gives it.
-    return q + (k.sum() + v.sum())
+def attention_on_meta(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """
+    A meta tensor like q (rows, length, heads, head_dim), with k and v (rows, keys, kv_heads, head_dim).
+
+    What it keeps for its backward pass, it takes from the implementations for GPUs and from torch's for the CPU; these
+    keep a bool mask (rows, 1, length, keys), too, in the dtype of q.
+    """
+    return _OnMeta.apply(q, k, v, mask)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _OnMeta(Function):
+    """Saves queries, keys, values, the result, and one number by query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        mixed, lse = torch.ops.drawloom.attention(q, k, v)
+        ctx.save_for_backward(q, k, v, mixed, lse, None if mask is None else mask.to(q.dtype))
+        return mixed  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *torch.ops.drawloom.attention_backward(grad, *ctx.saved_tensors[:3]), None
+
+
+# Operators, so that those who count operations see one, and not what a meta tensor would be made by.
+torch.library.define("drawloom::attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+torch.library.define("drawloom::attention_backward", "(Tensor grad, Tensor q, Tensor k, Tensor v) -> Tensor[]")
+
+
+@torch.library.register_fake("drawloom::attention")  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+@torch.library.register_fake("drawloom::attention_backward")  # type: ignore[untyped-decorator]
+def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in inputs]
 
 
 class DocumentOffsets(NamedTuple):

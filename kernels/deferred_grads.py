@@ -19,7 +19,8 @@ which on an accelerator runs in autograd's threads, reads it from `ctx`; a recom
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,16 @@ FUSED = {"cuda"}
 """Types of devices on which summands are added without being written: on a CPU torch's products have no such dtype."""
 
 
+@contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """A context in which meta tensors are added up as on GPUs, for those who count what a GPU would do."""
+    FUSED.add("meta")
+    try:
+        yield
+    finally:
+        FUSED.discard("meta")
+
+
 def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | None:
     """
     Add a summand to the gradient of a leaf (its shape) if it is `Addable`, and return None; else return it.
@@ -102,7 +113,7 @@ def _has_hooks(weight: Tensor) -> bool:
 
 def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch multiplies such factors into a result of this dtype."""
-    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
+    return a.device.type in FUSED and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
 
 
 class WeightGradient(Protocol):

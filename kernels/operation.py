@@ -25,6 +25,8 @@ def why_no_triton(device: torch.device) -> str:
         return "" if _interprets() else "Triton runs on GPUs, and the device is the CPU"
     if device.type != "cuda":
         return f"Triton runs on GPUs of NVIDIA and AMD, and the device is {device.type}"
+    if not torch.cuda.is_available():
+        return ""  # the device is planned for, on a machine without it
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"

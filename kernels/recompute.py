@@ -157,7 +157,9 @@ class _Rerun(_Repeatable):
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> None:
         super().__init__()
-        device = next((each.device for each in arguments if isinstance(each, Tensor)), torch.device("cpu"))
+        # The meta device has neither autocast nor random numbers.
+        devices = (each.device for each in arguments if isinstance(each, Tensor) and not each.is_meta)
+        device = next(devices, torch.device("cpu"))
         self._function = function
         self._arguments = [_argument(each) for each in arguments]
         self._named = {name: _argument(each) for name, each in named.items()}
@@ -341,6 +343,8 @@ def _nothing() -> None:
 
 def _address(tensor: Tensor) -> int:
     """Where a tensor (any shape) begins in memory; 0 without elements."""
+    if tensor.is_meta:  # without memory; its storage is one all the same, which views share
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() if tensor.numel() else 0
     return tensor.data_ptr() if tensor.numel() else 0
 
 

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.meta_collectives import collective
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
@@ -37,10 +38,8 @@ class ContextPart:
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""
-        if part.is_meta:
-            return torch.cat([part] * self.group.size, 1)
         gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
-        return gathered.index_select(1, self.order)
+        return gathered if part.is_meta else gathered.index_select(1, self.order)
 
 
 class _Gather(torch.autograd.Function):
@@ -49,10 +48,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
         ctx.group = group
+        if part.is_meta:
+            shape = part.shape[0], group.size * part.shape[1], *part.shape[2:]
+            return collective(part, shape, "all_gather", "context", group.size)
         return group.gather(part).movedim(0, 1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if grad.is_meta:
+            shape = grad.shape[0], grad.shape[1] // ctx.group.size, *grad.shape[2:]
+            return collective(grad, shape, "reduce_scatter", "context", ctx.group.size), None
         return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
 
 

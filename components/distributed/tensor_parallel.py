@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.distributed.meta_collectives import collective
 from drawloom.components.distributed.parameter_split import split_parameter
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
@@ -165,25 +166,31 @@ def _same(tensor: Tensor, group: Group) -> Tensor:
 
 def _gather(part: Tensor, group: Group) -> Tensor:
     """(n, ...) of each rank as (size * n, ...)."""
-    return torch.cat([part] * group.size) if part.is_meta else group.gather(part).flatten(0, 1)
+    if part.is_meta:
+        return collective(part, (group.size * part.shape[0], *part.shape[1:]), "all_gather", "tensor", group.size)
+    return group.gather(part).flatten(0, 1)
 
 
 def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     """The sum over the ranks of (size * n, ...), of which each gets (n, ...)."""
     parts = whole.view(group.size, -1, *whole.shape[1:])
-    return torch.empty_like(parts[0]) if whole.is_meta else group.reduce_scatter(parts)
+    if whole.is_meta:
+        return collective(whole, parts.shape[1:], "reduce_scatter", "tensor", group.size)
+    return group.reduce_scatter(parts)
 
 
 def _sum(partial: Tensor, group: Group) -> Tensor:
+    if partial.is_meta:
+        return collective(partial, partial.shape, "all_reduce", "tensor", group.size)
     total = partial.detach().clone(memory_format=torch.contiguous_format)
-    if not total.is_meta:
-        group.sum(total)
+    group.sum(total)
     return total
 
 
 def _gather_last(part: Tensor, group: Group) -> Tensor:
     if part.is_meta:
-        return torch.cat([part] * group.size, -1)
+        shape = (*part.shape[:-1], group.size * part.shape[-1])
+        return collective(part, shape, "all_gather", "tensor", group.size)
     return group.gather(part).movedim(0, -2).flatten(-2)
 
 

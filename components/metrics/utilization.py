@@ -1,22 +1,19 @@
 """How much of what its device can do a run uses."""
 
 import time
-import tomllib
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
-from pathlib import Path
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.device_model import peak_of, products_in
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.model import LOSS, Stages
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Every, above, component, setting
 
-PEAKS = Path(__file__).with_name("device_peaks.toml")
 SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice
 
 
@@ -28,8 +25,8 @@ class Utilization:
     With several devices there is `device_tokens_per_second`, too. Operations are those of matrix products in a forward
     and a backward pass: attention causal and inside of documents, nothing that is computed again, and no gradients of
     frozen weights. Seconds are those of `tokens_per_second`. The peak, of dense products in the dtype in which layers
-    compute, is from `device_peaks.toml`; without one there is no `mfu`. On a CPU there is nothing of these unless
-    `peak_tflops` is set.
+    compute, is from `distributed/devices.toml`; without one there is no `mfu`. On a CPU there is nothing of these
+    unless `peak_tflops` is set.
     """
 
     device: Device
@@ -88,20 +85,3 @@ class Utilization:
             {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
         )
         return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
-
-
-def products_in(dtype: torch.dtype) -> str:
-    """The key of the table for products in a dtype."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return "bfloat16"
-    if dtype == torch.float32:
-        return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return str(dtype).removeprefix("torch.")
-
-
-def peak_of(device: str, products: str) -> float | None:
-    """The TFLOP/s of a device, by its name and the key of its products; None if the table has none."""
-    for each in tomllib.loads(PEAKS.read_text("utf-8"))["device"]:
-        if fnmatchcase(device, each["name"]):
-            return float(each[products]) if products in each else None
-    return None

@@ -35,6 +35,11 @@ class Linear(nn.Linear, TensorParallel):
         self.style: Literal["colwise", "rowwise"] = style
         self.unit = unit
 
+    def reset_parameters(self) -> None:
+        """As in torch; on the meta device nothing, where to draw values would import torch's compiler, in 2 s."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
         partial = self.style == "rowwise" and self.ranks.group.rank > 0
@@ -75,6 +80,11 @@ class Embedding(nn.Embedding, TensorParallel):
     def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
         super().__init__(vocab_size, hidden_size)
         self.kernels = kernels
+
+    def reset_parameters(self) -> None:
+        """As in torch; on the meta device nothing."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""

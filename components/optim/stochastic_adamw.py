@@ -123,7 +123,8 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of both running means."""
-        return {"optimizer_state": sum(part.exp_avg.nbytes + part.exp_avg_sq.nbytes for part in self._params.values())}
+        count = sum(parameter.numel() for _, parameter in self.parameters.named())
+        return {"optimizer_state": 2 * count * DTYPES[self.state_dtype].itemsize}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The parameters that this rank trains, and of which it has a slice."""

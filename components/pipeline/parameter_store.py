@@ -76,6 +76,10 @@ class ParameterStore:
         # An optimizer comes next, and torch's fused ones change parameters without a change of their versions.
         self._cast_at = []
 
+    def held_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a tensor of any shape, which is whole."""
+        return tensor.nbytes
+
     @property
     def slices(self) -> Mapping[str, TensorSlice]:
         """None: each parameter is whole."""

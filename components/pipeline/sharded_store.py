@@ -84,13 +84,18 @@ class ShardedModule:
 
     def open(self, gradient: torch.dtype) -> None:
         """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
-        for unit in self.units:
-            # In inference mode, a first use would make parameters that can't be trained.
-            unit.unshard()
-            for part in _parts(unit):
+        for group in chain(*map(_groups, self.units)):
+            group.lazy_init()
+            for part in group.fsdp_params:
+                # In inference mode, a first use would make parameters that can't be trained. Nothing is gathered: that
+                # would take the memory of a whole unit, twice, on each rank.
+                inputs = part.all_gather_inputs
+                sizes, dtypes = [each.numel() for each in inputs], [each.dtype for each in inputs]
+                part.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
+                part.init_unsharded_param()
                 if part.sharded_param.requires_grad:
                     part.unsharded_param.grad_dtype = gradient
-            unit.reshard()
+                part.free_unsharded_param()
 
     def begin(self) -> None:
         """Begin a step: the slices have changed, and no gradient is final before `reduce_next`."""
@@ -200,6 +205,10 @@ class ShardedStore:
         # Fused optimizers change parameters without a change of their versions.
         self._gathered_at = []
 
+    def held_bytes(self, tensor: Tensor) -> int:
+        """Bytes of this rank's slice of a tensor of any shape."""
+        return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
+
     @property
     def summed(self) -> Set[str]:
         """The parameters whose gradients backward passes reduce."""
@@ -246,15 +255,23 @@ def shard(
         # Layers cast what they multiply; positions and weights of tokens keep their dtype.
         cast_forward_inputs=False,
     )
-    times = Counter(name for module in modules for name, _ in module.named_parameters())
-    apart = {name for name in times if times[name] > 1} | (of_experts if expert_mesh is None else set())
+    whole = whole_parameters(modules, precision, of_experts if expert_mesh is None else frozenset())
     how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "expert_mesh": expert_mesh}
     how["by_microbatch"] = by_microbatch
-    return [ShardedModule.of(module, blocks, _whole(module, precision, apart), **how) for module in modules]
+    return [ShardedModule.of(module, blocks, kept, **how) for module, kept in zip(modules, whole, strict=True)]
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:
     return [part for part in block.modules() if isinstance(part, ExpertParallel)]
+
+
+def whole_parameters(
+    modules: Sequence[nn.Module], precision: Precision, of_experts: Set[str]
+) -> list[set[nn.Parameter]]:
+    """By module, the parameters that are not sharded: those `of_experts`, and those that several modules have, too."""
+    times = Counter(name for module in modules for name, _ in module.named_parameters())
+    apart = {name for name in times if times[name] > 1} | of_experts
+    return [_whole(module, precision, apart) for module in modules]
 
 
 def _whole(module: nn.Module, precision: Precision, apart: Set[str]) -> set[nn.Parameter]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.buckets import sum_in_buckets
-from drawloom.components.pipeline.parameter_store import ParameterStore, is_dtensor
-from drawloom.components.pipeline.sharded_store import ShardedStore, local_part
+from drawloom.components.pipeline.parameter_store import ParameterStore
+from drawloom.components.pipeline.sharded_store import ShardedStore
 from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, Stage, gradient_of
@@ -81,7 +81,7 @@ class StageParameters:
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(_local_bytes, tensors)) - self.store.copied_bytes,
+            "parameters": sum(map(self.store.held_bytes, tensors)) - self.store.copied_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
@@ -119,7 +119,3 @@ def _changes(tensor: Tensor) -> bool:
 
 def _is_of_loss(name: str) -> bool:
     return name.startswith(f"{LOSS}.")
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes

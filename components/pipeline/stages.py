@@ -1,6 +1,6 @@
 """Builds the stages that this rank owns, and gives their parameters memory and values."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -24,6 +24,7 @@ from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, shard
+from drawloom.components.pipeline.sliced_store import SlicedStore
 from drawloom.components.pipeline.stage_checks import (
     NO_DISPATCHER,
     WRITE_DISPATCHER,
@@ -169,13 +170,8 @@ class MaterializedStages:
         """Build this rank's modules, and initialise or load them."""
         if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
-        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
-        spans = self._split(len(owners))
-        mine = stages_of(self.mesh.index("pipeline"), owners)
+        spans, modules = self._build_all()
         self._boundaries = ActivationSpecs(spans, self._build_for_compute)
-        if self.adapters:
-            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
-        modules = {index: self._build(spans[index]) for index in mine}
         sharded = self._shard(modules.values())
         places = {name: each.place for name, each in self._splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, places)
@@ -184,6 +180,39 @@ class MaterializedStages:
             self._values.fill_adapters(modules.values(), sharded)
         tie(list(modules.values()))
         self._store = self._take_over([*modules.values()], sharded)
+        self._hold(spans, modules)
+        for module in modules.values():
+            if self.compile:
+                compile_blocks(self.model.blocks(module))
+            make_recomputable(self.model.blocks(module))
+        self._parameters.open()
+        self._fingerprint = self._values.origin(self._parameters.all().values())
+        self._check_patterns()
+
+    def outline(self) -> None:
+        """Build this rank's modules on the meta device, as they compute but without memory and values: for plans."""
+        spans, modules = self._build_all()
+        tie(list(modules.values()))
+        if (ranks := self.mesh.group(*SHARDS)).size > 1:
+            by_block = gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
+            apart = frozenset(self._of_experts), self._shards_of_experts
+            how = self.model.blocks, ranks, self.precision, by_block, *apart
+            self._store = SlicedStore.sliced([*modules.values()], *how)
+        else:
+            self._store = ParameterStore.of(modules.values(), self.precision)
+        self._hold(spans, modules)
+
+    def _build_all(self) -> tuple[list[LayerRange], dict[int, nn.Module]]:
+        """The spans of all stages, and this rank's modules on the meta device, by stage."""
+        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
+        spans = self._split(len(owners))
+        if self.adapters:
+            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
+        return spans, {index: self._build(spans[index]) for index in stages_of(self.mesh.index("pipeline"), owners)}
+
+    def _hold(self, spans: Sequence[LayerRange], modules: Mapping[int, nn.Module]) -> None:
+        """Make these modules, whose parameters the store has, this rank's stages."""
+        of_all = self.adapters, self._splits, self.recompute, self.capture
         self._local = [
             Stage(
                 index,
@@ -192,22 +221,17 @@ class MaterializedStages:
                 module,
                 self._store.masters,
                 self._store.shards_of(module),
-                self.adapters,
-                self._splits,
-                self.recompute,
-                self.capture,
+                *of_all,
             )
             for index, module in modules.items()
         ]
-        for module in modules.values():
-            if self.compile:
-                compile_blocks(self.model.blocks(module))
-            make_recomputable(self.model.blocks(module))
         how = self.mesh, self.precision, self.device.device, self.bucket_bytes, self._splits, self._of_experts
         self._parameters = StageParameters(self._local, self._store, *how)
-        self._parameters.open()
-        self._fingerprint = self._values.origin(self._parameters.all().values())
-        self._check_patterns()
+
+    @property
+    def store(self) -> ParameterStore | ShardedStore:
+        """What holds the parameters."""
+        return self._store
 
     @property
     def local(self) -> list[Stage]:

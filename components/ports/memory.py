@@ -19,7 +19,11 @@ class MemoryUser(Protocol):
     """A node that holds tensors on this rank's device for longer than a step, or gradients."""
 
     def memory_bytes(self) -> Mapping[MemoryKind, int]:
-        """Bytes of this node on this rank by kind, also of what is allocated in the first step; {} before `open`."""
+        """
+        Bytes of this node on this rank by kind, also of what is allocated in the first step; {} before `open`.
+
+        An optimizer needs no `open`: its bytes follow from the parameters, which may be on the meta device.
+        """
         ...
 
 

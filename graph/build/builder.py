@@ -14,9 +14,9 @@ from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe
-from drawloom.graph.types.port_match import implements, mismatches
+from drawloom.graph.types.port_match import implements, implements_any, mismatches
 
 MOST = 6
 """Candidates for an edge that a message lists at most."""
@@ -83,16 +83,15 @@ class EdgeResolver:
 
     def resolve_all(self, node: Node) -> None:
         """Resolve the edges of a node, and of the nodes that are written inline in it."""
-        for field in node.spec.fields.values():
-            if field.is_edge:
-                self._resolve_edge(node, field)
+        for field in node.spec.edges:
+            self._resolve_edge(node, field)
 
     def _resolve_edge(self, node: Node, field: Field) -> None:
         item = node.table.items.get(field.name)
         if item is None:
             return self._autowire(node, field)
         if field.kind in ("one", "optional"):
-            targets = list(self._resolve(node, field, self._substitute(node, item, field), (field.name,)))
+            targets = self._resolve(node, field, self._substitute(node, item, field), (field.name,))
             if len(targets) == 1:
                 node.connect(field.name, Edge((targets[0],), items=((field.name,),)))
         elif field.kind == "mapping":
@@ -117,7 +116,7 @@ class EdgeResolver:
         targets: list[str] = []
         items: list[KeyPath] = []
         for number, value in enumerate(values):
-            found = list(self._resolve(node, field, value, (field.name, number), many=True))
+            found = self._resolve(node, field, value, (field.name, number), many=True)
             targets += found
             items += [(field.name, number)] * len(found)
         self._report_duplicates(node, field, targets, items)
@@ -146,21 +145,19 @@ class EdgeResolver:
         paths = tuple((field.name, key) for key in targets)
         node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
-    def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> Iterator[str]:
+    def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> list[str]:
         """The names of the nodes that one written edge leads to, if they implement the field's port."""
-        if value is INVALID:
-            return
-        if isinstance(value, dict | Table):
-            names = self._inline(node, field, value, path)
-        elif isinstance(value, str) and value.startswith("@"):
+        if isinstance(value, str) and value.startswith("@"):
             names = self._named(node, field, value[1:], path, many)
+        elif isinstance(value, dict | Table):
+            names = self._inline(node, field, value, path)
+        elif value is INVALID:
+            return []
         else:
             hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
             node.add_problem("DL311", f"{dotted(path)} takes a node, not {describe(value)}", hint, path)
-            return
-        for name in names:
-            if self._accepts(node, field, name, path):
-                yield name
+            return []
+        return [name for name in names if self._accepts(node, field, name, path)]
 
     def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         holder = node.table.items[field.name]
@@ -176,11 +173,11 @@ class EdgeResolver:
         return [made.name]
 
     def _named(self, node: Node, field: Field, name: str, path: KeyPath, many: bool) -> list[str]:
+        if name in self.nodes:
+            return [name]
         group = name.removesuffix(".*")
         if name.endswith(".*") and many and group in self.recipe.groups:
             return [member for member in self.recipe.groups[group] if member in self.nodes]
-        if name in self.nodes:
-            return [name]
         if name not in self.recipe.nodes:
             self._missing_target(node, name, path, many)
         return []
@@ -197,7 +194,7 @@ class EdgeResolver:
 
     def _accepts(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
         target = self.nodes[name]
-        if not self.fits(target.spec, field):
+        if not implements_any(target.spec.cls, field.ports):
             ports = " or ".join(port.__name__ for port in field.ports)
             why = " and ".join(reason for port in field.ports for reason in mismatches(target.spec.cls, port)[:2])
             text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
@@ -225,7 +222,7 @@ class EdgeResolver:
         # Cached, since many nodes have an edge of the same port, and matching is slow.
         if field.ports not in self._fitting:
             nodes = [node for node in self.nodes.values() if not node.owner]
-            self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]
+            self._fitting[field.ports] = [node.name for node in nodes if implements_any(node.spec.cls, field.ports)]
         return self._fitting[field.ports]
 
     def _report_ambiguous(self, node: Node, field: Field, fitting: list[str]) -> None:
@@ -240,16 +237,14 @@ class EdgeResolver:
         all_of_them = "both" if len(fitting) == 2 else "all"
         node.add_problem("DL316", f"{field.name!r} needs one {port}, and {names} {all_of_them} are", hint)
 
-    def fits(self, spec: Spec, field: Field) -> bool:
-        """Whether a component implements any of a field's ports."""
-        return any(implements(spec.cls, port) for port in field.ports)
-
     def report_unnamed(self) -> None:
         """Report inline nodes that implement a port whose nodes need names: saved state is keyed by them."""
-        ports = {port for node in self.nodes.values() for field in node.spec.fields.values() for port in field.ports}
-        for node in self.nodes.values():
-            for port in ports:
-                if node.owner and is_named(port) and implements(node.spec.cls, port):
+        inline = [node for node in self.nodes.values() if node.owner]
+        specs = {node.spec.use: node.spec for node in self.nodes.values()} if inline else {}
+        ports = {port for spec in specs.values() for field in spec.fields.values() for port in field.ports}
+        for node in inline:
+            for port in filter(is_named, ports):
+                if implements(node.spec.cls, port):
                     why = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {why}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')

@@ -103,7 +103,7 @@ class Graph:
         """The graph of what `roots` need, with the problems of these nodes only: others need not even be known."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
         # An edge may be missing because the table that it leads to could not become a node.
-        broken = not all(self._is_complete(node) for node in nodes.values())
+        broken = not all(self.is_complete(node) for node in nodes.values())
         problems = tuple(p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes))
         return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems)
 
@@ -142,7 +142,7 @@ class Graph:
             for name, edge in node.edges.items():
                 if node.spec.fields[name].kind == "ordered":
                     yield from check_sequence(node, name, edge, self.nodes)
-            if self._is_complete(node):
+            if hasattr(node.spec.cls, "constraints") and self.is_complete(node):
                 yield from _constraints(node, self.view(node.name))
 
     def _place_of_edge(self, name: str, target: str) -> Place:
@@ -151,11 +151,11 @@ class Graph:
         found = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
         return node.place_of(next((path for path in found if path), ()))
 
-    def _is_complete(self, node: Node) -> bool:
+    def is_complete(self, node: Node) -> bool:
         """Whether a node and its neighbours are valid, so that constraints may rely on their settings and edges."""
         missing = any(
-            field.is_edge and field.name not in node.edges and (field.required or field.name in node.table.items)
-            for field in node.spec.fields.values()
+            field.name not in node.edges and (field.required or field.name in node.table.items)
+            for field in node.spec.edges
         )
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())
         return not incomplete and not any(self.nodes[name].invalid for name in (node.name, *node.needs))
@@ -171,19 +171,20 @@ class Graph:
             text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
             yield Problem("DL321", text, f"write [{self.root}]", place=place)
         elif complete:  # otherwise an edge may be missing because of another problem
-            needed, removed = set(self.topological_order([self.root])), self._removed
-            for name, node in self.nodes.items():
-                if name not in needed and not node.owner and f"@{name}" not in removed:
+            needed = set(self.topological_order([self.root]))
+            unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]
+            removed = self._removed if unneeded else ()
+            for node in unneeded:
+                if f"@{node.name}" not in removed:
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"
-                    hint = f'refer to it, remove it, or write unset = ["{name}"]'
-                    yield Problem("DL322", text, hint, name, node.place, warning=True)
+                    hint = f'refer to it, remove it, or write unset = ["{node.name}"]'
+                    yield Problem("DL322", text, hint, node.name, node.place, warning=True)
 
 
 def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
-    constraints = getattr(view.component, "constraints", None)
     # A bug of one component must not hide the problems of others.
     try:
-        yield from constraints(view) if constraints else ()
+        yield from node.spec.cls.constraints(view)  # type: ignore[attr-defined]
     except Exception as error:
         text = f"the constraints of {view.use!r} can't be checked: {type(error).__name__}: {error}"
         yield Problem("DL206", text, "report it to the author of the component", node.name, node.place)

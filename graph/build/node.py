@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -12,8 +12,7 @@ from drawloom.graph.recipe.layers import Table, locate
 from drawloom.graph.registry.spec import Spec
 
 
-@attrs.frozen
-class Edge:
+class Edge(NamedTuple):
     """
     The nodes that one field of a node leads to, by name and in order.
 
@@ -44,10 +43,11 @@ class Node:
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     problems: list[Problem] = attrs.field(factory=list, init=False)
     _edges: dict[str, Edge] = attrs.field(factory=dict, init=False)
+    edges: Mapping[str, Edge] = attrs.field(init=False)
+    """Edges by field, without those that have problems or are left out."""
 
-    @property
-    def edges(self) -> Mapping[str, Edge]:
-        """Edges by field, without those that have problems or are left out."""
+    @edges.default
+    def _edges_by_field(self) -> Mapping[str, Edge]:
         return MappingProxyType(self._edges)
 
     @cached_property
@@ -58,7 +58,7 @@ class Node:
     @property
     def invalid(self) -> bool:
         """Whether the node itself has a problem that is not a mere warning."""
-        return any(not problem.warning for problem in self.problems)
+        return bool(self.problems) and any(not problem.warning for problem in self.problems)
 
     @property
     def place(self) -> Place:

@@ -1,6 +1,5 @@
 """Settings of a node: variables are substituted, escapes removed, and each value is converted and checked."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -33,8 +32,8 @@ class SettingsResolver:
                     self._unknown(node, key, field)
             elif field.kind == "setting":
                 self._set(node, field, settings)
-        for field in node.spec.fields.values():
-            if field.kind == "setting" and field.name not in node.table.items:
+        for field in node.spec.settings:
+            if field.name not in node.table.items:
                 self._set_default(node, field, settings)
 
     def _unknown(self, node: Node, key: str, field: Field | None) -> None:
@@ -84,15 +83,15 @@ class SettingsResolver:
     def plain(self, node: Node, item: Any, path: KeyPath) -> Any:
         """A value without variables and escapes; INVALID if a part of it has a problem."""
         if isinstance(item, Leaf):
-            return self.plain(node, item.value, path)
-        if isinstance(item, Table):
-            return self.plain(node, item.items, path)
+            item = item.value
+        elif isinstance(item, Table):
+            item = item.items
         if isinstance(item, str):
             return self._plain_string(node, item, path)
         if isinstance(item, list):
             parts = [self.plain(node, part, (*path, number)) for number, part in enumerate(item)]
             return INVALID if any(part is INVALID for part in parts) else parts
-        if isinstance(item, Mapping):
+        if isinstance(item, dict):
             table = {key: self.plain(node, part, (*path, key)) for key, part in item.items()}
             return INVALID if any(part is INVALID for part in table.values()) else table
         return item

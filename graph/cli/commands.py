@@ -167,6 +167,15 @@ def _list(options: argparse.Namespace, project: Project) -> int:
     return OK
 
 
+def _lsp(options: argparse.Namespace, project: Project) -> int:
+    try:
+        from drawloom.graph.lsp.server import serve  # pygls is an extra, and no other command needs it
+    except ModuleNotFoundError as error:
+        raise UserError(f"the package {error.name!r} is missing; pip install 'drawloom[lsp]'") from error
+    serve(project)
+    return OK
+
+
 Command = tuple[Callable[[argparse.Namespace, Project], int], str, Callable[[argparse.ArgumentParser], None]]
 
 COMMANDS: dict[str, Command] = {
@@ -177,5 +186,6 @@ COMMANDS: dict[str, Command] = {
     "draw": (_draw, "draw what is built for a run, or one step of it", _add_draw),
     "diff": (_diff, "show what differs between two recipes or runs, and its impact on a resume", _add_two),
     "schema": (_schema, "print the JSON Schema of recipes, for editors", _add_output),
+    "lsp": (_lsp, "serve an editor by the Language Server Protocol, on stdin and stdout", add_packages),
     "list": (_list, "list components with their settings", _add_subject),
 }

@@ -10,6 +10,7 @@ from drawloom.graph.build.node import Node, dotted
 from drawloom.graph.inspect.serialize import provenance, serialize_value, variable
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, leaves
+from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type
@@ -29,6 +30,12 @@ def explain(graph: Graph, target: str, root: str) -> str:
         if path and str(path[0]) in graph.nodes[name].spec.fields:
             return "\n".join(_explain_key(graph, graph.nodes[name], path))
     raise UserError(f"there is no {target!r} to explain; {_near(graph, target)}".rstrip("; "), 2)
+
+
+def explain_variable(graph: Graph, name: str) -> str:
+    """The values that were set for a variable, newest first; empty if there is none of that name."""
+    history = graph.recipe.vars[name].history() if name in graph.recipe.vars else ()
+    return "\n".join(f"{VARIABLE}{name} = {dumps(leaf.value)}  {leaf.key_place}" for leaf in history)
 
 
 def _near(graph: Graph, target: str) -> str:
@@ -62,9 +69,9 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
 
 
 def _notes(graph: Graph, node: Node) -> Iterable[str]:
-    """The notes of the component about a valid node."""
+    """The notes of the component about a valid node, whose neighbours are valid, too."""
     notes = getattr(node.spec.cls, "notes", None)
-    return notes(graph.view(node.name)) if notes and not node.invalid else ()
+    return notes(graph.view(node.name)) if notes and graph.is_complete(node) else ()
 
 
 def _section(title: str, lines: list[str]) -> Iterator[str]:
@@ -79,6 +86,9 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 def _setting_line(graph: Graph, node: Node, field: Field) -> str:
     kind = describe_type(field.type)
+    if field.name not in node.settings:  # an editor explains recipes with problems, too
+        place = f"invalid; {provenance(graph, node, field.name)}" if field.name in node.table.items else "missing"
+        return f"{field.name}  ({kind}; {place})"
     return f"{field.name} = {_shown(node, field)}  ({kind}; {provenance(graph, node, field.name)})"
 
 

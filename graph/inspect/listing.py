@@ -31,17 +31,17 @@ def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
 
     Of a sequence such as phases only those fit that write and change the same values. A group is named for its members.
     """
-    roles = [role for graph in graphs for role in _roles(graph, name)]
-    if not roles:
+    wanted = [role for graph in graphs for role in roles(graph, name)]
+    if not wanted:
         known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
         raise UserError(f"no shipped recipe has a node [{name}]; {did_you_mean(name, known)}".rstrip("; "), 2)
     found = {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
-    fitting = {use: spec for use, spec in found.items() if all(role(spec) for role in roles)}
+    fitting = {use: spec for use, spec in found.items() if all(role(spec) for role in wanted)}
     width = max(map(len, fitting))
     return "\n".join(f"{use:{width}}  {spec.doc}" for use, spec in fitting.items())
 
 
-def _roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
+def roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
     """What a component must be in place of a node: for each edge to it, or to a member of the group."""
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
@@ -80,15 +80,14 @@ def _long(name: str, found: Spec | Problem) -> Iterator[str]:
     origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
     yield f"{name}: {_short(found)}{origin}"
     if isinstance(found, Spec):
-        yield from _fields(found)
+        yield from (f"  {line}" for field in found.fields.values() if (line := field_line(field)))
 
 
-def _fields(spec: Spec) -> Iterator[str]:
-    for field in spec.fields.values():
-        if field.kind == "setting":
-            yield f"  {field.name}: {describe_type(field.type)}{_default(field)}{_doc(field)}"
-        elif field.is_edge:
-            yield f"  {field.name} -> {field.target}"
+def field_line(field: Field) -> str:
+    """A setting with its type, default and documentation, or an edge with its port; empty if the container fills it."""
+    if field.kind == "setting":
+        return f"{field.name}: {describe_type(field.type)}{_default(field)}{_doc(field)}"
+    return f"{field.name} -> {field.target}" if field.is_edge else ""
 
 
 def _default(field: Field) -> str:

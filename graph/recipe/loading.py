@@ -1,7 +1,7 @@
 """From a recipe's name to its layers: the file, the recipes that it extends, and the overlays."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,15 @@ class RecipeFolder:
         return path.resolve().parent == self.folder.resolve()
 
 
-def read_layers(recipe: str, overlays: Sequence[str], folder: RecipeFolder) -> list[Layer]:
-    """The layers of a recipe and its overlays, lowest first. Raises RecipeError with every file that can't be read."""
-    reader = _Reader(folder)
+def read_layers(
+    recipe: str, overlays: Sequence[str], folder: RecipeFolder, unsaved: Mapping[Path, str] | None = None
+) -> list[Layer]:
+    """
+    The layers of a recipe and its overlays, lowest first. Raises RecipeError with every file that can't be read.
+
+    `unsaved` has texts that are read in place of files, by resolved path, as those that an editor has open.
+    """
+    reader = _Reader(folder, unsaved or {})
     for name in (recipe, *overlays):
         reader.read_named(name)
     if reader.problems:
@@ -52,6 +58,7 @@ class _Reader:
     """Reads each base once, below all recipes that extend it, so that it can't undo what another base changed."""
 
     folder: RecipeFolder
+    unsaved: Mapping[Path, str]
     layers: list[Layer] = attrs.field(factory=list)
     problems: list[Problem] = attrs.field(factory=list)
     _done: set[Path] = attrs.field(factory=set)
@@ -117,6 +124,8 @@ class _Reader:
         yield target, os.path.normpath(Path(layer.source).parent / name), place
 
     def _text(self, path: Path, shown: str, asked: Place) -> str | None:
+        if (unsaved := self.unsaved.get(path.resolve())) is not None:
+            return unsaved
         try:
             if not path.is_file():
                 there = "it is not a regular file" if path.exists() else "there is no such file"

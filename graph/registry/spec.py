@@ -3,6 +3,7 @@
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import attrs
@@ -61,8 +62,30 @@ class Spec:
     cls: type
     fields: dict[str, Field]
     traits: Traits
-    every_fields: tuple[Field, ...] = ()
     distribution: str = ""
+
+    @cached_property
+    def settings(self) -> tuple[Field, ...]:
+        """The fields that are settings."""
+        return self._of("setting")
+
+    @cached_property
+    def edges(self) -> tuple[Field, ...]:
+        """The fields that are edges."""
+        return tuple(field for field in self.fields.values() if field.is_edge)
+
+    @cached_property
+    def every_fields(self) -> tuple[Field, ...]:
+        """The fields that the container fills with every node of a port."""
+        return self._of("every")
+
+    @cached_property
+    def recipe_fields(self) -> tuple[Field, ...]:
+        """The fields that the container fills with the resolved recipe."""
+        return self._of("recipe")
+
+    def _of(self, kind: Kind) -> tuple[Field, ...]:
+        return tuple(field for field in self.fields.values() if field.kind == kind)
 
     @property
     def doc(self) -> str:
@@ -76,8 +99,7 @@ def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
     fields = [_read_field(a, hints[a.name], traits.impact) for a in attrs.fields(cls) if a.init]
-    every = tuple(field for field in fields if field.kind == "every")
-    return Spec(use, cls, {field.name: field for field in fields}, traits, every, distribution)
+    return Spec(use, cls, {field.name: field for field in fields}, traits, distribution)
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) -> Field:

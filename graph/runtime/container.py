@@ -2,10 +2,9 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import attrs
 
@@ -24,12 +23,14 @@ STAGES: tuple[Stage, ...] = ("build", "open", "close")
 
 T = TypeVar("T")
 
+IMMUTABLE = (str, bool, int, float, type(None))
+"""Types of most settings, which need no copy."""
+
 LEAST = 0.001
 """Seconds; faster nodes share one line in the table of timings."""
 
 
-@attrs.frozen
-class Timing:
+class Timing(NamedTuple):
     """How long a node took to build, open or close; `start` by the monotonic clock, both in seconds."""
 
     node: str
@@ -38,14 +39,20 @@ class Timing:
     seconds: float
 
 
-@contextmanager
-def timed(timings: list[Timing], node: str, stage: Stage) -> Iterator[None]:
-    """Measure the body, also if it raises."""
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        timings.append(Timing(node, stage, start, perf_counter() - start))
+@attrs.define
+class timed:
+    """A context manager that measures its body, also if it raises."""
+
+    timings: list[Timing]
+    node: str
+    stage: Stage
+    start: float = 0.0
+
+    def __enter__(self) -> None:
+        self.start = perf_counter()
+
+    def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.timings.append(Timing(self.node, self.stage, self.start, perf_counter() - self.start))
 
 
 def timing_table(timings: Sequence[Timing]) -> str:
@@ -161,14 +168,14 @@ class Container(Mapping[str, Any]):
 
     def _construct(self, node: Node) -> Any:
         # Copied, since a container may be built again from the same graph and a component may change its settings.
-        values = copy.deepcopy(dict(node.settings))
-        for field in node.spec.fields.values():
-            if field.is_edge and field.name in node.edges:
-                values[field.name] = self._edge(field, node.edges[field.name])
-            elif field.kind == "every":
-                values[field.name] = Every()
-            elif field.kind == "recipe":
-                values[field.name] = self.recipe
+        values = {
+            name: value if type(value) in IMMUTABLE else copy.deepcopy(value) for name, value in node.settings.items()
+        }
+        for field in node.spec.edges:
+            if (edge := node.edges.get(field.name)) is not None:
+                values[field.name] = self._edge(field, edge)
+        values |= {field.name: Every() for field in node.spec.every_fields}
+        values |= dict.fromkeys((field.name for field in node.spec.recipe_fields), self.recipe)
         try:
             return node.spec.cls(**values)
         except Exception as error:

@@ -2,8 +2,9 @@
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import tomli
@@ -35,7 +36,7 @@ _TEXT = r"""\"{3}(?:[^\\]|\\[\s\S])*?\"{3}|'{3}[\s\S]*?'{3}|"(?:[^"\\\n]|\\.)*+"
 _PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _DOTS = rf"[ \t]*+({_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
-_BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
+BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
 _NUMBER = re.compile(rf"(?<=[=\[,\s])([+-]?(?:0x)?[0-9a-fA-F_]{{{DIGITS},}})|{_TEXT}")
 
 
@@ -53,8 +54,8 @@ def decode(content: bytes) -> str:
 
 def parse(text: str, source: str = "") -> dict[str, Any]:
     """The tree of a TOML text. Raises RecipeError with one problem, placed in `source`."""
-    has_dots = any(line.count(".") >= PARTS for line in text.split("\n"))  # the pattern is slow, and rarely needed
-    if has_dots and (long := _first(_LONG_KEY, text)) is not None:
+    most_dots = max(map(str.count, text.split("\n"), repeat(".")))
+    if most_dots >= PARTS and (long := _first(_LONG_KEY, text)) is not None:
         raise _error(source, text, long, f"a key of more than {PARTS} parts")
     try:
         data = tomli.loads(text)
@@ -65,10 +66,10 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
         raise _too_deep(source, text) from error
     except ValueError as error:  # a decimal number of more digits than Python converts
         raise _too_long(source, text) from error
-    for depth, value in _walk(data):
+    for depth, parts in _collections(data):
         if depth > DEPTH:
             raise _too_deep(source, text)
-        if type(value) is int and value.bit_length() > DIGITS * 4:
+        if any(type(part) is int and part.bit_length() > DIGITS * 4 for part in parts):
             raise _too_long(source, text)
     return data
 
@@ -79,7 +80,7 @@ def _error(source: str, text: str, offset: int, message: str, hint: str = "") ->
 
 def _too_deep(source: str, text: str) -> RecipeError:
     depth, at = 0, 0
-    for found in _BRACKET.finditer(text):
+    for found in BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
         if depth > DEPTH:
             at = found.start()
@@ -96,16 +97,17 @@ def _first(pattern: re.Pattern[str], text: str) -> int | None:
     return next((found.start(1) for found in pattern.finditer(text) if found[1] is not None), None)
 
 
-def _walk(data: Any) -> Iterator[tuple[int, Any]]:
-    """Every nested value with its depth. Not recursive, since the depth is not known to be small yet."""
-    stack = [(0, data)]
+def _collections(data: dict[str, Any]) -> Iterator[tuple[int, Collection[Any]]]:
+    """The values of every table and array, with its depth. Not recursive, since the depth may be great."""
+    stack: list[tuple[int, Collection[Any]]] = [(0, data.values())]
     while stack:
-        depth, value = stack.pop()
-        yield depth, value
-        if isinstance(value, dict):
-            stack += [(depth + 1, part) for part in value.values()]
-        elif isinstance(value, list):
-            stack += [(depth + 1, part) for part in value]
+        depth, parts = stack.pop()
+        yield depth, parts
+        for part in parts:
+            if type(part) is dict:
+                stack.append((depth + 1, part.values()))
+            elif type(part) is list:
+                stack.append((depth + 1, part))
 
 
 def _position(text: str, offset: int) -> tuple[int, int]:

@@ -41,6 +41,12 @@ def implements(cls: type, port: Any) -> bool:
     return _fits(frozenset(), cls, port)
 
 
+@functools.cache
+def implements_any(cls: type, ports: tuple[type, ...]) -> bool:
+    """Whether a class implements one of several ports."""
+    return any(implements(cls, port) for port in ports)
+
+
 def _fits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> bool:
     return next(_mismatches(asked, cls, port), None) is None
 

@@ -138,6 +138,10 @@ class Reader:
         assert block.kind == "not run", f"{block}: say why it is not run"
         yaml.safe_load(block.text)
 
+    def lua(self, block: Block) -> None:
+        """Configurations of editors are not run."""
+        assert block.kind == "not run", f"{block}: say why it is not run"
+
     def text(self, block: Block) -> None:
         """Diagrams, which are no code."""
 
@@ -169,8 +173,8 @@ class Reader:
 
 
 CHECKS: dict[str, Callable[[Reader, Block], None]] = {
-    name: getattr(Reader, name) for name in ("toml", "python", "console", "bash", "yaml", "text")
-}
+    name: getattr(Reader, name) for name in ("toml", "python", "console", "bash", "yaml", "lua", "text")
+} | {"json": Reader.yaml}  # JSON is YAML
 
 
 def excerpt(block: Block) -> None:

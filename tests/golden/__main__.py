@@ -1,5 +1,6 @@
 """Write what people read anew: `python tests/golden`. Read the difference before keeping it."""
 
+from support.editing import record
 from support.golden import FAULTY, GOLDEN, GOOD, printed, resolved
 from support.schedules import NAMES, golden
 
@@ -7,5 +8,6 @@ for recipe in sorted(FAULTY.glob("*.toml")):
     recipe.with_suffix(".txt").write_text(printed(recipe), "utf-8")
 for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run changes with what ships
     recipe.with_suffix(".txt").write_text(resolved(recipe), "utf-8")
+(GOLDEN / "editing.txt").write_text(record(), "utf-8")
 for name in NAMES:
     (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")

@@ -25,6 +25,8 @@ BELOW = {"graph", *LIBRARIES}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "graph": (set(), {"attrs", "cattrs", "tomli", "rich", "pytest"}),  # pytest in the plugin that pytest itself imports
+    # An extra, imported by `drawloom lsp` alone.
+    "graph.lsp": ({"graph"}, {"attrs", "tomli", "lsprotocol", "pygls"}),
     "kernels": (set(), {"torch", "triton"}),
     "components": (set(), set()),
     "components.ports": ({"graph"}, {"attrs", "numpy", "torch"}),
@@ -52,6 +54,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"kernels.deferred_grads", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
+    # A plan runs stages without memory, as a run does, and simulates their schedule.
+    "components.planning": (
+        BELOW | {"components.pipeline", "kernels.deferred_grads"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     # A report puts together what several subjects have left in a run folder, and draws the schedule.
     "components.report": (
@@ -64,7 +71,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
-        BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "report", "sampling")},
+        BELOW
+        | {
+            f"components.{name}"
+            for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling")
+        },
         {"attrs", "lm_eval", "numpy", "rich", "tomli", "torch"},
     ),
 }
@@ -76,7 +87,8 @@ SOURCES = sorted(path for floor in ("graph", "kernels", "components") for path i
 def home(path: Path) -> str:
     """The floor or subject that a file belongs to."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[: 2 if parts[0] == "components" and len(parts) > 2 else 1])
+    room = ".".join(parts[:2])
+    return room if room in FLOORS or (parts[0] == "components" and len(parts) > 2) else parts[0]
 
 
 def imported(path: Path) -> set[str]:

@@ -113,8 +113,20 @@ class Slot:
         _put(self._given, given)
         return self._replay("forward")  # type: ignore[no-any-return]
 
-    def backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
-        """The gradients of the inputs, by the runner's method of this name, from those of the outputs."""
+    def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
+        """The gradients of the inputs from those of the outputs, and those of weights."""
+        if not self.runner.split:
+            return self._backward_by("backward", grads)
+        # A stage whose backward pass is split for some microbatches has no third graph for the others.
+        found = self.backward_input(grads)
+        self.backward_weight()
+        return found
+
+    def backward_input(self, grads: list[Tensor] | None) -> list[Tensor]:
+        """The gradients of the inputs from those of the outputs."""
+        return self._backward_by("backward_input", grads)
+
+    def _backward_by(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
         if grads is not None:
             _put(self._grads, grads)
         return self._replay(name)  # type: ignore[no-any-return]
@@ -248,7 +260,7 @@ class CapturedRunner(StageRunner):
         """As that of `StageRunner`."""
         if (slot := self._taken.pop(microbatch, None)) is None:
             return super().backward(microbatch, grads)
-        found = slot.backward("backward", grads)
+        found = slot.backward(grads)
         self.graphs.give_back(slot)
         return found
 
@@ -256,7 +268,7 @@ class CapturedRunner(StageRunner):
         """As that of `StageRunner`."""
         if (slot := self._taken.get(microbatch)) is None:
             return super().backward_input(microbatch, grads)
-        return slot.backward("backward_input", grads)
+        return slot.backward_input(grads)
 
     def backward_weight(self, microbatch: int) -> None:
         """As that of `StageRunner`."""

@@ -1,7 +1,5 @@
 """TFLOP/s and MFU of a step."""
 
-import re
-import tomllib
 from typing import Any
 from unittest import mock
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.metrics.utilization import PEAKS, Utilization, peak_of, products_in
+from drawloom.components.metrics.utilization import Utilization
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops
@@ -95,37 +93,3 @@ def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) 
         tflops = found["tflops"]
         assert isinstance(tflops, float)
         assert found.get("mfu") == (None if peak is None else pytest.approx(tflops / peak))
-
-
-@pytest.mark.parametrize(
-    ("name", "products", "peak"),
-    [
-        ("NVIDIA H200", "bfloat16", 989.4),
-        ("NVIDIA GH200 480GB", "tf32", 494.7),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
-        ("NVIDIA H100 80GB HBM3", "float32", 66.9),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
-        ("NVIDIA B200", "float32", None),
-        ("NVIDIA H100 PCIe", "float64", None),
-    ],
-)
-def test_names_of_devices_are_found(name: str, products: str, peak: float | None) -> None:
-    """By the names that torch gives them."""
-    assert peak_of(name, products) == peak
-
-
-def test_every_row_of_the_table_has_its_source() -> None:
-    """And no key that nothing reads; TF32 is half as fast as bfloat16, so that neither has the figure with sparsity."""
-    for row in tomllib.loads(PEAKS.read_text("utf-8"))["device"]:
-        assert row.keys() <= {"name", "bfloat16", "tf32", "float32", "source"}
-        assert re.match(r"(NVIDIA|AMD) ", row["source"])
-        assert row.get("tf32", row["bfloat16"] / 2) == pytest.approx(row["bfloat16"] / 2, rel=0.02)
-
-
-def test_float32_is_multiplied_as_torch_says() -> None:
-    """In TF32 where device.tf32 has told torch so."""
-    assert products_in(torch.float16) == products_in(torch.bfloat16) == "bfloat16"
-    for precision, products in (("highest", "float32"), ("high", "tf32")):
-        with mock.patch.object(torch, "get_float32_matmul_precision", return_value=precision):
-            assert products_in(torch.float32) == products

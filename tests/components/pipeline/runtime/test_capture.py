@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
 from support import pipelines
+from support.processes import run_ranks
 
 
 @attrs.define
@@ -86,6 +88,22 @@ def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, ho
     for found, plain in zip(steps(CASES, True, **how), steps(CASES, False, **how), strict=True):
         assert_same(found, plain)
     assert recorder.recorded > 0
+
+
+def captured_steps(cases: list[pipelines.Case], capture: bool, **how: Any) -> list[dict[str, Any]]:
+    """In a process of its own, which has stand-ins for CUDA graphs."""
+    found = Recorder()
+    with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, found.new)):
+        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, **how)
+    assert bool(found.recorded) == capture
+    return steps_of_rank
+
+
+def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run() -> None:
+    """Messages come from and go to other ranks, and to stages of the same rank."""
+    for ours, theirs in zip(*(run_ranks(captured_steps, 2, CASES, each) for each in (True, False)), strict=True):
+        for found, plain in zip(ours, theirs, strict=True):
+            assert_same(found, plain)
 
 
 def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> None:

@@ -1,0 +1,54 @@
+"""plan a run without running it: memory by rank, time of a step, tokens per second; no GPU and no data are needed"""
+
+import argparse
+import json
+import re
+
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.calibrate import at_hand, calibrate, here
+from drawloom.components.planning.plan import plan
+from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
+from drawloom.components.planning.text import as_data, as_text
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="processes; as few as the mesh can have if left out")
+    devices = "h100, h200, a100, b200, mi300x or cpu, or a TOML file; the device at hand if left out"
+    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    help = "measure the device at hand, which takes less than a minute, and keep that for later plans"
+    parser.add_argument("--calibrate", action="store_true", help=help)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print the plan; return 1 if it does not fit the device."""
+    if options.calibrate:
+        path = calibrate(here())
+        print_text(f"{path.read_text('utf-8')}\nkept in {path}")
+    if not options.recipe:
+        if options.calibrate:
+            return 0
+        raise UserError("plan takes a recipe, or --calibrate", 2)
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    recipe.check()
+    device = device_model(options.device) if options.device else at_hand()
+    planned = plan(recipe, device, options.ranks)
+    helpful = [] if planned.fits else remedies(recipe, planned)
+    if options.format == "json":
+        print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))}, indent=1))
+    else:
+        print_text("\n\n".join([as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]))
+    return 0 if planned.fits else 1
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer of at most seven digits")
+    return int(text)

@@ -1,0 +1,146 @@
+"""What a device can do: data sheets (`devices.toml`), and the part of them that training reaches."""
+
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.graph import UserError
+from drawloom.graph.problems import did_you_mean
+
+TABLE = Path(__file__).with_name("devices.toml")
+
+
+@attrs.frozen(kw_only=True)
+class Reached:
+    """
+    The parts of a data sheet's figures that a training step reaches, and what the host needs.
+
+    `products` is of matrix products, `attention` of those inside of attention, `memory` of the memory's bandwidth,
+    `messages` of links. `launch` are the seconds that an operation takes at least on the device, `host` those that the
+    host needs to issue one. The defaults are fitted to steps of two dense models on one H200: Qwen3-0.6B and a
+    Llama-3-8B shape, in rows of 4096 tokens; `drawloom plan --calibrate` measures those of a machine.
+    """
+
+    products: float = 0.66
+    attention: float = 0.35
+    memory: float = 0.5
+    messages: float = 0.75
+    launch: float = 3e-6
+    host: float = 12e-6
+
+
+@attrs.frozen(kw_only=True)
+class DeviceModel:
+    """
+    A kind of device: peaks of products in FLOP/s by dtype, memory in bytes, bandwidths in bytes/s, and what is reached.
+
+    `link` connects devices of a host, of which it has `per_host`, and `network` hosts, in bytes/s of a device in one
+    direction. `workspace` are bytes that its libraries keep. Memory of 0 bytes is unknown.
+    """
+
+    name: str
+    peaks: Mapping[str, float]
+    memory: int
+    bandwidth: float
+    link: float
+    network: float
+    per_host: int = 8
+    workspace: int = 0
+    reached: Reached = Reached()
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the kernels for GPUs run on it."""
+        return self.name != "cpu"
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of products in a dtype that are reached; those of the nearest dtype where the table has none."""
+        key = products_in(dtype)
+        peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())
+        return peak * self.reached.products
+
+
+def rows() -> list[dict[str, Any]]:
+    """The rows of the table."""
+    return list(_read(TABLE)["device"])
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text("utf-8"))
+
+
+def device_model(named: str) -> DeviceModel:
+    """A device by its key in the table, or the one that a TOML file describes; UserError if there is none."""
+    keyed = {row["key"]: row for row in rows() if "key" in row}
+    if named in keyed:
+        return _model(keyed[named], named)
+    path = Path(named)
+    if path.suffix != ".toml" and not path.exists():
+        hint = did_you_mean(named, keyed)
+        raise UserError(f"--device {named}: {hint or 'write one of ' + ', '.join(keyed)}, or a TOML file", 2)
+    try:
+        return _model(_read(path), path.stem)
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        needed = "a number for each of bfloat16, float32, memory, bandwidth, link and network"
+        raise UserError(f"--device {named}: {_why(error)}; a device has {needed}", 2) from error
+
+
+def model_of_gpu(name: str) -> DeviceModel | None:
+    """The device with a name that torch gives; None if the table has none that can be planned for."""
+    for row in rows():
+        if fnmatchcase(name, row["name"]) and "memory" in row:
+            return _model(row, row["key"])
+    return None
+
+
+def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
+    known = {"name", "key", "source", "memory", "bandwidth", "link", "network", "per_host", "reached", *DTYPES}
+    if unknown := sorted(row.keys() - known):
+        raise ValueError(f"{unknown[0]!r} is no figure of a device")
+    reached = Reached(**row.get("reached", {}))
+    gpu = name != "cpu"
+    return DeviceModel(
+        name=name,
+        peaks={key: float(row[key]) * 1e12 for key in DTYPES if key in row},
+        memory=int(row["memory"] * 2**30),
+        bandwidth=row["bandwidth"] * 1e9,
+        link=row["link"] * 1e9,
+        network=row["network"] * 1e9,
+        per_host=row.get("per_host", 8),
+        # cuBLAS keeps 32 MiB for products on Hopper, and as much for those with an epilogue.
+        workspace=64 * 2**20 if gpu else 0,
+        reached=reached if gpu or "reached" in row else attrs.evolve(reached, products=1.0, attention=0.5, memory=1.0),
+    )
+
+
+DTYPES = ("bfloat16", "tf32", "float32", "float64")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]!r}"
+    return str(error)
+
+
+def products_in(dtype: torch.dtype) -> str:
+    """The key of the table for products in a dtype."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return "bfloat16"
+    if dtype == torch.float32:
+        return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return str(dtype).removeprefix("torch.")
+
+
+def peak_of(device: str, products: str) -> float | None:
+    """The TFLOP/s of a device, by its name and the key of its products; None if the table has none."""
+    for row in rows():
+        if fnmatchcase(device, row["name"]):
+            return float(row[products]) if products in row else None
+    return None

@@ -1,0 +1,35 @@
+"""Collectives on the meta device: an operator that says what would be sent, for those who count what a run would do."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+# An operator, so that it is seen among those that a module runs.
+torch.library.define("drawloom::collective", "(Tensor x, int[] shape, str kind, str dimension, int ranks) -> Tensor")
+
+
+@torch.library.register_fake("drawloom::collective")  # type: ignore[untyped-decorator]
+def _(x: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
+    return x.new_empty(shape)
+
+
+def collective(x: Tensor, shape: Sequence[int], kind: Kind, dimension: str, ranks: int) -> Tensor:
+    """
+    What a collective of the ranks along a dimension of the mesh gives for a meta tensor of any shape: one of `shape`.
+    """
+    result: Tensor = torch.ops.drawloom.collective(x, list(shape), kind, dimension, ranks)
+    return result
+
+
+def sent_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
+    """
+    Bytes that each rank sends in a collective by rings, or directly in an all-to-all, of x (any shape) to a result.
+
+    Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", sections 4.1 to 4.4.
+    """
+    whole = max(x.nbytes, result.nbytes)
+    return whole * (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks

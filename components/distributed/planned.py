@@ -1,0 +1,112 @@
+"""Ranks and a device that are only planned for: the layout of a mesh without processes, and a device without memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
+from drawloom.components.distributed.process_group import Done
+from drawloom.components.ports.distributed import Group, Pending
+
+
+@attrs.frozen
+class PlannedGroup:
+    """
+    A group of ranks that do not run: collectives leave meta tensors as they are, or give empty ones of the right shape.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.ranks)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Leave a tensor of any shape unchanged."""
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Leave a tensor of any shape unchanged."""
+        return Done()
+
+    def max(self, tensor: Tensor) -> None:
+        """Leave a tensor of any shape unchanged."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The value, for each rank."""
+        return [value] * self.size
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """An empty tensor (size, ...) for a tensor (...)."""
+        return tensor.new_empty(self.size, *tensor.shape)
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """An empty tensor (...) for parts (size, ...)."""
+        return torch.empty_like(parts[0])
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """An empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
+        return rows.new_empty(sum(received), *rows.shape[1:])
+
+
+@attrs.frozen
+class PlannedMesh:
+    """One rank's view of a mesh whose ranks do not run."""
+
+    layout: Layout
+    rank: int = 0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], ranks: int) -> "PlannedMesh":
+        """
+        The mesh of a recipe's settings with this number of ranks, seen from rank 0; UserError if they don't fit.
+        """
+        sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
+        return cls(resolve_shape(sizes, settings.get("expert", 1), ranks))
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self.group(*DIMENSIONS)
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same parameters as this one and see other data."""
+        return self.group("data_replicate")
+
+    def group(self, *dimensions: str) -> PlannedGroup:
+        """The ranks that differ from this one only in their indices along these dimensions."""
+        ranks = next(ranks for ranks in self.layout.sets(*dimensions) if self.rank in ranks)
+        return PlannedGroup(tuple(ranks), ranks.index(self.rank))
+
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+        """None: there are no processes that torch could know."""
+        return None
+
+    def size(self, dimension: str) -> int:
+        """The number of ranks along a dimension."""
+        return self.layout.size(dimension)
+
+    def index(self, dimension: str) -> int:
+        """The index of this rank along a dimension."""
+        return self.layout.index(dimension, self.rank)
+
+    def at(self, pipeline: int) -> "PlannedMesh":
+        """The view of the first rank of a stage of the pipeline."""
+        return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.size("pipeline")))
+
+
+@attrs.frozen
+class PlannedDevice:
+    """A device that kernels are chosen for, and of which no memory is taken."""
+
+    device: torch.device
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        """0: nothing is allocated."""
+        return 0

@@ -1,0 +1,133 @@
+"""The nodes of a recipe that a plan needs, by their ports."""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
+from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.flops import CountsFlops
+from drawloom.components.ports.memory import MemoryUser
+from drawloom.components.ports.model import TrainableStages
+from drawloom.components.ports.pipeline import Loss, Schedule
+from drawloom.components.ports.run import Batching
+from drawloom.graph import UserError
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.project import Recipe
+
+
+@attrs.frozen(eq=False)
+class Nodes:
+    """Names of nodes, and settings of those that are not opened."""
+
+    recipe: Recipe
+    graph: Graph
+    used: frozenset[str]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Nodes":
+        """The nodes that a run of this recipe uses; RecipeError if it has errors."""
+        graph = recipe.graph.or_error()
+        return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))
+
+    def only(self, port: type) -> str:
+        """The node that implements a port; UserError if there is not exactly one."""
+        names = self._all(port)
+        if len(names) != 1:
+            raise UserError(f"a plan needs one node that is a {port.__name__}, and the recipe has {len(names)}", 2)
+        return names[0]
+
+    def _all(self, port: type) -> list[str]:
+        return [name for name in self.graph.implementers(port) if name in self.used]
+
+    def settings(self, node: str) -> Mapping[str, Any]:
+        """The settings of a node."""
+        return self.graph.nodes[node].settings
+
+    @cached_property
+    def mesh(self) -> str:
+        return self.only(Mesh)
+
+    @cached_property
+    def devices(self) -> list[str]:
+        return self._all(Device)
+
+    @cached_property
+    def model(self) -> str:
+        [edge] = self.graph.nodes[self.stages].edges["model"].targets
+        return edge
+
+    @property
+    def counts_flops(self) -> bool:
+        """Whether the model knows its floating-point operations."""
+        return self.model in self.graph.implementers(CountsFlops)
+
+    @cached_property
+    def loss(self) -> str:
+        return self.only(Loss)
+
+    @cached_property
+    def precision(self) -> str:
+        return self.only(Precision)
+
+    @cached_property
+    def schedule(self) -> str:
+        return self.only(Schedule)
+
+    @cached_property
+    def stages(self) -> str:
+        return self.only(TrainableStages)
+
+    @cached_property
+    def memory_users(self) -> list[str]:
+        """Nodes that hold memory, the stages among them."""
+        return self._all(MemoryUser)
+
+    @property
+    def needed_by_stages(self) -> list[str]:
+        """What stages are built from."""
+        return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
+
+    @property
+    def mesh_settings(self) -> Mapping[str, Any]:
+        """Sizes of the mesh's dimensions."""
+        return self.graph.nodes[self.mesh].settings
+
+    @property
+    def least_ranks(self) -> int:
+        """The product of the dimensions whose sizes are written."""
+        return math.prod(size for name in DIMENSIONS if isinstance(size := self.mesh_settings.get(name, 1), int))
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+        for name in self._all(PackedDataset):
+            for key in ("length", "max_length"):
+                if isinstance(length := self.graph.nodes[name].settings.get(key), int):
+                    return length
+        raise UserError("a plan needs the length of rows, and no node of the recipe has a setting `length`", 2)
+
+    @property
+    def global_size(self) -> int:
+        """Rows in a step."""
+        return int(self.settings(self.only(Batching))["global_size"])
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run."""
+        steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
+        """Rows of a microbatch, and microbatches of a step on a rank; UserError if the mesh does not divide a step."""
+        rows = int(self.settings(self.only(Batching))["micro_size"])
+        replicas = mesh.size("data_replicate") * mesh.size("data_shard")
+        if self.global_size % (rows * replicas):
+            text = f"{self.global_size} rows can't be divided among {replicas} replicas with microbatches of {rows}"
+            raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
+        return rows, self.global_size // (rows * replicas)

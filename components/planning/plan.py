@@ -1,0 +1,257 @@
+"""Plans a recipe: what each rank holds, and how long a step takes, without processes, memory or data."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.distributed.device_model import DeviceModel, products_in
+from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
+from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.planning.nodes import Nodes
+from drawloom.components.planning.rank_view import RankView, link
+from drawloom.components.planning.stage_costs import StageCosts, StageMeter
+from drawloom.components.planning.step_time import StepTime, step_time
+from drawloom.components.planning.timeline import Peak, peak_of
+from drawloom.components.ports.flops import ForwardFlops
+from drawloom.components.ports.memory import memory_by_kind
+from drawloom.components.ports.program import Program
+from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
+
+
+@attrs.frozen
+class RankMemory:
+    """
+    Bytes of a pipeline rank: what it has all the time by kind, the peak of what a step adds, and what else it keeps.
+
+    Gradients are among what a step adds, for they come with the first backward pass and go with the update.
+    """
+
+    stages: Sequence[int]
+    kept: Mapping[str, int]
+    gradients: int
+    step: Peak
+    buffers: Mapping[str, int]
+    at_the_end: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at one time: in the middle of the step, or at its end, when gradients are summed."""
+        return sum(self.kept.values()) + sum(self.buffers.values()) + max(self.step.bytes, self.at_the_end)
+
+    @property
+    def peak_gradients(self) -> int:
+        """Bytes of gradients, and of what sums of them take, at the peak."""
+        return self.step.kinds.get("gradients", 0) if self.step.bytes >= self.at_the_end else self.at_the_end
+
+    @property
+    def activations(self) -> dict[str, int]:
+        """Bytes of activations and temporary tensors at the peak, by what makes them."""
+        if self.step.bytes < self.at_the_end:
+            return {}
+        return {label: size for label, size in self.step.kinds.items() if label != "gradients"}
+
+    @property
+    def when(self) -> str:
+        """The action in which the peak is."""
+        return self.step.action if self.step.bytes >= self.at_the_end else "sums of gradients"
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What a recipe needs on some ranks of a device: memory by pipeline rank, and the time of a step."""
+
+    device: DeviceModel
+    mesh: PlannedMesh
+    program: Program
+    rows: int
+    length: int
+    microbatches: int
+    costs: Mapping[int, StageCosts]
+    memory: Sequence[RankMemory]
+    time: StepTime
+    tokens: int
+    flops: float | None
+    peak_flops: float
+    steps: int | None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.mesh.layout.world_size
+
+    @property
+    def peak_memory_bytes(self) -> list[int]:
+        """The peak of each rank: ranks that differ in data, context or tensors alone need the same."""
+        each = self.ranks // len(self.memory)
+        return [rank.peak for rank in self.memory for _ in range(each)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory, where that of the device is known."""
+        return not self.device.memory or max(self.peak_memory_bytes) <= self.device.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.time.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """As `metrics.utilization` counts it, if the model counts its operations."""
+        if self.flops is None:
+            return None
+        return self.flops / self.time.seconds / self.ranks / self.peak_flops
+
+
+def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None) -> Plan:
+    """
+    The plan of a recipe for a device; without `ranks`, for as many as its mesh has at least.
+
+    Raises RecipeError for a recipe with errors, and UserError for one that can't be planned.
+    """
+    nodes = Nodes.of(recipe)
+    mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
+    with opened(nodes, device, mesh) as planned:
+        return planned.plan()
+
+
+@contextmanager
+def opened(nodes: Nodes, device: DeviceModel, mesh: PlannedMesh) -> Iterator["Planner"]:
+    """A planner whose model, loss and kernels are open."""
+    kind = "cuda" if device.is_gpu else "cpu"
+    given = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
+    with nodes.recipe.open(nodes.needed_by_stages, given) as objects:
+        yield Planner(nodes, device, mesh, {**objects, **given})
+
+
+@attrs.define(eq=False)
+class Planner:
+    """Plans with the objects of a recipe that are open, for a mesh."""
+
+    nodes: Nodes
+    device: DeviceModel
+    mesh: PlannedMesh
+    objects: Mapping[str, Any]
+
+    def plan(self) -> Plan:
+        """The plan of all ranks."""
+        schedule = self.objects[self.nodes.schedule]
+        rows, microbatches = self.nodes.microbatches(self.mesh)
+        try:
+            program = schedule.program(self.mesh.size("pipeline"), microbatches)
+        except Deadlock as deadlock:
+            raise UserError(f"{self.nodes.schedule} can't be executed: {deadlock}") from deadlock
+        views = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
+        costs = self._costs(views, program, rows)
+        program = with_whole_backwards(program)
+        memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
+        precision = self.objects[self.nodes.precision]
+        tokens = self.nodes.global_size * self.nodes.length
+        frozen = {
+            name
+            for view in views
+            for stage in view.stages.local
+            for name, each in stage.named_parameters()
+            if not each.requires_grad
+        }
+        return Plan(
+            device=self.device,
+            mesh=self.mesh,
+            program=program,
+            rows=rows,
+            length=self.nodes.length,
+            microbatches=microbatches,
+            costs=costs,
+            memory=memory,
+            time=step_time(program, costs, [view.exchange(self.device) for view in views], self._message(costs)),
+            tokens=tokens,
+            flops=_flops(self._counted, tokens, self.nodes.length, frozen),
+            peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
+            steps=self.nodes.steps,
+        )
+
+    @cached_property
+    def _counted(self) -> ForwardFlops | None:
+        """The operations of the model, if it counts them."""
+        return self.objects[self.nodes.model].forward_flops() if self.nodes.counts_flops else None
+
+    def _of_rank(self, index: int, program: Program) -> "RankView":
+        mesh = self.mesh.at(index)
+        given = {**self.objects, self.nodes.mesh: mesh}
+        container = self.nodes.recipe.project.container(
+            self.nodes.recipe.graph, self.nodes.stages, *self.nodes.memory_users, given=given
+        )
+        container.build()
+        stages = container[self.nodes.stages]
+        stages.outline()
+        users = [container[name] for name in self.nodes.memory_users]
+        return RankView(
+            mesh, stages, {str(kind): size for kind, size in memory_by_kind(users).items()}, program.microbatches
+        )
+
+    def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
+        model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
+        meter = StageMeter(
+            loss,
+            model.blocks,
+            rows,
+            self.nodes.length,
+            self.mesh.group("context"),
+            self.objects[self.nodes.precision].gradient,
+            self.device,
+            lambda dimension: link(self.mesh, self.device, dimension),
+            attended(self._counted, self.nodes.length),
+        )
+        parts = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
+        every = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
+        return {stage.index: meter.costs(stage, stage.index in parts) for stage in every}
+
+    def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
+        kept = {kind: size for kind, size in view.kept.items() if kind != "gradients"}
+        gradients = {stage.index: view.gradient_bytes(stage) for stage in view.stages.local}
+        peak = peak_of(program, index, costs, gradients)
+        end = view.kept.get("gradients", 0) + view.summed_bytes()
+        return RankMemory(
+            [stage.index for stage in view.stages.local],
+            kept,
+            view.kept.get("gradients", 0),
+            peak,
+            view.buffers(costs, self.device, self._batch_bytes(program.microbatches)),
+            end,
+        )
+
+    def _message(self, costs: Mapping[int, StageCosts]) -> float:
+        """How long what a stage gives is on its way to the next."""
+        return max(each.sent for each in costs.values()) / link(self.mesh, self.device, "pipeline")
+
+    def _batch_bytes(self, microbatches: int) -> int:
+        """Tokens, targets, positions and documents, each int64, and weights, float32."""
+        rows, _ = self.nodes.microbatches(self.mesh)
+        return microbatches * rows * self.nodes.length // self.mesh.size("context") * (4 * 8 + 4)
+
+
+def attended(counted: ForwardFlops | None, length: int) -> float:
+    """The part of all pairs of tokens of rows that attention looks at: causally, and within windows, by layer."""
+    per_pair = counted.per_pair if counted is not None and counted.per_pair else {None: 1.0}
+    seen = sum(flops * _pairs(length, window) for window, flops in per_pair.items())
+    return seen / sum(per_pair.values()) / length**2
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Pairs of a query and a key that it sees, of a row that is one document."""
+    within = length if window is None else min(window, length)
+    return within * (within + 1) / 2 + (length - within) * within
+
+
+def _flops(counted: ForwardFlops | None, tokens: int, length: int, frozen: set[str]) -> float | None:
+    if counted is None:
+        return None
+    pairs = {window: tokens / length * _pairs(length, window) for window in counted.per_pair}
+    return counted.of_training(tokens, pairs, frozen)

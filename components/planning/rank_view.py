@@ -1,0 +1,131 @@
+"""A pipeline rank of a plan: its stages on the meta device, what it holds, and what it exchanges."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.distributed.device_model import DeviceModel
+from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.pipeline.sliced_store import SlicedStore, largest_unit
+from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.step_time import Exchange
+from drawloom.components.ports.distributed import DATA, SHARDS
+from drawloom.components.ports.model import Stage
+
+
+@attrs.frozen(eq=False)
+class RankView:
+    """The stages of one pipeline rank, an outline without memory, and what it holds of parameters and moments."""
+
+    mesh: PlannedMesh
+    stages: Any
+    kept: Mapping[str, int]
+    microbatches: int
+
+    @property
+    def sliced(self) -> SlicedStore | None:
+        """The store of sharded parameters, if they are."""
+        store = self.stages.store
+        return store if isinstance(store, SlicedStore) else None
+
+    @property
+    def trained(self) -> int:
+        """Elements of the trained parameters that the optimizer keeps on this rank."""
+        return sum(parameter.numel() for _, parameter in self.stages.named())
+
+    def gradient_bytes(self, stage: Stage) -> int:
+        """
+        Bytes of the gradients of a stage while its backward passes go on.
+
+        Those of sharded parameters are whole until they are reduced, which is once a step, or unit by unit.
+        """
+        size = int(self.stages.precision.gradient.itemsize)
+        kept = dict(self.stages.named())
+        mine: int = sum(kept[name].numel() for name, _ in stage.named_parameters() if name in kept)
+        if self.sliced is None:
+            return mine * size
+        if self._reduces_by_unit:
+            return (mine + 2 * self._largest_unit(stage)) * size
+        whole = sum(each.numel() for each in stage.module.parameters() if each.requires_grad)
+        return whole * size
+
+    @property
+    def _reduces_by_unit(self) -> bool:
+        """Whether gradients of sharded parameters are reduced as soon as a unit has them."""
+        return self.microbatches == 1 or bool(self.stages.sync_each_microbatch)
+
+    def _largest_unit(self, stage: Stage) -> int:
+        return largest_unit(stage.module, self.stages.model.blocks(stage.module))
+
+    def summed_bytes(self) -> int:
+        """Bytes that sums over ranks take besides the gradients."""
+        # Each bucket is a copy that lives until all sums are written back.
+        buckets = self.trained * self._wide
+        if self.sliced is not None:
+            units = map(self._largest_unit, self.stages.local)
+            return 2 * self._wide * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
+        return buckets if self.mesh.group(*DATA).size > 1 else 0
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of a number in sums over ranks."""
+        return torch.promote_types(self.stages.precision.gradient, self.stages.precision.reduce).itemsize
+
+    def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
+        """Bytes of batches, of messages on their way, and of the device's libraries."""
+        sends = self.mesh.size("pipeline") > 1
+        messages = 2 * max(each.sent for each in costs.values()) if sends else 0
+        found = {"batches": batches, "messages": messages, "libraries": device.workspace}
+        return {name: size for name, size in found.items() if size}
+
+    def exchange(self, device: DeviceModel) -> Exchange:
+        """Seconds in which parameters are gathered and gradients summed, and weights changed."""
+        gathers = {} if self.sliced is None else self._gather_seconds(self.sliced, device)
+        by_block = self.sliced is not None and self.sliced.by_block
+        reduces = self._reduce_seconds(device)
+        often = self.stages.sync_each_microbatch
+        replicas = 2 * self.trained * self._wide * self._seconds_per_byte(device, "data_replicate")
+        return Exchange(
+            by_pass=gathers if by_block else {},
+            summed_by_pass=reduces if often else {},
+            once=0.0 if by_block else sum(gathers.values()),
+            reduced=replicas + (0.0 if often else sum(reduces.values())),
+            update=self._update_seconds(device),
+        )
+
+    def _gather_seconds(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
+        """By stage, how long it takes to gather its parameters."""
+        seconds = self._seconds_per_byte(device, *SHARDS)
+        stages = zip(self.stages.local, sliced.gathered, strict=True)
+        return {stage.index: (each.root + sum(each.blocks)) * seconds for stage, each in stages}
+
+    def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
+        """By stage, how long it takes to reduce the gradients of sharded parameters."""
+        if self.sliced is None:
+            return {}
+        seconds = self._wide * self._seconds_per_byte(device, *SHARDS)
+        sizes = {stage.index: sum(each.numel() for each in stage.module.parameters()) for stage in self.stages.local}
+        return {stage: size * seconds for stage, size in sizes.items()}
+
+    def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
+        """Seconds for a byte of a tensor that all ranks along dimensions gather, or sum by parts."""
+        size = self.mesh.group(*dimensions).size
+        return (size - 1) / size / link(self.mesh, device, *dimensions)
+
+    def _update_seconds(self, device: DeviceModel) -> float:
+        """The norm and the scaling of gradients, the update of weights and moments, and the casts of weights."""
+        weights = sum(each.nbytes for _, each in self.stages.named())
+        traffic: float = 4 * self.kept.get("gradients", 0) + 2 * weights + 2 * self.kept.get("optimizer_state", 0)
+        traffic += self.kept.get("masters", 0) + self.kept.get("compute_copies", 0)
+        return traffic / (device.bandwidth * device.reached.memory)
+
+
+def link(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
+    """Bytes/s that a rank sends to those that differ from it along dimensions of the mesh."""
+    ranks = mesh.group(*dimensions).ranks
+    hosts = {rank // device.per_host for rank in ranks}
+    # Between hosts, all ranks of a group on a host share the work of its network cards.
+    bandwidth = device.link if len(hosts) == 1 else min(device.link, device.network * len(ranks) / len(hosts))
+    return bandwidth * device.reached.messages

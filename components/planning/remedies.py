@@ -1,0 +1,126 @@
+"""What to change in a recipe that does not fit: settings, each tried by another plan."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from drawloom.components.planning.nodes import Nodes
+from drawloom.components.planning.plan import Plan, plan
+from drawloom.components.ports.run import Batching
+from drawloom.graph import RecipeError, UserError
+from drawloom.graph.project import Recipe
+
+Values = Mapping[str, Mapping[str, Any]]
+"""Settings by node."""
+
+
+@attrs.frozen
+class Remedy:
+    """Settings to change, what they cost, and the plan with them, on as many ranks as that has."""
+
+    values: Values
+    cost: str
+    plan: Plan
+
+    @property
+    def lines(self) -> list[str]:
+        """The settings as TOML, one a line."""
+        return toml_lines(self.values)
+
+
+def toml_lines(values: Values) -> list[str]:
+    """Settings as TOML with dotted keys, one a line."""
+    return [f"{node}.{key} = {_toml(value)}" for node, each in values.items() for key, value in each.items()]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
+    """
+    What would help a plan that does not fit, the least memory last; each fits, or takes less at least.
+
+    If none of them fits by itself, the last one is the first of them, in the order of `_candidates`, that do together.
+    """
+    found = [
+        remedy
+        for values, cost, ranks in _candidates(Nodes.of(recipe), planned)
+        if (remedy := _tried(recipe, values, cost, planned, ranks)) is not None
+    ]
+    found.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
+    if not any(remedy.plan.fits for remedy in found):
+        found += _together(recipe, planned)
+    return found
+
+
+def _together(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
+    """The fewest candidates, in order, with which the recipe fits; nothing if it does with none."""
+    so_far: dict[str, dict[str, Any]] = {}
+    best = planned
+    for values, _, ranks in _candidates(Nodes.of(recipe), planned):
+        merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
+        remedy = _tried(recipe, merged, "together", best, ranks)
+        if remedy is not None:
+            so_far, best = merged, remedy.plan
+            if best.fits:
+                yield remedy
+                return
+
+
+def _tried(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
+    """The plan with these settings; None if they make no sense in this recipe, or take no less memory."""
+    try:
+        found = plan(recipe.with_values(values), planned.device, ranks)
+    except (RecipeError, UserError):
+        return None
+    less = max(found.peak_memory_bytes) < 0.99 * max(planned.peak_memory_bytes)
+    return Remedy(values, cost, found) if less else None
+
+
+def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+    """Settings that may help, what each costs, and on how many ranks; those that cost least first."""
+    ranks, stages = planned.ranks, nodes.settings(nodes.stages)
+    shards = planned.mesh.size("data_shard")
+    if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
+        yield {nodes.stages: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
+    if stages["recompute"] == "none":
+        yield {nodes.stages: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
+    precision = nodes.settings(nodes.precision)
+    if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
+        yield {nodes.precision: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
+    if planned.rows > 1:
+        smaller = next(size for size in range(planned.rows // 2, 0, -1) if planned.rows % size == 0)
+        yield {nodes.only(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
+    replicas = planned.mesh.size("data_replicate")
+    if replicas > 1:
+        more = {"data_shard": shards * replicas, "data_replicate": 1}
+        yield {nodes.mesh: more}, "parameters are gathered from other ranks", ranks
+    if stages["recompute"] != "blocks":
+        yield {nodes.stages: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+    if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.size("pipeline") > 1:
+        yield {nodes.stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
+    yield {nodes.mesh: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
+
+
+def remedy_data(remedy: Remedy) -> dict[str, Any]:
+    """A remedy for JSON."""
+    peak = max(remedy.plan.peak_memory_bytes)
+    seconds = {"step_seconds": remedy.plan.time.seconds, "ranks": remedy.plan.ranks, "fits": remedy.plan.fits}
+    return {"toml": remedy.lines, "cost": remedy.cost, "peak_memory_bytes": peak, **seconds}
+
+
+def remedies_text(found: Sequence[Remedy]) -> str:
+    """One remedy a line: settings, memory, time and what they cost."""
+    if not found:
+        return "nothing that was tried takes less memory; take more ranks, or a smaller model"
+    lines = ["what would help, each by itself:"]
+    for remedy in found:
+        peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
+        fits = "fits" if remedy.plan.fits else "too much"
+        settings = "; ".join(remedy.lines)
+        lines.append(f"  {settings}  # {peak / 1e9:.1f} GB, {fits}; {seconds:.3g} s a step; {remedy.cost}")
+    return "\n".join(lines)

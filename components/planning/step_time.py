@@ -1,0 +1,117 @@
+"""How long a step takes: the pipeline's program with the seconds of each stage, sums of gradients, and the update."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from drawloom.components.pipeline.program.timing import Costs, Timing, time
+from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.ports.program import OPS, Program
+
+
+@attrs.frozen
+class StepTime:
+    """
+    Seconds of a step by part.
+
+    `compute` are those of the busiest rank in forward and backward passes, among them `sending`, in collectives inside
+    of layers; `bubble` are those in which it waits. `gather` are those of parameters that are gathered and `sync` of
+    gradients that are summed, as far as no pass hides them; `update` is all that changes weights.
+    """
+
+    compute: float
+    sending: float
+    bubble: float
+    gather: float
+    sync: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        """Those of a step."""
+        return self.compute + self.bubble + self.gather + self.sync + self.update
+
+    def as_data(self) -> dict[str, float]:
+        """By name, for JSON."""
+        return attrs.asdict(self)
+
+
+@attrs.frozen
+class Exchange:
+    """
+    What a pipeline rank exchanges with ranks that have the same stages, in seconds.
+
+    By stage, `by_pass` is how long parameters are gathered for each pass, and `summed_by_pass` how long gradients are
+    reduced in each backward pass; `once` is for parameters that are gathered once a step, and `reduced` for gradients
+    that are summed once. `update` is how long the rank changes its weights.
+    """
+
+    by_pass: Mapping[int, float]
+    summed_by_pass: Mapping[int, float]
+    once: float
+    reduced: float
+    update: float
+
+
+@attrs.frozen
+class ActionCosts(Costs):
+    """Costs of the actions of one program, each of its own length (actions,)."""
+
+    lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.zeros(0))
+
+    def of(self, work: Any) -> NDArray[np.float64]:
+        """The duration of each action."""
+        return self.lengths
+
+
+def pipeline_time(
+    program: Program, costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], message: float
+) -> tuple[Timing, ActionCosts]:
+    """
+    When each action of a program starts and ends, if a message takes `message` seconds.
+
+    A pass takes at least as long as what it gathers and reduces meanwhile.
+    """
+    gathers = {stage: seconds for each in exchanges for stage, seconds in each.by_pass.items()}
+    reduces = {stage: seconds for each in exchanges for stage, seconds in each.summed_by_pass.items()}
+    table = np.zeros((program.stages, len(OPS)))
+    for stage, each in costs.items():
+        for op, part in each.passes.items():
+            exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
+            table[stage, OPS.index(op)] = max(part.wall, exchanged)
+    lengths = ActionCosts(comm=message, lengths=table[program.stage, program.op])
+    return time(program, lengths), lengths
+
+
+def step_time(
+    program: Program, costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], message: float
+) -> StepTime:
+    """The parts of a step, of the rank that ends last."""
+    timing, lengths = pipeline_time(program, costs, exchanges, message)
+    busy = [float(lengths.lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
+    compute = max(busy)
+    hidden = [_last_backward(program, lengths, rank) for rank in range(program.ranks)]
+    return StepTime(
+        compute=compute,
+        sending=_sending(program, costs, busy.index(compute)),
+        bubble=max(0.0, timing.makespan - compute),
+        gather=max(each.once for each in exchanges),
+        sync=max(max(0.0, each.reduced - last) for each, last in zip(exchanges, hidden, strict=True)),
+        update=max(each.update for each in exchanges),
+    )
+
+
+def _last_backward(program: Program, costs: ActionCosts, rank: int) -> float:
+    """How long the last backward pass of a rank takes, while which gradients are summed."""
+    rows = program.rows(rank)
+    backwards = costs.lengths[rows][program.op[rows] != 0]
+    return float(backwards[-1]) if len(backwards) else 0.0
+
+
+def _sending(program: Program, costs: Mapping[int, StageCosts], rank: int) -> float:
+    rows = program.rows(rank)
+    pairs = zip(program.stage[rows].tolist(), program.op[rows].tolist(), strict=True)
+    return sum(costs[stage].passes[OPS[op]].sending for stage, op in pairs)

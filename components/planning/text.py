@@ -1,0 +1,116 @@
+"""A plan as text and as data."""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
+from drawloom.components.planning.plan import Plan, RankMemory
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The figures of a plan for JSON: bytes by rank, seconds by part."""
+    return {
+        "device": plan.device.name,
+        "ranks": plan.ranks,
+        "mesh": {name: plan.mesh.size(name) for name in DIMENSIONS},
+        "microbatches": plan.microbatches,
+        "fits": plan.fits,
+        "device_memory_bytes": plan.device.memory,
+        "peak_memory_bytes": plan.peak_memory_bytes,
+        "memory": [_rank_data(memory) for memory in plan.memory],
+        "step_seconds": plan.time.seconds,
+        "seconds": plan.time.as_data(),
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "run_seconds": None if plan.steps is None else plan.steps * plan.time.seconds,
+    }
+
+
+def _rank_data(memory: RankMemory) -> dict[str, Any]:
+    return {
+        "stages": list(memory.stages),
+        "kept": dict(memory.kept),
+        "gradients": memory.gradients,
+        "activations": memory.activations,
+        "buffers": dict(memory.buffers),
+        "peak": memory.peak,
+        "when": memory.when,
+    }
+
+
+def as_text(plan: Plan) -> str:
+    """The figures of a plan, one subject a line, and a table of ranks."""
+    lines = [f"{label:8}{text}" for label, text in _subjects(plan)]
+    return "\n".join([*lines, "", *_table(plan)])
+
+
+def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
+    sizes = [f"{name} {plan.mesh.size(name)}" for name in DIMENSIONS if plan.mesh.size(name) > 1]
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
+    rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.length:,} tokens"
+    yield "step", f"{plan.microbatches} microbatches of {rows} on each replica, {plan.tokens:,} tokens in all"
+    most = max(plan.memory, key=lambda memory: memory.peak)
+    of = f" of {gigabytes(plan.device.memory)}" if plan.device.memory else ""
+    verdict = "" if plan.fits else ": too much"
+    yield "memory", f"{gigabytes(most.peak)}{of} at most, in {most.when}{verdict}"
+    yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
+    mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
+    each = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
+    yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{each}{mfu}"
+    if plan.steps is not None:
+        length = timedelta(seconds=round(plan.steps * plan.time.seconds))
+        yield "run", f"{plan.steps:,} steps in {length}, without evaluations and checkpoints"
+
+
+def _parts(plan: Plan) -> str:
+    parts = plan.time.as_data()
+    parts["passes"] = parts.pop("compute") - parts["sending"]
+    shown = {name: parts[name] for name in ("passes", "sending", "bubble", "gather", "sync", "update")}
+    return ", ".join(f"{name} {seconds / plan.time.seconds:.1%}" for name, seconds in shown.items() if seconds)
+
+
+KINDS = ("parameters", "masters", "compute_copies", "optimizer_state")
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    """By pipeline rank: what it has all the time, and what the peak adds."""
+    kinds = [kind for kind in KINDS if any(kind in memory.kept for memory in plan.memory)]
+    labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activations))
+    shown = [label for label in labels if any(_part(memory, label) >= 0.01 for memory in plan.memory)]
+    head = ["GB", *(f"rank {number}" for number in _first_ranks(plan))]
+    rows = [head, ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)]]
+    rows += [[kind.replace("_", " "), *_cells(memory.kept.get(kind, 0) for memory in plan.memory)] for kind in kinds]
+    rows += [["gradients", *_cells(memory.peak_gradients for memory in plan.memory)]]
+    rows += [[f"  {label}", *_cells(memory.activations.get(label, 0) for memory in plan.memory)] for label in shown]
+    rest = [sum(size for label, size in memory.activations.items() if label not in shown) for memory in plan.memory]
+    rows += [["  other activations", *_cells(iter(rest))]] if any(rest) else []
+    rows += [["buffers", *_cells(sum(memory.buffers.values()) for memory in plan.memory)]]
+    rows += [["peak", *_cells(memory.peak for memory in plan.memory)], ["in", *(each.when for each in plan.memory)]]
+    yield from _aligned(rows)
+
+
+def _part(memory: RankMemory, label: str) -> float:
+    return memory.activations.get(label, 0) / max(1, memory.peak)
+
+
+def _first_ranks(plan: Plan) -> Sequence[int]:
+    each = plan.ranks // len(plan.memory)
+    return range(0, plan.ranks, each)
+
+
+def _cells(sizes: Iterator[int]) -> list[str]:
+    return [f"{size / 1e9:.3f}" for size in sizes]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join([name.ljust(widths[0]), *columns]).rstrip()
+
+
+def gigabytes(size: float) -> str:
+    """A number of bytes as `1.23 GB`, or in MB if it is less."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,75 @@
+"""What a key or value of a recipe means: a node, a setting or edge of it, a component, a variable, a base."""
+
+import attrs
+
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.build.node import dotted
+from drawloom.graph.lsp.cursor import Cursor
+from drawloom.graph.lsp.workspace import Analysis, Workspace
+from drawloom.graph.problems import KeyPath
+from drawloom.graph.recipe.edits import EDIT
+from drawloom.graph.recipe.merged import VARIABLE
+from drawloom.graph.registry.spec import Field, Spec
+
+
+@attrs.frozen(eq=False)
+class Meaning:
+    """
+    A position of a recipe with the node that it is in, and the path inside of it; in an edit those of the edited list.
+
+    `spec` is the component of the node or, of a node that only the base of an overlay has, the one that shipped
+    recipes use there.
+    """
+
+    cursor: Cursor
+    analysis: Analysis
+    node: str
+    path: KeyPath
+    spec: Spec | None
+
+    @classmethod
+    def of(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
+        """The meaning of a token, by what was last known of the recipe."""
+        path = cursor.path[1:] if cursor.path[:1] == (EDIT,) else cursor.path
+        nodes = analysis.graph.nodes
+        for length in range(len(path), 0, -1):
+            if (name := dotted(path[:length])) in nodes:
+                return cls(cursor, analysis, name, path[length:], nodes[name].spec)
+        name = str(path[0]) if path else ""
+        specs = [workspace.project.registry.find(use) for use in workspace.usual.get(name, ())]
+        spec = next((spec for spec in specs if isinstance(spec, Spec)), None)
+        return cls(cursor, analysis, name if spec else "", path[1:] if spec else path, spec)
+
+    @property
+    def graph(self) -> Graph:
+        return self.analysis.graph
+
+    @property
+    def field(self) -> Field | None:
+        """The setting or edge that the position is in."""
+        return self.spec.fields.get(str(self.path[0])) if self.spec and self.path else None
+
+    @property
+    def use(self) -> str:
+        """The component that is named here; empty if none is."""
+        is_use = self.cursor.kind == "value" and self.cursor.path[-1:] == ("use",)
+        return self.cursor.written if is_use else ""
+
+    @property
+    def reference(self) -> str:
+        """The node or group that is referred to here, without "@" and ".*"; empty if none is."""
+        written = self.cursor.written
+        return written[1:].removesuffix(".*") if self.cursor.quoted and written[:1] == "@" != written[1:2] else ""
+
+    @property
+    def variable(self) -> str:
+        """The variable that is set or used here; empty if none is."""
+        if self.cursor.path[:1] == ("vars",) and self.cursor.kind == "key":
+            return self.cursor.written
+        written = self.cursor.written if self.cursor.kind == "value" else ""
+        return written.removeprefix(VARIABLE) if written.startswith(VARIABLE) else ""
+
+    @property
+    def base(self) -> str:
+        """The recipe that is extended here; empty if none is."""
+        return self.cursor.written if self.cursor.kind == "value" and self.cursor.path[:1] == ("extends",) else ""

@@ -1,0 +1,82 @@
+"""`drawloom plan`."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.graph.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+EXPERTS = ("qwen3_30b_a3b", "vars.data=store", "vars.tokenizer=folder", "--device", "h100")
+
+
+def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
+    """The output of the command: stdout, or stderr for a mistake."""
+    try:
+        found = main(["plan", *arguments])
+    except SystemExit as error:  # how argparse leaves
+        found = int(error.code or 0)
+    said = capsys.readouterr()
+    assert found == code, said.err
+    return said.err if code == 2 else said.out
+
+
+def data(capsys: Capture, *arguments: str, code: int = 0) -> Any:
+    """The JSON output of the command."""
+    return json.loads(printed(capsys, *arguments, "--format", "json", code=code))
+
+
+def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> None:
+    """Without a GPU, a process group or data; ranks of one stage are alike, and the parts of the time add up."""
+    mesh = ("mesh.pipeline=4", "mesh.tensor=2", "mesh.data_shard=16", "mesh.expert=8", "batch.global_size=1024")
+    experts = 'stages.dispatcher={use="experts.all_to_all"}'
+    began = time.process_time()
+    found = data(capsys, *EXPERTS, "--ranks", "1024", *mesh, experts, "schedule.use=pipeline.schedules.zero_bubble_v")
+    assert time.process_time() - began < 20  # torch's compiler is imported, too; a quiet machine takes 3 s
+    assert len(found["peak_memory_bytes"]) == found["ranks"] == 1024
+    assert [found["peak_memory_bytes"][each * 256] for each in range(4)] == [each["peak"] for each in found["memory"]]
+    parts = found["seconds"]
+    assert sum(parts.values()) - parts["sending"] == pytest.approx(found["step_seconds"])
+    assert found["tokens_per_second"] == pytest.approx(1024 * 4096 / found["step_seconds"])
+    assert found["fits"]
+    assert 0 < found["mfu"] < 1
+
+
+def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
+    """In words and by the exit status, with what would help."""
+    said = printed(capsys, *EXPERTS, "--ranks", "16", "stages.sync_each_microbatch=false", code=1)
+    assert ": too much" in said
+    assert "stages.sync_each_microbatch = true  # " in said
+
+
+def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
+    """Of a small recipe on the machine at hand: the subjects and the kinds of memory in order."""
+    lines = printed(capsys, "pipeline", "--device", "cpu").splitlines()
+    assert [line.split()[0] for line in lines[:6]] == ["device", "step", "memory", "time", "speed", "run"]
+    assert lines[7].split() == ["GB", "rank", "0", "rank", "1"]
+    assert lines[-1].startswith("in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("first_run", "--device", "h10"), "did you mean 'h100'"),
+        (("first_run", "--ranks", "0"), "not a positive integer"),
+        (("pipeline", "--ranks", "3"), "multiple of"),
+        (("first_run", "model.num_hidden_layers=0"), "num_hidden_layers"),
+    ],
+)
+def test_mistakes_get_one_sentence(capsys: Capture, arguments: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    """Which says what is wrong, without a traceback."""
+    said = printed(capsys, *arguments, code=2)
+    assert reason in said
+    assert "Traceback" not in said
+
+
+def test_a_plan_needs_a_recipe_unless_it_measures(capsys: Capture) -> None:
+    """And says so."""
+    assert "takes a recipe" in printed(capsys, code=2)

@@ -1,0 +1,94 @@
+"""What devices can do."""
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from drawloom.components.distributed.device_model import (
+    device_model,
+    model_of_gpu,
+    peak_of,
+    products_in,
+    rows,
+)
+from drawloom.graph import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA GH200 480GB", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H100 80GB HBM3", "float32", 66.9),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("NVIDIA B200", "float32", None),
+        ("NVIDIA H100 PCIe", "float64", None),
+    ],
+)
+def test_names_of_devices_are_found(name: str, products: str, peak: float | None) -> None:
+    """By the names that torch gives them."""
+    assert peak_of(name, products) == peak
+
+
+def test_every_row_of_the_table_has_its_source() -> None:
+    """Those that can be planned for are read strictly; TF32 is half as fast as bfloat16: none has sparsity."""
+    for row in rows():
+        if row["name"] == "cpu":
+            continue
+        assert re.match(r"(NVIDIA|AMD) ", row["source"])
+        assert "memory" not in row or device_model(row["key"]).memory > 2**36
+        assert row.get("tf32", row["bfloat16"] / 2) == pytest.approx(row["bfloat16"] / 2, rel=0.02)
+
+
+def test_float32_is_multiplied_as_torch_says() -> None:
+    """In TF32 where device.tf32 has told torch so."""
+    assert products_in(torch.float16) == products_in(torch.bfloat16) == "bfloat16"
+    for precision, products in (("highest", "float32"), ("high", "tf32")):
+        with mock.patch.object(torch, "get_float32_matmul_precision", return_value=precision):
+            assert products_in(torch.float32) == products
+
+
+def test_a_gpu_is_found_by_its_name() -> None:
+    """And one that the table has no memory of can't be planned for."""
+    found = model_of_gpu("NVIDIA H100 80GB HBM3")
+    assert found == device_model("h100")
+    assert found is not None
+    assert found.is_gpu
+    assert not device_model("cpu").is_gpu
+    assert model_of_gpu("NVIDIA GeForce RTX 4090") is None
+
+
+DESCRIBED = "bfloat16 = 100\nfloat32 = 50\nmemory = 8\nbandwidth = 500\nlink = 10\nnetwork = 1\n"
+
+
+def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
+    """In units of data sheets; products are of the rate that a step reaches, also in a dtype without a figure."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
+    found = device_model(str(path))
+    assert (found.name, found.memory, found.bandwidth, found.link) == ("mine", 2**33, 500e9, 10e9)
+    assert found.product_rate(torch.bfloat16) == 50e12
+    assert found.product_rate(torch.float64) == 25e12
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "did you mean 'h100'"),
+        ("bfloat16 = 1\n", "it has no 'memory'"),
+        (DESCRIBED + "colour = 1\n", "'colour' is no figure of a device"),
+        (DESCRIBED + "[reached]\nspeed = 1\n", "speed"),
+        ("= 1", "Invalid"),
+    ],
+)
+def test_a_device_that_is_not_described_is_an_error(text: str | None, reason: str, tmp_path: Path) -> None:
+    """In one sentence that says what a device has."""
+    path = tmp_path / "mine.toml"
+    path.write_text(text or "")
+    with pytest.raises(UserError, match=reason):
+        device_model("h10" if text is None else str(path))

@@ -1,0 +1,39 @@
+"""Meshes whose ranks do not run."""
+
+import pytest
+import torch
+
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
+from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
+from drawloom.graph import UserError
+
+
+def test_groups_are_those_of_the_layout() -> None:
+    """Of the first rank of a pipeline stage; a dimension of size "auto" takes the rest."""
+    mesh = PlannedMesh.of({"pipeline": 2, "data_replicate": "auto", "tensor": 2}, 8)
+    assert [mesh.size(name) for name in DIMENSIONS] == [2, 2, 1, 1, 2]
+    assert mesh.world.size == 8
+    second = mesh.at(1)
+    assert (second.rank, second.index("pipeline"), second.group("tensor").ranks) == (4, 1, (4, 5))
+    assert second.replicas.size == 2
+    assert second.torch_mesh("tensor") is None
+
+
+def test_a_mesh_that_does_not_fit_is_an_error() -> None:
+    """As for a run with that many processes."""
+    with pytest.raises(UserError, match="needs 3 processes"):
+        PlannedMesh.of({"tensor": 3}, 4)
+
+
+def test_collectives_give_tensors_of_the_right_shape() -> None:
+    """On the meta device, where they have no values."""
+    group = PlannedMesh.of({"tensor": 4}, 4).group("tensor")
+    part = torch.empty(2, 3, device="meta")
+    assert group.gather(part).shape == (4, 2, 3)
+    assert group.reduce_scatter(group.gather(part)).shape == (2, 3)
+    assert group.all_to_all(part, [1, 1], [2, 3]).shape == (5, 3)
+    group.sum(part)
+    group.max(part)
+    assert group.start_sum(part).is_completed()
+    assert group.gather_json("x") == ["x"] * 4
+    assert PlannedDevice(torch.device("cuda")).memory() == 0

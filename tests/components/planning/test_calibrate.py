@@ -1,0 +1,40 @@
+"""Measuring a device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, here, kept_at
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the user's cache folder. Rates are those that plans take, so that a product takes as long as it took."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert here() == CPU
+    assert at_hand() == device_model("cpu")
+    path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.01)
+    assert path == kept_at(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
+    found = at_hand()
+    assert found.name == "cpu"
+    assert not found.is_gpu
+    assert 1e8 < found.product_rate(torch.float32) < 1e13
+    assert 1e8 < found.bandwidth * found.reached.memory < 1e12
+    assert 0 < found.reached.attention < 10
+    assert 0 < found.reached.launch < 1e-3
+    assert found.reached.host == 0
+
+
+def test_a_gpu_that_is_not_known_is_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that the table knows is taken from there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert at_hand() == device_model("h200")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Other 1")
+    with pytest.raises(Exception, match="--calibrate"):
+        at_hand()

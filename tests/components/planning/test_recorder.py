@@ -1,0 +1,85 @@
+"""Recording of operations on the meta device."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.distributed.device_model import DeviceModel, Reached
+from drawloom.components.distributed.meta_collectives import collective
+from drawloom.components.planning.recorder import Part, Recorder
+
+DEVICE = DeviceModel(
+    name="made up",
+    peaks={"float32": 1e6},
+    memory=0,
+    bandwidth=1e6,
+    link=1.0,
+    network=1.0,
+    reached=Reached(products=0.5, attention=0.25, memory=1.0, launch=0.0, host=1.0),
+)
+
+
+def recorder(attended: float = 1.0) -> Recorder:
+    """For a device of a million bytes and operations each second, of which products reach half."""
+    return Recorder(DEVICE, lambda _: 100.0, attended)
+
+
+def test_what_lives_is_counted_until_it_is_freed() -> None:
+    """Results that share memory count once, those of parameters not at all, and what is freed leaves only the peak."""
+    weight = nn.Parameter(torch.empty(256, 256, device="meta"))
+    with recorder() as found:
+        found.begin()
+        x = torch.empty(256, 256, device="meta")
+        with found.label("kept"):
+            y = x @ weight.detach().t()
+        del x
+        view = y.view(-1)
+        part = found.end()
+    assert view.shape == (256 * 256,)
+    assert (part.held, part.rise) == ({"kept": 2**18}, 2 * 2**18)
+
+
+def test_autograd_keeps_what_a_real_graph_would() -> None:
+    """The input of the product and of the nonlinearity, and after the backward pass nothing."""
+    weight = nn.Parameter(torch.empty(64, 64, device="meta"))
+    weight.grad = torch.empty_like(weight)
+    with recorder() as found:
+        found.begin()
+        loss = (torch.empty(64, 64, device="meta") @ weight).relu().sum()
+        assert found.end().held_bytes == 2 * 64 * 64 * 4 + 512
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        assert found.end().held_bytes == 0
+
+
+def test_an_operation_takes_as_long_as_its_slower_side() -> None:
+    """Arithmetic at half of the peak, or memory traffic; the host issues both."""
+    wide, narrow = torch.empty(100, 1000, device="meta"), torch.empty(1000, 100, device="meta")
+    with recorder() as found:
+        found.begin()
+        _ = wide @ narrow
+        product = found.end()
+        found.begin()
+        _ = wide + 1
+        addition = found.end()
+    assert (product.flops, product.seconds) == (2 * 100 * 1000 * 100, pytest.approx(2e7 / 5e5))
+    assert (addition.flops, addition.seconds) == (0, pytest.approx(2 * 4e5 / 1e6))
+    assert product.host == addition.host == 1.0
+    assert attrs.evolve(product, host=99.0).wall == 99.0
+
+
+def test_collectives_take_the_time_of_links() -> None:
+    """And are told apart."""
+    with recorder() as found:
+        found.begin()
+        collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
+        part = found.end()
+    assert part.sending == part.seconds == 1600 * 0.75 / 100
+
+
+def test_parts_add_up() -> None:
+    """Seconds and bytes so many times, but the rise is the greater one."""
+    first, second = Part(1.0, 0.5, 2.0, 3.0, 7, {"a": 1}), Part(10.0, 5.0, 20.0, 30.0, 5, {"a": 1, "b": 2})
+    assert first.plus(second, 2) == Part(21.0, 10.5, 42.0, 63.0, 7, {"a": 3, "b": 4})
+    assert second.plus(second, -1) == Part(rise=5)

@@ -1,0 +1,99 @@
+"""What is offered at a position."""
+
+import pytest
+
+from drawloom.graph.lsp.completion import completions, replaced
+from drawloom.graph.lsp.workspace import Workspace
+from support.editor import Point
+
+MENU = '[menu]\nuse = "pages.menu"\nlinks = {}\n'
+EDIT = "[edit.trainer.pages]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "offered"),
+    [
+        ("|", ["extends", "unset"]),
+        ('extends = "|"\n', ['"small"', '"base.toml"']),
+        ('extends = "small"\nunset = ["|"]\n', ['"vars"', '"store"', '"page"', '"trainer"']),
+        ('extends = "small"\n[|]\n[page]\n', ["vars", "store", "trainer", "edit"]),
+        ('extends = "small"\n[edit.|]\n', ["vars", "store", "page", "trainer"]),
+        ('extends = "small"\n[edit.trainer.|]\n', ["pages"]),
+        (f'extends = "small"\n{EDIT}|\n', ["remove", "before", "after"]),
+        (f'extends = "small"\n{EDIT}remove = "|"\n', ['"@page"']),
+        (f'extends = "small"\n{EDIT}remove = ["@page", "@|"]\n', ['"@page"']),
+        (f'extends = "small"\n{EDIT}after."@|" = "@store"\n', ['"@page"']),
+        ('extends = "small"\n[store]\nsize = 3\n|\n', ["name"]),
+        ('extends = "small"\n[page]\n|', ["store", "fallback", "filters", "title"]),
+        ('extends = "small"\n[page]\nstore = "@|"\n', ['"@store"']),
+        (f'extends = "small"\n{MENU}[trainer]\npages = ["@|"]\n', ['"@page"', '"@menu"']),
+        ('extends = "small"\n[a.x]\nuse = "pages.plain"\n[page]\nfallback = "|"\n', ['"@a.x"']),
+        ('extends = "small"\n[a.x]\nuse = "pages.plain"\n[trainer]\npages = [|]\n', ['"@page"', '"@a.x"', '"@a.*"']),
+        ('extends = "small"\n[page]\ntitle = "$|"\n', ['"$vars.title"']),
+        (f"{MENU}entries = [{{ | }}]\n", ["page", "text"]),
+        ('[page]\n|title = "an overlay"\n', ["store", "fallback", "filters"]),
+        ("[nowhere]\n|", []),
+    ],
+)
+def test_what_is_offered(workspace: Workspace, point: Point, text: str, offered: list[str]) -> None:
+    """What the position takes by type: nodes of the port, keys that are not set yet, elements of an edited list."""
+    (workspace.folders[0] / "base.toml").write_text("", "utf-8")
+    assert [one.text for one in completions(workspace, point(text))] == offered
+
+
+def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
+    """Booleans, literals and members of enums, and the default."""
+    text = 'extends = "small"\n[v]\nuse = "stores.varied"\n'
+    offered = {
+        key: [one.text for one in completions(workspace, point(f"{text}{key} = |\n")) if one.kind == "value"]
+        for key in ("flag", "choice", "colour", "either", "part", "pair", "moment", "anything")
+    }
+    assert offered == {
+        "flag": ["true", "false"],
+        "choice": ['"one"', "2", "true"],
+        "colour": ['"red"', '"blue"'],
+        "either": ['"rest"'],
+        "part": ["0.5"],
+        "pair": ["[1, 2.0]"],
+        "moment": [],
+        "anything": [],
+    }
+    inside = {"shelf = { | }": ["width", "name", "books"], "named = { a = [{ | }] }": ["width", "name", "books"]}
+    assert {key: [one.text for one in completions(workspace, point(f"{text}{key}\n"))] for key in inside} == inside
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[store]\nuse = "|"\n',
+        '[store]\nuse = "stores.disk|"\n',
+        '[page]\nstore = { use = "|" }\n',
+        '[other]\nuse = "stores.memory"\n[page]\nstore = "@other"\n[trainer]\nstore = { use = "|" }\n',
+    ],
+)
+def test_components_that_fit_come_first(workspace: Workspace, point: Point, text: str) -> None:
+    """All are offered, at a node with any name; stores are preferred where a store is needed."""
+    found = [*completions(workspace, point(f'extends = "small"\n{text}'))]
+    assert {one.text.strip('"') for one in found} == set(workspace.project.registry.names())
+    preferred = {one.text for one in found if one.preferred}
+    assert '"stores.memory"' in preferred and not [use for use in preferred if not use.startswith('"stores.')]
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ('pages = ["@pa|ge", "@b"]', '"@pa|ge"'),
+        ('pages = ["@pa|, "@b"]', '"@pa|'),
+        ("size = |", "|"),
+        ("[tra|iner]", "tra|iner"),
+    ],
+)
+def test_what_is_replaced(point: Point, text: str, rest: str) -> None:
+    """The token with its quotes; if they are open, what is before the cursor."""
+    point('[trainer]\nuse = "servers.loop"\n|')
+    whole = f'[trainer]\nuse = "servers.loop"\n{text}'
+    offset = whole.index("|")
+    meaning = point(whole)
+    plain = whole.replace("|", "")
+    start, end = replaced(meaning, offset)
+    assert f"{plain[start:offset]}|{plain[offset:end]}" == rest

@@ -1,0 +1,56 @@
+"""Where something is defined."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.lsp.definition import definitions
+from drawloom.graph.lsp.workspace import Workspace
+from support.editor import Point
+
+BASE = (
+    'extends = "small"\n[store]\nsize = 3\n[a.x]\nuse = "stores.memory"\n[a.y]\nuse = "stores.memory"\n[vars]\nn = 1\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("[st|ore]\n", ["small.toml: [store]"]),
+        ("[store]\nsi|ze = 4\n", ["base.toml: size = 3"]),
+        ("[store]\nna|me = 'x'\n", ["memory.py:     name: str = setting("]),
+        ("[store]\nuse = 'stores.memo|ry'\n", ["memory.py: class Memory:"]),
+        ("[page]\nuse = 'pages.none|'\n", []),
+        ("[trainer]\npages = ['@pa|ge']\n", ["small.toml: [page]"]),
+        ("[trainer]\npages = ['@a|.*']\n", ["base.toml: [a.x]", "base.toml: [a.y]"]),
+        ("[edit.trainer.pages]\nremove = '@pa|ge'\n", ["small.toml: [page]"]),
+        ("[store]\nsize = '$vars.|n'\n", ["base.toml: n = 1"]),
+        ("[vars]\nn| = 2\n", ["base.toml: n = 1"]),
+        ("[vars]\nm| = 2\n", []),
+        ("[m|ine]\nuse = 'stores.memory'\n", ["memory.py: class Memory:"]),
+        ("[trainer]\npages = [{ use = 'pages.plain', ti|tle = 'x' }]\n", ["plain.py:     title: str = setting("]),
+        ("[nowhere]\nx|y = 3\n", []),
+        ("[store]\nno|ne = 3\n", []),
+    ],
+)
+def test_where_it_is_defined(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
+    """In the recipe below that has it, or in the source of the component; several places for a group."""
+    Path("base.toml").write_text(BASE, "utf-8")
+    found = [*definitions(workspace, point(f'extends = "base.toml"\n{text}'))]
+    shown = []
+    for place in found:
+        path = Path(place.source)
+        shown.append(f"{path.name}: {path.read_text('utf-8').splitlines()[place.line - 1]}")
+    assert [line.split(" = setting(")[0] for line in lines] == [line.split(" = setting(")[0] for line in shown]
+
+
+def test_bases_are_files(workspace: Workspace, point: Point) -> None:
+    """Shipped ones by name, others beside the recipe."""
+    Path("base.toml").write_text(BASE, "utf-8")
+    assert [Path(p.source).name for p in definitions(workspace, point('extends = ["sm|all", "base.toml"]\n'))] == [
+        "small.toml"
+    ]
+    assert [Path(p.source).name for p in definitions(workspace, point('extends = ["small", "base|.toml"]\n'))] == [
+        "base.toml"
+    ]
+    assert [*definitions(workspace, point('extends = ["small", "none|.toml"]\n'))] == []

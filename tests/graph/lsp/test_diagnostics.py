@@ -1,0 +1,72 @@
+"""Problems with ranges."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.lsp.diagnostics import diagnose, offset_of
+from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.problems import Place
+from drawloom.graph.project import Project
+from support.editor import Write
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "faulty"
+
+
+@pytest.mark.parametrize("name", ["shop", "drawloom"])
+def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the golden recipes, in the same words; each mark begins where `check` says, or at `extends`."""
+    monkeypatch.chdir(GOLDEN)
+    workspace, compared = Workspace(Project.of("support.shop" if name == "shop" else "drawloom")), set[str]()
+    for path in sorted(GOLDEN.resolve().glob("*.toml")):
+        head, golden = path.read_bytes(), path.with_suffix(".txt").read_text("utf-8").splitlines()[1:]
+        # Others are given values as on the command line, or are not text.
+        if head.startswith(b"# project: shop") != (name == "shop") or b"# arguments" in head or not head.isascii():
+            continue
+        text = head.decode()
+        workspace.texts = {path: text}
+        marks = [*diagnose(workspace, path)]
+        if path not in workspace.analyses or not workspace.analyses[path].is_overlay:
+            assert [str(mark.problem) for mark in marks] == [line for line in golden if "no problems" not in line], (
+                path.name
+            )
+            compared |= {mark.problem.code for mark in marks}
+        for mark in marks:
+            assert 0 <= mark.start <= mark.end <= len(text)
+            place = mark.problem.place
+            if mark.elsewhere is None and place:
+                assert mark.start == offset_of(text, place) or mark.end == offset_of(text, place)
+    assert len(compared) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ('[store]\nuse = "stores.memory"\nsize = "big" # not\n', ['"big"']),
+        ('[store]\nuse = "stores.memory"\nsise = 3\n', ["sise"]),
+        ('[store]\nuse = "stores.memory"\nname = [1,\n2]\n', ["[1,"]),
+        ('extends = "small"\n[pag]\nx = 1\n', ["[pag]"]),
+        ('[store]\nuse = "stores.memory"\nsize = {a = 3}\n', ["{a = 3}"]),
+        ("[store]\nuse\n", ["e"]),
+    ],
+)
+def test_what_is_marked(workspace: Workspace, write: Write, text: str, marked: list[str]) -> None:
+    """A key, a header or a value up to the end of its line, and no more."""
+    path = write("mine.toml", text)
+    assert [text[one.start : one.end] for one in diagnose(workspace, path)] == marked
+
+
+def test_a_problem_of_a_base_is_marked_at_extends(workspace: Workspace, write: Write) -> None:
+    """It has the place in the base, and is not repeated when the base itself is shown."""
+    base = write("base.toml", 'extends = "small"\n[store]\nsize = 0\n')
+    text = '# A recipe\nextends = "base.toml" # and more\n'
+    (mark,) = diagnose(workspace, write("mine.toml", text))
+    assert text[mark.start : mark.end] == 'extends = "base.toml" # and more'
+    assert mark.elsewhere == Place("base.toml", 3, 8) and mark.message.startswith("base.toml:3:8: [store] size: ")
+    (own,) = diagnose(workspace, base)
+    assert own.elsewhere is None and own.message.startswith("[store] size: ")
+
+
+def test_a_place_that_is_gone_is_the_end(workspace: Workspace) -> None:
+    """The text may have become shorter."""
+    assert offset_of("a\nb", Place("x", 9, 9)) == 3 and offset_of("a\nb", Place("x", 2, 1)) == 2

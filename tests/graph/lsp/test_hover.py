@@ -1,0 +1,45 @@
+"""Texts beside the pointer."""
+
+import pytest
+
+from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.workspace import Workspace
+from support.editor import Point, Write
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("[page]\nti|tle = 'x'\n", ['[page] title = "x"  (string; mine.toml:3:1)', "what it is called", '  "Shop"  ']),
+        ("[store]\nsi|ze = 3\n", ["(integer; mine.toml:3:1)", "how many values it keeps", "  10  default"]),
+        ("[store]\nsi|ze = 'x'\n", ["[store] size  (integer; invalid; mine.toml:3:1)", '  "x"  mine.toml:3:1']),
+        ("[pa|ge]\n", ["[page] pages.plain, ", "Answers with what a store holds.", "used by", "[trainer] pages"]),
+        ("[st|ore]\nsize = 'x'\n", ["[store] stores.memory", "size  (integer; invalid; mine.toml:3:1)"]),
+        ('[trainer]\npa|ges = ["@page"]\n', ["pages -> [page]  (any number of Page; mine.toml:3:1)"]),
+        ('[trainer]\npages = ["@pa|ge"]\n', ["[trainer] pages -> any number of Page\n\n[page] pages.plain, "]),
+        ('[store]\nuse = "stores.me|mory"\n', ["stores.memory: Keeps values", "size: integer = 10  (how many values"]),
+        ('[store]\nuse = "stores.memry|"\n', ["no component is called 'stores.memry'; did you mean 'stores.memory'?"]),
+        ('[page]\ntitle = "$vars.ti|tle"\n', ['$vars.title = "Shop"  ']),
+        ("[vars]\nti|tle = 'A'\n", ['$vars.title = "A"  mine.toml:3:1\n$vars.title = "Shop"  ']),
+    ],
+)
+def test_what_is_explained(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
+    """Values with type, documentation, default and origin; nodes and edges; components; variables; valid or not."""
+    shown = hover(workspace, point(f'extends = "small"\n{text}'))
+    assert all(line in shown for line in lines), shown
+
+
+def test_groups_and_overlays(workspace: Workspace, point: Point) -> None:
+    """A group lists its members; a node of an overlay has the documentation of its usual component."""
+    group = 'extends = "small"\n[a.x]\nuse = "pages.plain"\ntitle = ""\n[trainer]\npages = ["@a|.*"]\n'
+    assert hover(workspace, point(group)).endswith("[a.x] pages.plain: Answers with what a store holds.")
+    assert hover(workspace, point("[page]\nti|tle = 'x'\n")) == "[page] title: string, required  (what it is called)"
+    assert "Answers with what a store holds." in hover(workspace, point("[pa|ge]\ntitle = 'x'\n"))
+    assert hover(workspace, point("[pa|ges]\ntitle = 'x'\n")) == ""
+
+
+def test_half_typed_text_is_explained_by_what_was_known(workspace: Workspace, write: Write, point: Point) -> None:
+    """A line that is not TOML does not end the help with the others."""
+    point('extends = "small"\n|[page]\ntitle = "A"\n')
+    found = point('extends = "small"\n[page]\ncoun\nti|tle = "A"\n')
+    assert hover(workspace, found).startswith('[page] title = "A"  (string; mine.toml:3:1)')

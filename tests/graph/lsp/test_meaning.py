@@ -1,0 +1,48 @@
+"""What keys and values mean."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from support.editor import Point
+
+GROUP = '[shelf.a]\nuse = "stores.memory"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[pa|ge]\n", {"node": "page", "path": ()}),
+        ("[page]\nti|tle = 'x'\n", {"node": "page", "path": ("title",), "field": "title"}),
+        (f"{GROUP}si|ze = 3\n", {"node": "shelf.a", "path": ("size",), "field": "size"}),
+        ("[edit.trainer.pa|ges]\n", {"node": "trainer", "path": ("pages",), "field": "pages"}),
+        ('[edit.trainer.pages]\nafter."@pa|ge" = []\n', {"reference": "page", "node": "trainer", "field": "pages"}),
+        ('[trainer]\npages = [{ use = "pages.pl|ain" }]\n', {"use": "pages.plain", "node": "trainer.pages[0]"}),
+        ('[trainer]\npages = [{ use = "pages.plain", ti|tle = "" }]\n', {"node": "trainer.pages[0]", "field": "title"}),
+        ('[trainer]\npages = ["@shelf|.*"]\n', {"reference": "shelf", "field": "pages"}),
+        ('[page]\ntitle = "@@n|o"\n', {"reference": "", "variable": ""}),
+        ('[page]\ntitle = "$vars.ti|tle"\n', {"variable": "title"}),
+        ("[vars]\nti|tle = 3\n", {"variable": "title", "node": ""}),
+        ("[nowhere]\nx|y = 3\n", {"node": "", "path": ("nowhere", "xy"), "field": None}),
+    ],
+)
+def test_meaning_of_a_position(point: Point, text: str, expected: Mapping[str, Any]) -> None:
+    """The node and the key, also of groups, inline nodes and edits; references and variables as they are written."""
+    found = point(f'extends = "small"\n{text}')
+    values = {name: getattr(found, name) for name in expected}
+    if values.get("field"):
+        values["field"] = values["field"].name
+    assert values == expected
+
+
+def test_a_base_is_named(point: Point) -> None:
+    """In `extends`, alone or in an array."""
+    assert point('extends = "sm|all"\n').base == point('extends = ["sm|all"]\n').base == "small"
+
+
+def test_an_overlay_has_the_usual_components(point: Point) -> None:
+    """A node without `use` is taken for what it is in the shipped recipes."""
+    found = point("[page]\nti|tle = 'x'\n")
+    assert found.analysis.is_overlay and found.spec and found.spec.use == "pages.plain"
+    assert found.field and found.field.name == "title"

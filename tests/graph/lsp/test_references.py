@@ -1,0 +1,145 @@
+"""Where nodes are named, and their new names."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.lsp.cursor import Cursor
+from drawloom.graph.lsp.meaning import Meaning
+from drawloom.graph.lsp.references import References, Symbol, ranges, rename, symbol_at
+from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.problems import UserError
+from support.editor import Point, Write
+
+BASE = """
+extends = "small" # page2 in a comment
+[page2]
+use = "pages.plain"
+title = "page2"
+[trainer]
+pages = ["@page", "@page2"]
+"""
+ON_TOP = """
+extends = "base.toml"
+unset = ["page2.fallback"]
+page2.title = "page2"
+[edit.trainer.pages]
+remove = "@page2"
+after."@page2" = ["@page2", "@@page2"]
+[page2.x]
+[edit.page2.filters]
+[other-page2]
+use = "pages.plain"
+fallback = "@page2"
+"""
+APART = 'extends = "small"\n[page2]\nuse = "pages.plain"\ntitle = "another"\n'
+
+
+@pytest.fixture
+def shelf(workspace: Workspace) -> Workspace:
+    """A base, a recipe on top of it, one on top of that without the node, and one that is apart, all on disk."""
+    texts = {
+        "base": BASE,
+        "top": ON_TOP,
+        "last": 'extends = "top.toml"\n[new]\nuse = "stores.memory"\n',
+        "apart": APART,
+    }
+    for name, text in texts.items():
+        Path(f"{name}.toml").write_text(text, "utf-8")
+    return workspace
+
+
+def lines(workspace: Workspace, found: References) -> dict[str, list[int]]:
+    """The lines, from 1, of all references by file."""
+    return {
+        path.name: [workspace.text(path).count("\n", 0, at.start) + 1 for at in places]
+        for path, places in found.files.items()
+    }
+
+
+def test_references_are_those_of_recipes_that_are_merged(shelf: Workspace) -> None:
+    """Headers, keys, references, edits and `unset`; no comments, titles, longer names, nor recipes that are apart."""
+    here = shelf.folders[0]
+    expected = {"base.toml": [3, 7], "top.toml": [3, 4, 6, 7, 7, 8, 9, 12]}
+    for name in ("base", "top"):
+        assert lines(shelf, References.of(shelf, here / f"{name}.toml", ("page2",))) == expected
+    assert lines(shelf, References.of(shelf, here / "apart.toml", ("page2",))) == {"apart.toml": [2]}
+    shipped = lines(shelf, References.of(shelf, here / "base.toml", ("page",)))
+    assert shipped.keys() == {"small.toml", "base.toml"}
+
+
+@pytest.mark.parametrize(
+    ("text", "symbol"),
+    [
+        ("[pa|ge]\n", ("page",)),
+        ("[page]\nti|tle = 'x'\n", None),
+        ("[g.x]\nuse = 'stores.memory'\n[page]\nstore = '@g|.x'\n", ("g",)),
+        ("[g.x]\nuse = 'stores.memory'\n[page]\nstore = '@g.|x'\n", ("g", "x")),
+        ("[g|.x]\nuse = 'stores.memory'\n", ("g",)),
+        ("[page]\ntitle = '$vars.ti|tle'\n", ("vars", "title")),
+        ("[vars]\nti|tle = 'x'\n", ("vars", "title")),
+        ("[page]\nstore = '@nowhe|re'\n", None),
+        ("[page]\ntitle = 'pa|ge'\n", None),
+    ],
+)
+def test_what_can_be_renamed(point: Point, text: str, symbol: Symbol | None) -> None:
+    """Nodes, groups and variables that exist; of a dotted name the part at the position."""
+    whole = f'extends = "small"\n{text}'
+    assert symbol_at(point(whole), whole.index("|")) == symbol
+
+
+def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
+    """The recipes of the family are checked with the new name as with the old one, whose problems had the old name."""
+    paths = [shelf.folders[0] / f"{name}.toml" for name in ("base", "top", "last")]
+    before = [[str(problem) for problem in shelf.check(path)] for path in paths]
+    found = rename(shelf, paths[1], ("page2",), "kiosk")
+    for path, places in found.items():
+        text = shelf.text(path)
+        for at in reversed(places):
+            text = text[: at.start] + "kiosk" + text[at.end :]
+        shelf.texts[path] = text
+    assert shelf.text(paths[0]) == BASE.replace("[page2]", "[kiosk]").replace("@page2", "@kiosk")
+    assert [*ranges(shelf.text(paths[1]), ("page2",))] == []
+    after = [[str(problem) for problem in shelf.check(path)] for path in paths]
+    assert [len(problems) for problems in after] == [len(problems) for problems in before]
+    assert "kiosk" in shelf.analyses[paths[2]].graph.nodes
+
+
+@pytest.mark.parametrize(
+    ("symbol", "new", "why"),
+    [
+        (("page2",), "new", r"last.toml has 'new' already"),
+        (("page2",), "store", r"has 'store' already"),
+        (("page2",), "2", "can't be the name of a node"),
+        (("page2",), "a.b", "can't be the name of a node"),
+        (("page2",), "vars", "can't be the name of a node"),
+        (("page",), "home", r"small.toml names it, and is not in the workspace"),
+        (("trainer",), "runner", "a run is built for the node of this name"),
+    ],
+)
+def test_names_that_would_break_a_recipe_are_refused(shelf: Workspace, symbol: Symbol, new: str, why: str) -> None:
+    """Names that some recipe of the family has, or that none may have, and nodes of shipped recipes."""
+    with pytest.raises(UserError, match=why):
+        rename(shelf, shelf.folders[0] / "base.toml", symbol, new)
+
+
+def test_a_recipe_that_cannot_be_read_may_have_the_name(shelf: Workspace, write: Write) -> None:
+    """Nothing is renamed then; files in folders of others are not touched either."""
+    write("broken.toml", 'extends = "base.toml"\n[page2]\nx =\n')
+    with pytest.raises(UserError, match=r"broken.toml can't be read"):
+        rename(shelf, shelf.folders[0] / "base.toml", ("page2",), "kiosk")
+    here = shelf.folders[0]
+    assert shelf.owns(here / "sub" / "a.toml") and not shelf.owns(here / ".venv" / "a.toml")
+    assert not shelf.owns(here.parent / "a.toml")
+
+
+def test_a_variable_is_found_and_renamed(workspace: Workspace, write: Write) -> None:
+    """Where it is set, and where it is used."""
+    text = '[vars]\nn = 1\nm = 2\n[s]\nuse = "stores.memory"\nsize = "$vars.n"\nname = "n"\n'
+    path = write("mine.toml", text)
+    workspace.check(path)
+    cursor = Cursor.at(text, text.index("n ="))
+    assert cursor and symbol_at(Meaning.of(workspace, workspace.known(path), cursor), cursor.start) == ("vars", "n")
+    assert [text.count("\n", 0, at.start) + 1 for at in rename(workspace, path, ("vars", "n"), "k")[path]] == [2, 6]
+    with pytest.raises(UserError, match=r"has 'vars.m' already"):
+        rename(workspace, path, ("vars", "n"), "m")

@@ -1,0 +1,96 @@
+"""An editor and its server, over pipes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcException
+
+from support.editor import ROOT, Editor
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editor]:
+    """An editor of recipes of the shop."""
+    with Editor(tmp_path_factory.mktemp("shop")) as editor:
+        yield editor
+
+
+def test_problems_follow_the_text(editor: Editor) -> None:
+    """They are those of the text as it is typed, and of documents that extend it."""
+    assert editor.type("base.toml", 'extends = "small"\n') == []
+    assert editor.type("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n') == []
+    assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = 2\n') == []
+    (problem,) = editor.problems("mine.toml")
+    assert problem == "2:10-2:11 [trainer] 3 workers can't share 2 values; write at most 2"
+    assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = "x\n')[0].startswith("2:8-")
+    assert editor.problems("mine.toml")[0].startswith("0:0-0:21 base.toml:3:")
+    assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = 3\n') == editor.problems("mine.toml") == []
+
+
+def test_other_toml_files_are_left_alone(editor: Editor) -> None:
+    """Nothing is marked in files that are no recipes."""
+    assert editor.type("pyproject.toml", "[project]\nname = [\n") == []
+
+
+@pytest.mark.parametrize(("encoding", "column"), [("utf-16", 13), ("utf-8", 15), ("utf-32", 12)])
+def test_columns_are_in_the_units_of_the_editor(tmp_path: Path, encoding: str, column: int) -> None:
+    """A letter beyond the first plane is one code point, two units of UTF-16, and four bytes; U+2028 ends no line."""
+    text = 'extends = "small"\n# \u2028\n[menu]\nuse = "pages.menu"\nlinks = {}\nhue = ["\U0001f9f6", 3]\n'
+    with Editor(tmp_path, encoding=encoding) as editor:
+        assert editor.type("mine.toml", text)[0].startswith(f"5:{column}-5:{column + 1} [menu] hue[1]: ")
+
+
+def test_completions_replace_what_is_typed(editor: Editor) -> None:
+    """The whole token with its quotes; what fits comes first, and is found by what is typed."""
+    editor.type("typed.toml", 'extends = "small"\n[page]\nstore = { use = "stores.me" }\n')
+    items = editor.ask("completion", "typed.toml", '"stores.me|"').items
+    first = min(items, key=lambda item: item.sort_text)
+    assert first.label.startswith("stores.") and first.filter_text.startswith('"stores.')
+    assert {(one.text_edit.range.start.character, one.text_edit.range.end.character) for one in items} == {(16, 27)}
+    assert first.detail
+    assert editor.ask("hover", "typed.toml", '"stores.me|"').contents.value.startswith(
+        "```text\nno component is called"
+    )
+
+
+def test_a_node_is_renamed_in_open_and_in_saved_recipes(editor: Editor) -> None:
+    """Each edit has the file and the range of the name; a name that is taken is refused with the reason."""
+    (editor.folder / "shop.toml").write_text('extends = "small"\n[kiosk]\nuse = "pages.plain"\ntitle = "K"\n', "utf-8")
+    editor.type("street.toml", 'extends = "shop.toml"\n[trainer]\npages = ["@kiosk"]\n[kiosk]\ntitle = "S"\n')
+    edits = editor.ask("rename", "street.toml", '"@ki|osk"', new_name="stall").changes
+    assert {Path(uri).name: [(str(one.range), one.new_text) for one in found] for uri, found in edits.items()} == {
+        "shop.toml": [("1:1-1:6", "stall")],
+        "street.toml": [("2:11-2:16", "stall"), ("3:1-3:6", "stall")],
+    }
+    assert editor.ask("prepare_rename", "street.toml", '"@ki|osk"').placeholder == "kiosk"
+    assert editor.ask("prepare_rename", "street.toml", "ti|tle = ") is None
+    with pytest.raises(JsonRpcException, match=r"street.toml has 'page' already"):
+        editor.ask("rename", "street.toml", '"@ki|osk"', new_name="page")
+    context = lsp.ReferenceContext(include_declaration=True)
+    assert len(editor.ask("references", "street.toml", '"@ki|osk"', context=context)) == 3
+    (place,) = editor.ask("definition", "street.toml", '"@ki|osk"')
+    assert Path(place.uri).name == "shop.toml" and str(place.range.start) == "1:0"
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_only_the_person_lets_recipes_name_components_of_the_workspace(tmp_path: Path, is_imported: bool) -> None:
+    """A recipe that names a module does not have it imported, unless the options do; what it prints is no message."""
+    package = tmp_path / "mine" / "stores"
+    package.mkdir(parents=True)
+    source = (ROOT / "tests/support/shop/components/stores/memory.py").read_text("utf-8")
+    (package / "noisy.py").write_text(f'{source}\nprint("imported")\nopen("imported", "w").close()\n', "utf-8")
+    with Editor(tmp_path, shop=False, options={"import": ["mine"]} if is_imported else None) as editor:
+        problems = editor.type("a.toml", '[store]\nuse = "mine.stores.noisy"\nsize = 0\n')
+    assert (tmp_path / "imported").exists() == is_imported
+    assert [problem.partition(";")[0].partition("] ")[2] for problem in problems] == [
+        "size: 0 is less than 1" if is_imported else "no component is called 'mine.stores.noisy'"
+    ]
+
+
+def test_a_package_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    """The server goes on without it."""
+    with Editor(tmp_path, options={"import": "nobodys"}) as editor:
+        assert editor.type("a.toml", 'extends = "small"\n') == []
+        assert editor.messages == ["--import nobodys: there is no package 'nobodys'"]

@@ -1,0 +1,86 @@
+"""Open recipes, and what is known of them."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.recipe.lockfile import LOCK
+from support.editor import Write
+
+
+def test_unsaved_text_is_checked_over_an_unsaved_base(workspace: Workspace, write: Write) -> None:
+    """What is typed counts, in the recipe and in what it extends; a file on disk only if it is not open."""
+    Path("base.toml").write_text('extends = "small"\n[store]\nsize = 1\n', "utf-8")
+    mine = write("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n')
+    assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 1 values"]
+    write("base.toml", 'extends = "small"\n[store]\nsize = 2\n')
+    assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 2 values"]
+    write("base.toml", 'extends = "small"\n[store]\nsize = 3\n')
+    assert workspace.check(mine) == []
+
+
+def test_half_typed_text_keeps_the_last_analysis(workspace: Workspace, write: Write) -> None:
+    """A syntax error is the one problem, and what was known before is kept; also if the base is half-typed."""
+    mine = write("mine.toml", 'extends = "small"\n[page]\ntitle = "A"\n')
+    workspace.check(mine)
+    known = workspace.analyses[mine]
+    write("mine.toml", 'extends = "small"\n[page]\ntitle = "A"\ncou')
+    assert [problem.code for problem in workspace.check(mine)] == ["DL103"]
+    assert workspace.analyses[mine] is known and known.graph.nodes["page"].settings["title"] == "A"
+
+
+def test_a_change_concerns_the_documents_that_extend_it(workspace: Workspace, write: Write) -> None:
+    """Directly or not, and those that could not be read yet."""
+    base = write("base.toml", 'extends = "small"\n')
+    middle = write("middle.toml", 'extends = "base.toml"\n')
+    top = write("top.toml", 'extends = "middle.toml"\n')
+    other = write("other.toml", 'extends = "small"\n')
+    for path in (base, middle, top, other):
+        workspace.check(path)
+    broken = write("broken.toml", "extends = \n")
+    workspace.check(broken)
+    assert workspace.dependents(base) == [middle, top, broken]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_recipe"),
+    [
+        ("", True),
+        ('[spare]\nuse = "stores.memory"\n', True),
+        ('extends = "nothing"\n', True),
+        ("[page]\ntitle = 3\n", True),  # an overlay: the shipped recipe has this node
+        ('extends = "small"\n[pa', True),
+        ('[project]\nname = "x"\n', False),
+        ('[tool.ruff]\nextend = "x.toml"\n', False),
+        ('format = "$all"\n', False),
+        ('[server]\nuse = "tls"\n', False),
+        ("[package\n", False),
+    ],
+)
+def test_recipes_are_told_from_other_toml(workspace: Workspace, write: Write, text: str, is_recipe: bool) -> None:
+    """By what a recipe has, since nothing in its name says so."""
+    assert workspace.is_recipe(write("file.toml", text)) == is_recipe
+
+
+def test_an_overlay_has_no_problems_that_its_base_may_solve(workspace: Workspace, write: Write) -> None:
+    """A missing node, `use` or variable may be in the recipe that it is merged over; a wrong value is wrong always."""
+    text = 'unset = ["spare"]\n[page]\ntitle = "$vars.name"\nstore = "@store"\n'
+    text += '[other]\nuse = "stores.memory"\nsize = "x"\n'
+    assert [problem.code for problem in workspace.check(write("overlay.toml", text))] == ["DL303"]
+    assert "DL113" in [
+        problem.code for problem in workspace.check(write("mine.toml", f'extends = "small"\n[pag]\n{text}'))
+    ]
+
+
+def test_recipes_of_a_workspace_are_those_that_people_write(workspace: Workspace, write: Write) -> None:
+    """On disk or open only; no lock files of runs, nothing in hidden folders, no other TOML."""
+    recipe = 'extends = "small"\n'
+    for name in ("a.toml", "sub/b.toml", f"runs/x/{LOCK}", ".hidden/c.toml", "node_modules/d.toml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(recipe, "utf-8")
+    Path("pyproject.toml").write_text("[project]\n", "utf-8")
+    unsaved = write("unsaved.toml", recipe)
+    here = workspace.folders[0]
+    assert [*workspace.recipes()] == [here / "a.toml", here / "sub" / "b.toml", unsaved]
+    assert workspace.contains(unsaved) and not workspace.contains(here.parent / "elsewhere.toml")
