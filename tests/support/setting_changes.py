@@ -460,7 +460,16 @@ ROWS: dict[str, Row] = {
         {"prompt": "abc", "tokens": 20},
         {"prompt": "xyz", "tokens": 10, "context": 2, "temperature": 0.1, "top_k": 2},
     ),
-    "trackers.tensorboard": Row(runs.asked_of_tensorboard, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.csv": Row(runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.tensorboard": Row(runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.trackio": Row(
+        runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0, "project": "other", "space": "some/space"}
+    ),
+    "trackers.wandb": Row(
+        runs.asked_of_tracker,
+        {},
+        {"queue_size": 7, "timeout": 7.0, "project": "other", "entity": "some", "mode": "offline"},
+    ),
     "trackers.aim": Row(runs.asked_of_aim, {}, {"queue_size": 7, "timeout": 7.0}),
 }
 
