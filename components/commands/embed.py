@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from drawloom.components.commands._options import integer, output_file
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_run(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
-    parser.add_argument("--to", type=Path, metavar="FILE", required=True, help="the safetensors file to write")
+    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the safetensors file to write")
     parser.add_argument(
         "--layers", nargs="+", type=int, default=[-1], metavar="N", help="0: the embedding; -1: the last (default -1)"
     )
     parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
-    parser.add_argument("--context", type=int, default=1024, help="most tokens of a document (default 1024)")
-    parser.add_argument("--rows", type=int, default=8, help="documents that are computed together (default 8)")
+    parser.add_argument("--context", type=integer(), default=1024, help="most tokens of a document (default 1024)")
+    parser.add_argument("--rows", type=integer(), default=8, help="documents that are computed together (default 8)")
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
@@ -40,12 +40,15 @@ def main(options: argparse.Namespace, project: Project) -> int:
     texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
     with trained(project, options, Executor, Tokenizer, Model) as (run, step):
         wanted = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
-        found = []
+        found, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
             found.append(_means(run.get(Executor), ids, wanted))
+            empty += sum(not each for each in ids)
     if not found:
         raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
+    if empty:
+        print_text(f"{empty} of the documents without a token: their numbers are 0", "stderr")
     states = torch.cat(found)
     write_tensors(options.to, {"hidden_states": states})
     print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {' x '.join(map(str, states.shape))} numbers")

@@ -1,8 +1,8 @@
 """continue a prompt with a run's weights"""
 
 import argparse
-import math
 
+from drawloom.components.commands._options import integer, temperature
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.corpus import Tokenizer
@@ -17,29 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_run(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
-    parser.add_argument("--tokens", type=_count, default=200, help="most tokens to sample (default 200)")
-    parser.add_argument("--context", type=_count, default=256, help="tokens of context for the model (default 256)")
+    parser.add_argument("--tokens", type=integer(), default=200, help="most tokens to sample (default 200)")
+    parser.add_argument("--context", type=integer(), default=256, help="tokens of context for the model (default 256)")
     parser.add_argument(
-        "--temperature", type=_temperature, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
+        "--temperature", type=temperature, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
     )
-    parser.add_argument("--top-k", type=_count, default=None, help="sample from the K most likely tokens only")
+    parser.add_argument("--top-k", type=integer(), default=None, help="sample from the K most likely tokens only")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on; 0 takes the most likely token each time")
-    return number
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

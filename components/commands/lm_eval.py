@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from drawloom.components.commands._options import integer, output_file
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.data.sources.files import package
 from drawloom.components.ports.corpus import Tokenizer
@@ -22,11 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="names of tasks or groups of tasks")
     parser.add_argument("--include", action="append", type=Path, metavar="DIR", help="a folder with tasks in YAML")
-    parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each question; the task's by default")
-    parser.add_argument("--limit", type=int, metavar="N", help="take the first N questions of each task")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of context for the model (default 1024)")
-    parser.add_argument("--rows", type=int, default=8, help="texts that are computed together (default 8)")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="write all results as JSON")
+    parser.add_argument(
+        "--fewshot", type=integer(0), metavar="N", help="examples before a question; the task's by default"
+    )
+    parser.add_argument("--limit", type=integer(), metavar="N", help="take the first N questions of each task")
+    parser.add_argument(
+        "--context", type=integer(), default=1024, help="tokens of context for the model (default 1024)"
+    )
+    parser.add_argument("--rows", type=integer(), default=8, help="texts that are computed together (default 8)")
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results as JSON")
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

@@ -4,12 +4,12 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drawloom.components.commands._options import integer, output_file
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import Piece, batch_of
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -26,17 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with loss.dpo")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--to", type=Path, metavar="FILE", required=True, help="the JSON-lines file to write")
+    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the JSON-lines file to write")
     parser.add_argument(
-        "--pairs", type=int, default=8, metavar="N", help="pairs that are computed together (default 8)"
+        "--pairs", type=integer(), default=8, metavar="N", help="pairs that are computed together (default 8)"
     )
     parser.epilog = "Single values are set by node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Write the lines of the recipe's data with `ref_chosen_logps` and `ref_rejected_logps`."""
-    if options.pairs < 1:
-        raise UserError(f"--pairs {options.pairs}: write at least 1", 2)
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+from drawloom.components.commands._options import integer
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
@@ -35,15 +36,17 @@ FOLDER = "pipeline.schedules."
 # The largest schedule takes about 5 s to simulate; the picture grows with the square of ranks.
 MOST_RANKS, MOST_WORK = 1000, 50_000
 
+MOST_COST = 1e9  # sums of costs have to be finite, and differences of small ones to be seen beside them
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     known = "a recipe, with --ranks a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="pipeline ranks; the recipe's mesh if left out")
-    parser.add_argument("--microbatches", type=_count, metavar="N", help="in a step; the recipe's batch if left out")
-    parser.add_argument("--stages-per-rank", type=_count, metavar="N", help="the schedule's own number if left out")
+    parser.add_argument("--ranks", type=integer(), metavar="N", help="pipeline ranks; the recipe's mesh if left out")
+    parser.add_argument("--microbatches", type=integer(), metavar="N", help="in a step; the recipe's batch if left out")
+    parser.add_argument("--stages-per-rank", type=integer(), metavar="N", help="the schedule's own number if left out")
     known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0"
     costs = "B is I + W if left out; with mesh.data_shard, unshard gathers a stage, and reduce its gradients"
     parser.add_argument("--costs", type=_costs, default={}, metavar=known, help=costs)
@@ -240,12 +243,6 @@ def _needed(microbatches: int | None) -> int:
     return microbatches
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
 COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
 FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # those that may cost nothing
 
@@ -260,6 +257,7 @@ def _costs(text: str) -> dict[str, float]:
         except (KeyError, ValueError):
             known = ", ".join(COSTS | FREE)
             raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
-        if not (0 <= number < math.inf and (number or key.strip() in FREE)):
-            raise argparse.ArgumentTypeError(f"{part!r}: F, B, I and W cost more than 0, all else 0 or more")
+        if not (0 <= number <= MOST_COST and (number or key.strip() in FREE)):
+            least = "F, B, I and W cost more than 0, all else 0 or more"
+            raise argparse.ArgumentTypeError(f"{part!r}: {least}, and none more than {MOST_COST:g}")
     return costs

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from drawloom.components.commands._options import integer
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, eos_token
 from drawloom.components.data.sources.files import find
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json; bytes if left out")
     parser.add_argument("--end-token", metavar="TOKEN", help="ends a document; the tokenizer's own if left out")
     parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
-    parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one for each core)")
 
 
 def main(options: argparse.Namespace, _project: Project) -> int:
@@ -59,9 +60,3 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
 
 def _pattern(path: str) -> str:
     return f"{path.rstrip('/')}/**/*" if "://" not in path and os.path.isdir(path) else path
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)

@@ -21,6 +21,7 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint.state_hashes import read_lines
+from drawloom.components.commands._options import integer
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.graph import UserError
@@ -39,15 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps to run (default 20)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="R", help="processes to run it in (default 1)")
+    parser.add_argument("--steps", type=integer(4), default=20, metavar="N", help="steps, at least 4 (default 20)")
+    parser.add_argument("--ranks", type=integer(), default=1, metavar="R", help="processes to run it in (default 1)")
     parser.epilog = "Single values are set by node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print that the runs are equal, or the first step and tensor that differ; return 1 then."""
-    if options.steps < 4:
-        raise UserError(f"{options.steps} steps are too few to kill a run half-way; take at least 4", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph

@@ -54,7 +54,8 @@ class PadCollator:
             documents[row, max(own.start, rest.start) :] = 1
             if count == length:
                 documents[row] = 0
-        return Batch(*map(torch.from_numpy, (tokens, targets, positions, documents, weights)))
+        padding = tokens.size - sum(self.count(example) for example in examples)
+        return Batch(*map(torch.from_numpy, (tokens, targets, positions, documents, weights)), padding=padding)
 
 
 def _learned(example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -72,7 +72,8 @@ class Worker:
             raise answer
         if isinstance(answer, str):
             raise RuntimeError(f"{self} failed:\n{answer}")
-        return Batch(*map(torch.from_numpy, answer))
+        arrays, padding = answer
+        return Batch(*map(torch.from_numpy, arrays), padding=padding)
 
     def stop(self) -> None:
         """Kill the process: it has no state that could be lost."""
@@ -187,11 +188,13 @@ def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
         os._exit(0)
 
 
-def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.ndarray, ...] | UserError | str:
-    """A batch as arrays, which are sent by value, or what is wrong: for the user, or a traceback."""
+def _answer(
+    rows: PackedDataset, split: Split, indices: list[int]
+) -> tuple[tuple[np.ndarray, ...], int] | UserError | str:
+    """A batch as arrays, which are sent by value, and its padding; or what is wrong, for the user or a traceback."""
     try:
         batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in batch.tensors())
+        return tuple(tensor.numpy() for tensor in batch.tensors()), batch.padding
     except UserError as error:
         return UserError(str(error), error.exit_code)
     except Exception:

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import LayerRange, Model
@@ -18,6 +19,8 @@ from drawloom.graph import Every, component
 log = logging.getLogger("drawloom.run")
 
 HIDDEN = {"run.lock", "export.workspace"}  # of no use to a person
+FULL = 0.99  # the last row of full ones may be padded
+SPLITS: tuple[Split, ...] = ("train", "validation")
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
 
 
@@ -88,9 +91,7 @@ class RunSummary:
         for model in self.models.values():
             yield "model", ", ".join([*_architecture(model), f"{_parameters(model):,} parameters", *self._dtypes()])
         for rows in self.data.values():
-            steps = "".join(f"; {each.global_size * rows.length:,} in a step" for each in self.batching.values())
-            train, validation = (rows.count(split) * rows.length for split in ("train", "validation"))
-            yield "data", f"{train:,} tokens to learn from, {validation:,} to validate with{steps}"
+            yield "data", "; ".join([_tokens_of(rows), *(_in_a_step(rows, each) for each in self.batching.values())])
         yield "device", self._device()
 
     def _dtypes(self) -> Iterator[str]:
@@ -116,6 +117,20 @@ class RunSummary:
         folder = self.job.path
         names = [path.name for path in folder.iterdir() if path.name not in HIDDEN] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
+
+
+def _tokens_of(rows: PackedDataset) -> str:
+    train, validation = (round(rows.fill_rate(split) * rows.count(split) * rows.length) for split in SPLITS)
+    return f"{train:,} tokens to learn from, {validation:,} to validate with"
+
+
+def _in_a_step(rows: PackedDataset, batching: Batching) -> str:
+    """The tokens of a step; of rows that are padded, by how full they are."""
+    fill = rows.fill_rate("train")
+    if fill > FULL:
+        return f"{batching.global_size * rows.length:,} in a step"
+    tokens = round(fill * batching.global_size * rows.length)
+    return f"about {tokens:,} in a step, whose rows of {rows.length:,} are {100 * fill:.1f} % full"
 
 
 def _architecture(model: Model) -> list[str]:

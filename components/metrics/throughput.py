@@ -18,7 +18,7 @@ class Throughput:
     """
     `tokens` since the beginning of the run, those of skipped steps included, and `tokens_per_second` of the step.
 
-    Seconds that are excluded from a step, such as evaluations, don't count.
+    Padding is no token. Seconds that are excluded from a step, such as evaluations, don't count.
     """
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)

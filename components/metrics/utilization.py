@@ -62,17 +62,26 @@ class Utilization:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The pairs of queries and keys of each window."""
-        return {"pairs": Accumulator(shape=(len(self._flops.per_pair),), of="rows")} if self._flops else {}
+        """The positions, and the pairs of queries and keys of each window: padding is computed, too."""
+        if self._flops is None:
+            return {}
+        return {
+            "positions": Accumulator(of="rows"),
+            "pairs": Accumulator(shape=(len(self._flops.per_pair),), of="rows"),
+        }
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Read the clock, and count the pairs of this rank's microbatches, which pipeline ranks have alike."""
+        """Read the clock, and count what this rank's microbatches have computed, which pipeline ranks have alike."""
         self._seconds = max(self.clock() - step.started - step.excluded_seconds, SHORTEST)
         if self._flops is None or self.mesh.index("pipeline"):
             return {}
         batches = step.outputs["batches"]
         pairs = [sum(attended_pairs(each.document_ids, window) for each in batches) for window in self._flops.per_pair]
-        return {"pairs": torch.tensor(pairs, dtype=torch.float64)}
+        positions = float(sum(each.tokens.numel() for each in batches))
+        return {
+            "positions": torch.tensor(positions, dtype=torch.float64),
+            "pairs": torch.tensor(pairs, dtype=torch.float64),
+        }
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """By device: a mean over the ranks."""
@@ -80,7 +89,7 @@ class Utilization:
             return {}
         ranks = self.mesh.world.size
         pairs = dict(zip(self._flops.per_pair, totals["pairs"].tolist(), strict=True))
-        tflops = self._flops.of_training(step.tokens, pairs, self._frozen) / self._seconds / ranks / 1e12
+        tflops = self._flops.of_training(int(totals["positions"]), pairs, self._frozen) / self._seconds / ranks / 1e12
         values: dict[str, Value] = (
             {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
         )

@@ -33,6 +33,6 @@ class ForwardBackward:
         """Load the step's microbatches, and run the pipeline program on them."""
         microbatches = self.data.next_step()
         step.on_data_loaded()
-        step.tokens = sum(batch.tokens.numel() for batch in microbatches)
+        step.tokens = sum(batch.token_count for batch in microbatches)
         step.outputs["batches"] = microbatches
         step.outputs["losses"] = self.executor.train(microbatches)

@@ -27,6 +27,8 @@ class Batch:
     Rows of pairs have the preferred document of each pair at an even number in `document_ids`, the other one at the
     next; the weights of a pair's tokens add up to that of the pair. `reference`, float32 or float64, is for a loss that
     compares the model with another: the other's log-probabilities of the targets, which count as a sum by document.
+
+    `padding` is how many positions of all rows are no tokens of documents: they are not counted as tokens.
     """
 
     tokens: Tensor
@@ -35,10 +37,16 @@ class Batch:
     document_ids: Tensor
     weights: Tensor
     reference: Tensor | None = None
+    padding: int = attrs.field(default=0, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that there are, in order."""
-        return tuple(tensor for tensor in attrs.astuple(self, recurse=False) if tensor is not None)
+        return tuple(each for each in attrs.astuple(self, recurse=False) if isinstance(each, Tensor))
+
+    @property
+    def token_count(self) -> int:
+        """The tokens of documents in all rows."""
+        return self.tokens.numel() - self.padding
 
 
 @port

@@ -56,10 +56,10 @@ class Step:
     One optimizer step on its way through the phases: `index` from 1, of `total`.
 
     `outputs` holds the values that phases declare to write and read. `tokens` counts the tokens of this step on all
-    ranks. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start on the monotonic
-    clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving). `on_data_loaded`
-    is called when the step's data has been loaded. A phase that sets `goes_back`, on all ranks, has the run continue
-    from its newest checkpoint after this step, which is skipped.
+    ranks, padding left out. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start
+    on the monotonic clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving).
+    `on_data_loaded` is called when the step's data has been loaded. A phase that sets `goes_back`, on all ranks, has
+    the run continue from its newest checkpoint after this step, which is skipped.
 
     On a GPU the host issues the update before it knows whether to skip it. Then `found_inf`, a float32 () on the
     device, is 1 where it is to be skipped, `loss` and `grad_norm` of the outputs are float64 () there, and `late` waits

@@ -10,6 +10,13 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Predictor
+from drawloom.graph import UserError
+
+# As much as float32 can divide by: colder ones draw the most likely token, too.
+COLDEST = 1e-30
+
+BROKEN = -1
+"""What ranks agree on in place of an id if the logits are not numbers."""
 
 
 @attrs.frozen
@@ -30,7 +37,11 @@ class Sampler:
     top_k: int | None = None
 
     def continued(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        """Yield up to `tokens` ids after a prompt of at least one id, without the end."""
+        """
+        Yield up to `tokens` ids after a prompt of at least one id, without the end.
+
+        Raises UserError, on all ranks, if the model computes no finite numbers.
+        """
         ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
             token = self._next(ids, cache)
@@ -48,6 +59,8 @@ class Sampler:
         agreed = torch.tensor([drawn, cache.layers])
         self.pipeline.sum(agreed)  # only the last stage has logits, the other ranks have drawn 0
         token, layers = agreed.tolist()
+        if token == BROKEN:
+            raise UserError("no text can be sampled: the model's logits are not finite; take an earlier step")
         if fits and layers:  # a model of a plugin may make no use of a cache
             cache.advance(len(window))
         return int(token)
@@ -60,9 +73,12 @@ class Sampler:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Sample an id from logits: (vocab_size,), float32."""
+    """Sample an id from logits: (vocab_size,), float32; BROKEN if they are not numbers."""
+    if not (largest := logits.max()).isfinite():  # nan if one of them is
+        return BROKEN
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator))
+    scaled = (logits - largest) / max(temperature, COLDEST)  # the greatest is 0: no overflow
+    return int(torch.multinomial(torch.softmax(scaled, dim=0), 1, generator=generator))

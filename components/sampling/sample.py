@@ -11,7 +11,7 @@ from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.atomic_write import replace_file
-from drawloom.graph import above, at_least, component, setting
+from drawloom.graph import UserError, above, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
 
@@ -43,8 +43,13 @@ class Sample:
         run_on_rank0(self.mesh.world, lambda: self._write(step, text))
 
     def _sampled(self) -> str:
+        """The text, or why there is none: training that has diverged still has its report and its summary."""
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
-        return self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
+        try:
+            ids = list(self._sampler().continued(prompt, self.tokens))
+        except UserError as error:
+            return f"({error})"
+        return self.prompt + self.tokenizer.decode(ids)
 
     def _write(self, step: int, text: str) -> None:
         log.info("a sample:\n%s", text)

@@ -71,9 +71,10 @@ def runs_in(folder: Path) -> list[str]:
 
 
 def test_a_run_whose_last_steps_were_skipped_fails(place: Path) -> None:
-    """A learning rate that ruins the weights ends with an error that says so, and not with a sample alone."""
+    """A learning rate that ruins the weights ends with an error that says so, after the sample and the summary."""
     [ended] = drawloom(place, "run", "tiny.toml", "optimizer.lr=1e6")
     assert ended.code == 1 and "Traceback" not in ended.text, ended.text
+    assert "a sample:" in ended.text and "trained steps 1 to 10" in ended.text
     last = ended.text.splitlines()[-1]
     assert last.startswith("the last ") and "steps were skipped, at last step 10: the norm of the gradients" in last
     assert "lower the learning rate" in last

@@ -90,7 +90,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
     weights = np.zeros((len(rows), length), np.float32)
     starts = np.zeros((len(rows), length), np.int64)  # 1 where a piece or the padding begins
     compared = np.zeros((len(rows), length), np.float64)
-    every = any(rows)
+    every, padding = any(rows), 0
     for row, pieces in enumerate(rows):
         begin = 0
         for document, first, last in pieces:
@@ -106,10 +106,11 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
             compared[row, begin] = reference or 0
             begin = end
         starts[row, begin : begin + 1] = 1
+        padding += length - begin
     here = np.arange(length)
     positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
     arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
-    return Batch(*map(torch.from_numpy, (*arrays, compared) if every else arrays))
+    return Batch(*map(torch.from_numpy, (*arrays, compared) if every else arrays), padding=padding)
 
 
 def _read(documents: TokenDocuments, document: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -166,6 +166,7 @@ def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
             "'X=1' is not a cost; write for example F=1",
         ),
         (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "F, B, I and W cost more than 0"),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=1e308"], "and none more than 1e+09"),
         (
             ["gpipe", "--ranks", "2", "--microbatches", "4", "schedule.x=1"],
             "command line: [schedule] 'pipeline.schedules.gpipe' has no setting",

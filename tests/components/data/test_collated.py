@@ -58,7 +58,8 @@ def test_each_example_is_a_row(kind: str) -> None:
     assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
     assert rows.fill_rate("train") == 10 / 15
     held = pickle.loads(pickle.dumps(rows)) if kind != "iterable" else rows
-    assert held.batch("train", [2, 0]).tokens.tolist() == [[6, 7, 8, 9, 1], [1, 2, 3, 0, 0]]
+    batch = held.batch("train", [2, 0])
+    assert batch.tokens.tolist() == [[6, 7, 8, 9, 1], [1, 2, 3, 0, 0]] and batch.token_count == 8
     assert rows.sources("train", 1) == ["mine:1"]
 
 

@@ -66,10 +66,9 @@ def test_different_batches_in_a_replica_are_an_error_on_every_rank() -> None:
 @pytest.mark.parametrize("name", ["tokens", "targets", "positions", "document_ids"])
 def test_every_part_of_a_batch_counts(name: str) -> None:
     """A difference in any tensor, or only in its shape, is an error."""
-    other = attrs.evolve(batch(1), **{name: torch.tensor([[1, 1, 1], [1, 1, 2]])})
-    assert errors_of((0, 9, batch(1)), (0, 9, other))[0]
-    other = attrs.evolve(batch(1), **{name: torch.ones(3, 2, dtype=torch.int64)})
-    assert errors_of((0, 9, batch(1)), (0, 9, other))[0]
+    for tensor in (torch.tensor([[1, 1, 1], [1, 1, 2]]), torch.ones(3, 2, dtype=torch.int64)):
+        change: dict[str, Any] = {name: tensor}
+        assert errors_of((0, 9, batch(1)), (0, 9, attrs.evolve(batch(1), **change)))[0]
 
 
 def test_different_numbers_of_rows_are_an_error() -> None:

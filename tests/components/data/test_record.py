@@ -32,7 +32,8 @@ def test_each_row_has_its_own_digest() -> None:
     """Rows that differ in any tensor have different digests, wherever they are in a batch."""
     one, two = row_digests(batch(1, 2))
     assert one != two and row_digests(batch(2)) == [two]
-    changed = [attrs.evolve(batch(1), **{name: torch.full((1, 3), 9.0)}) for name in ("weights", "targets")]
+    changes: list[dict[str, Any]] = [{name: torch.full((1, 3), 9.0)} for name in ("weights", "targets")]
+    changed = [attrs.evolve(batch(1), **each) for each in changes]
     assert len({one, *(digest for each in changed for digest in row_digests(each))}) == 3
 
 

@@ -23,6 +23,10 @@ class Rows:
     """Rows of 8 tokens, 100 to train with."""
 
     length: int = 8
+    fill: float = 1.0
+
+    def fill_rate(self, split: Split) -> float:
+        return self.fill
 
     def count(self, split: Split) -> int:
         return {"train": 100, "validation": 10}[split]
@@ -84,6 +88,14 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
         "data    800 tokens to learn from, 80 to validate with; 32 in a step",
         "device  cpu, 1 process: pipeline 2",
     ]
+
+
+def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None:
+    """Rows that are half full have half of the tokens, and the header says how full they are."""
+    made = summary(tmp_path, one_rank, data=Every({"d": Rows(fill=0.5)}), batching=Every({"p": Parts()}))
+    assert made.preview().splitlines()[1] == (
+        "data    400 tokens to learn from, 40 to validate with; about 16 in a step, whose rows of 8 are 50.0 % full"
+    )
 
 
 def test_the_summary_has_time_tokens_the_best_loss_and_the_folder(

@@ -1,6 +1,8 @@
 """Autoregressive sampling."""
 
+import math
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.sampling.generate import Sampler, draw
+from drawloom.graph import UserError
 from support.qwen3 import dense, logits_of, sparse, whole
 
 
@@ -79,6 +82,20 @@ def test_a_full_cache_takes_no_more() -> None:
     cache = KeyValueCache(2)
     with pytest.raises(ValueError, match="3 tokens do not fit into a cache of 2"):
         cache.extend(torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_without_finite_numbers_is_refused_in_a_sentence(temperature: float, one_rank: Any) -> None:
+    """A model that has diverged gives nan, of which neither the largest nor a random one is a token."""
+    broken = mock.Mock(infer=lambda tokens, shared: torch.full((1, tokens.shape[1], 5), math.nan))
+    with pytest.raises(UserError, match="no text can be sampled: the model's logits are not finite"):
+        drawn(broken, one_rank, temperature=temperature)
+
+
+def test_a_temperature_near_zero_draws_the_most_likely() -> None:
+    """The quotient of a logit by the temperature may be more than a float32 can hold."""
+    for temperature in (1e-30, 1e-300, 5e-324):
+        assert draw(torch.tensor([1.0, 3.0, 2.0]), temperature, None, torch.Generator()) == 1
 
 
 def test_draws_follow_the_distribution() -> None:

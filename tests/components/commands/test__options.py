@@ -1,0 +1,45 @@
+"""Options of commands that can't be what they say."""
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.commands._options import integer, output_file
+from drawloom.graph.cli.main import main
+
+
+@pytest.mark.parametrize("text", ["0", "-7", "nan", "2.5", "", "x"])
+def test_numbers_that_mean_nothing_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that counts something names the option and its value, before any run is opened."""
+    for command in (
+        ["embed", "runs/none", "a.txt", "--to", "e", "--context"],
+        ["embed", "runs/none", "a.txt", "--to", "e", "--rows"],
+        ["lm-eval", "runs/none", "--tasks", "x", "--context"],
+        ["lm-eval", "runs/none", "--tasks", "x", "--limit"],
+        ["reference-logps", "dpo", "--to", "e", "--pairs"],
+        ["verify-resume", "first_run", "--ranks"],
+        ["generate", "runs/none", "--prompt", "a", "--tokens"],
+    ):
+        assert main([*command[:-1], f"{command[-1]}={text}"]) == 2
+        assert f"argument {command[-1]}: {text!r} is not a positive integer" in capsys.readouterr().err
+
+
+def test_an_integer_has_a_least() -> None:
+    """The least itself is taken, and what is below named with it."""
+    assert integer(4)("4") == 4 and integer(0)("0") == 0
+    with pytest.raises(ArgumentTypeError, match="'3' is not an integer of 4 or more"):
+        integer(4)("3")
+
+
+@pytest.mark.parametrize("name", ["missing/e.json", "/proc/e.json", "file/e.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing folder, one that takes no files, a file in place of it, and a folder in place of the file."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for command in (["embed", "runs/none", "a.txt"], ["reference-logps", "dpo"], ["lm-eval", "r", "--tasks", "x"]):
+        assert main([*command, "--to", name]) == 2
+        assert "argument --to: " in (said := capsys.readouterr().err) and "; write " in said
+    assert output_file("fine.json") == Path("fine.json") and not Path("fine.json").exists()
