@@ -58,7 +58,11 @@ bench-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu $(ONLY)
 
 bench-train-gpu: .venv/test
+ifdef RANKS
+	RANKS=$(RANKS) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --wide $(ONLY)
+else
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
+endif
 
 bench-precision-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
@@ -115,7 +119,7 @@ $(BIN)/python:
 
 .PHONY: golden
 golden: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/golden
+	PYTHONPATH=tests:docs $(BIN)/python tests/golden
 
 # What small runs compute, to the last bit: make baseline TO=file, and after a change: make baseline TO="--compare file"
 .PHONY: baseline

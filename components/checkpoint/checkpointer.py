@@ -94,6 +94,8 @@ class Checkpointer:
         """Save at the cadence, in the background if staging copies; at the last step, return when the save is done."""
         if self._pending is not None and self._is_done(self._pending):
             self._finish()
+        if step.goes_back:  # to an earlier one
+            return
         if step.last:
             self.save(step)
         elif due(self.every, step):
@@ -128,6 +130,7 @@ class Checkpointer:
         A corrupt one is skipped with a warning. Raises UserError if all are corrupt, or if the disk has no space for
         another checkpoint.
         """
+        self._finish()  # in a run that goes back, the newest may not be on the disk yet
         found = self._find()
         if found is not None:
             self._load(found)

@@ -32,11 +32,13 @@ class StateHashes:
     states: Every[Stateful]
 
     _path: Path | None = attrs.field(init=False, default=None)
+    _newest: int = attrs.field(init=False, default=0)
 
     def run_phase(self, step: Step) -> None:
-        """Append the hashes of a step; at the first step of a process, lines of a killed process are removed."""
-        if self._path is None:
+        """Append the hashes of a step; later lines, of a process that was killed or went back, are removed."""
+        if self._path is None or step.index <= self._newest:
             self._path = self._begin(step.index)
+        self._newest = step.index
         row = {
             "step": step.index,
             "digests": state_hashes({name: node.state_dict() for name, node in self.states.items()}),

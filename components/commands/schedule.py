@@ -5,9 +5,13 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
+from drawloom.components.pipeline.from_csv import read_file
+from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
+from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -17,6 +21,7 @@ from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.pipeline.stage_checks import gathers_by_block
 from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
 from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
@@ -33,7 +38,8 @@ MOST_RANKS, MOST_WORK = 1000, 50_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME", help="a recipe, or with --ranks a schedule")
+    known = "a recipe, with --ranks a schedule, or a CSV file of torch.distributed.pipelining"
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--ranks", type=_count, metavar="N", help="pipeline ranks; the recipe's mesh if left out")
     parser.add_argument("--microbatches", type=_count, metavar="N", help="in a step; the recipe's batch if left out")
@@ -44,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
     )
-    parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="text if left out")
-    parser.add_argument("--compare", action="store_true", help="a table of all schedules")
+    parser.add_argument("--format", choices=("text", "svg", "json", "csv"), default="text", help="text if left out")
+    parser.add_argument("--forward-only", action="store_true", help="the program of evaluation and generation")
+    parser.add_argument("--compare", action="store_true", help="a table of all schedules, and of NAME")
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
@@ -59,6 +66,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
         print_text(json.dumps(summary.as_data(), indent=1))
     elif options.format == "svg":
         print_text(draw_svg(summary.simulation, summary.title, summary.caption), end="")
+    elif options.format == "csv":
+        print_text(write_csv(summary.simulation.program), end="")
     else:
         print_text(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
         print_text(draw_text(summary.simulation, shutil.get_terminal_size((120, 0)).columns), end="")
@@ -66,10 +75,12 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _summary(options: argparse.Namespace, project: Project) -> Summary:
-    """The simulation of the schedule of a recipe, or of a schedule by name."""
+    """The simulation of the schedule of a recipe, of a schedule by name, or of one in a file."""
     if not options.recipe:
-        raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
-    if options.ranks and (options.recipe.endswith(".toml") or RecipeFolder(project.recipes).find(options.recipe)):
+        raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
+    if options.recipe.endswith(".csv"):
+        return _of_file(options)
+    if options.ranks and _is_recipe(options.recipe, project):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
@@ -83,21 +94,42 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
     with recipe.open(name) as opened:
         schedule = opened.get(Schedule)
-    _check_stages(options, name, schedule)
+    _check_stages(options, name, schedule, ranks)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
     count = options.microbatches or microbatches_of(graph)
     return _simulated(options, use, schedule, ranks, count, _sharding(graph) or _costed(options))
 
 
+def _is_recipe(name: str, project: Project) -> bool:
+    return name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
+
+
+def _of_file(options: argparse.Namespace) -> Summary:
+    program, path = read_file(Path(options.recipe)), options.recipe
+    for option, given, held in (
+        ("--ranks", options.ranks, program.ranks),
+        ("--microbatches", options.microbatches, program.microbatches),
+        ("--stages-per-rank", options.stages_per_rank, program.stages // program.ranks),
+    ):
+        if given not in (None, held):
+            raise UserError(f"{option} {given}: {path} has {held}; leave it out", 2)
+    if options.forward_only:
+        program = forward_only(program.stage_to_rank, program.microbatches)
+    return _simulated_program(options, path, program, None if options.forward_only else _costed(options))
+
+
 def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """A table of all schedules without required settings."""
-    if options.recipe or not options.ranks:
+    """A table of all schedules without required settings, and of one that is named."""
+    if not options.ranks or (options.recipe and _is_recipe(options.recipe, project)):
         raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
+    named = [] if options.recipe is None else [options.recipe.removeprefix(FOLDER)]
     summaries = [
         _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
-        for name in _complete(project)
+        for name in dict.fromkeys([*_complete(project), *named])
         for schedule in [_by_name(options, project, name, anyway=True)]
     ]
+    if options.format in ("svg", "csv"):
+        raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
     if options.format == "json":
         return json.dumps([summary.as_data() for summary in summaries], indent=1)
     return compare(summaries)
@@ -128,13 +160,15 @@ def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
     if not anyway:
-        _check_stages(options, name, schedule)
+        _check_stages(options, name, schedule, options.ranks)
     return schedule
 
 
-def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule) -> None:
-    if options.stages_per_rank not in (None, schedule.stages_per_rank):
-        has = f"{name} takes {schedule.stages_per_rank} on each rank"
+def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int) -> None:
+    if options.stages_per_rank is None:
+        return
+    if options.stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
+        has = f"{name} takes {stages} on each rank"
         raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
 
 
@@ -146,13 +180,18 @@ def _simulated(
     microbatches: int,
     sharding: Sharding | None,
 ) -> Summary:
-    work = ranks * microbatches * schedule.stages_per_rank
-    if ranks > MOST_RANKS or work > MOST_WORK:
-        size = f"{ranks} ranks with {microbatches} microbatches on {schedule.stages_per_rank} stages each"
+    stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MOST_RANKS else 1
+    if ranks > MOST_RANKS or ranks * microbatches * stages > MOST_WORK:
+        size = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
         limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
         raise UserError(f"{size} take too long to simulate; write at most {limits}", 2)
+    if options.forward_only:
+        return _simulated_program(options, name, forward_only(schedule.stage_to_rank(ranks), microbatches), None)
+    return _simulated_program(options, name, schedule.program(ranks, microbatches), sharding)
+
+
+def _simulated_program(options: argparse.Namespace, name: str, program: Program, sharding: Sharding | None) -> Summary:
     try:
-        program = schedule.program(ranks, microbatches)
         return Summary(name, simulate(program, Costs(**options.costs), options.channels, sharding))
     except Deadlock as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock

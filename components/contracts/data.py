@@ -15,6 +15,7 @@ from drawloom.components.ports.data import (
     Example,
     Examples,
     MeasuredRows,
+    MovableData,
     PackedDataset,
     RowOrder,
     RowSource,
@@ -157,6 +158,21 @@ def it_is_a_function_of_the_step(one: TrainingData, other: TrainingData) -> None
         expect(ours and len(ours) == len(theirs), f"step {step + 1} has {len(ours)} and {len(theirs)} microbatches")
         same = all(torch.equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
         expect(same, f"step {step + 1} differs between two loaders with the same settings")
+
+
+def it_continues_where_it_is_moved(data: MovableData) -> None:
+    """Moved on past a step, the next one begins behind it; moved back, with the same rows."""
+    start = data.position
+    data.next_step()
+    after = data.position
+    expect(after > start, f"a step leaves the position at {after}")
+    second = data.next_step()
+    for position in (data.position, after):
+        data.continue_at(position)
+        expect(data.position == position, f"moved to {position} it is at {data.position}")
+    again = data.next_step()
+    same = all(torch.equal(a.tokens, b.tokens) for a, b in zip(second, again, strict=True))
+    expect(same, "the rows at a place are others the second time")
 
 
 def steps_differ(data: TrainingData) -> None:

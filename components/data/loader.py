@@ -119,13 +119,22 @@ class Loader:
         sources = self._rows.sources.values()
         return {source.name: taken.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
+    @property
+    def position(self) -> int:
+        """The place in the endless order with which the next step begins."""
+        return self._start(self._step + 1)
+
+    def continue_at(self, position: int) -> None:
+        """Have the next step begin at a place in the order, as if steps so far had had other sizes."""
+        self.load_state_dict(self.state_dict() | {"position": position})
+
     def state_dict(self) -> dict[str, Any]:
         """
         `step` and `position`: the steps and rows taken; of a mixture `shares`: those of rows, by position.
 
         If the first `since` steps had other sizes than later ones, `offset` is what they have taken more than these.
         """
-        found: dict[str, Any] = {"step": self._step, "position": self._start(self._step + 1)}
+        found: dict[str, Any] = {"step": self._step, "position": self.position}
         if self._since:
             found |= {"since": self._since, "offset": self._offset}
         if shares := {str(each.start): dict(each.shares) for each in self._rows.segments if each.shares.keys() != {""}}:

@@ -31,11 +31,13 @@ class Record:
     batching: Batching
 
     _path: Path | None = attrs.field(init=False, default=None)
+    _newest: int = attrs.field(init=False, default=0)
 
     def run_phase(self, step: Step) -> None:
-        """Append the digests of a step; at the first step of a process, later lines of a killed one are removed."""
-        if self._path is None:
+        """Append the digests of a step; later lines, of a process that was killed or went back, are removed."""
+        if self._path is None or step.index <= self._newest:
             self._path = self._begin(step.index)
+        self._newest = step.index
         digests = [digest for batch in step.outputs["batches"] for digest in row_digests(batch)]
         row = {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
         with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:

@@ -36,20 +36,23 @@ class Report:
 
     _first: Step | None = attrs.field(init=False, default=None)
     _second: Step | None = attrs.field(init=False, default=None)
+    _newest: int = attrs.field(init=False, default=0)
     _dropped: set[int] = attrs.field(init=False, factory=set)
     _waiting: Measured | None = attrs.field(init=False, default=None)
     # A checkpoint that is written in the background flushes from its own thread.
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     def run_phase(self, step: Step) -> None:
-        """Measure the step; the first of a process takes back what a run that was killed wrote of later ones."""
-        if self._first is None:
-            # a killed run may have tracked steps after the checkpoint that this process resumed from
-            self._first = step
+        """Measure the step; where a process begins, or the run went back, take back what was written of later ones."""
+        self._write_waiting()
+        if self._first is None or step.index <= self._newest:
+            # a run that was killed, or goes back, may have tracked steps after its checkpoint
             self._each(lambda tracker: tracker.rewind(step.index - 1))
+        if self._first is None:
+            self._first = step
         elif self._second is None:
             self._second = step
-        self._write_waiting()
+        self._newest = step.index
         self._waiting = measured = measure(self.metrics, step, self.mesh, self.device)
         if not measured.late or step.last:
             self._write_waiting()

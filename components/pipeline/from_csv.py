@@ -29,15 +29,9 @@ class FromCsv:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """The file can be read and holds a valid program."""
         try:
-            _read(node.settings["path"])
+            read_file(node.settings["path"])
         except UserError as error:
             yield node.problem("path", str(error))
-
-    @property
-    def stages_per_rank(self) -> int:
-        """The number of stages of each rank in the file."""
-        program = self._read()
-        return program.stages // program.ranks
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage; UserError if the file is for another number of ranks."""
@@ -57,11 +51,12 @@ class FromCsv:
 
     def _read(self) -> Program:
         if self._program is None:
-            self._program = _read(self.path)
+            self._program = read_file(self.path)
         return self._program
 
 
-def _read(path: Path) -> Program:
+def read_file(path: Path) -> Program:
+    """The program in a CSV file; UserError if it can't be read or is not valid."""
     try:
         program = read_csv(path.read_text("utf-8"))
     except OSError as error:

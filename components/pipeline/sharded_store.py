@@ -84,13 +84,18 @@ class ShardedModule:
 
     def open(self, gradient: torch.dtype) -> None:
         """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
-        for unit in self.units:
-            # In inference mode, a first use would make parameters that can't be trained.
-            unit.unshard()
-            for part in _parts(unit):
+        for group in chain(*map(_groups, self.units)):
+            group.lazy_init()
+            for part in group.fsdp_params:
+                # In inference mode, a first use would make parameters that can't be trained. Nothing is gathered: that
+                # would take the memory of a whole unit, twice, on each rank.
+                inputs = part.all_gather_inputs
+                sizes, dtypes = [each.numel() for each in inputs], [each.dtype for each in inputs]
+                part.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
+                part.init_unsharded_param()
                 if part.sharded_param.requires_grad:
                     part.unsharded_param.grad_dtype = gradient
-            unit.reshard()
+                part.free_unsharded_param()
 
     def begin(self) -> None:
         """Begin a step: the slices have changed, and no gradient is final before `reduce_next`."""

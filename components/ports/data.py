@@ -160,6 +160,20 @@ class TrainingData(Protocol):
 
 
 @port
+class MovableData(TrainingData, Protocol):
+    """Training data in an endless order of rows, in which it can be moved on."""
+
+    @property
+    def position(self) -> int:
+        """The place in the order with which the next step begins."""
+        ...
+
+    def continue_at(self, position: int) -> None:
+        """Have the next step begin at a place in the order; the rows up to there are not seen."""
+        ...
+
+
+@port
 class SourceProgress(Protocol):
     """How far training has come in each source of a mixture."""
 

@@ -54,13 +54,8 @@ class PipelineState(Protocol):
 class Schedule(Protocol):
     """A pure function from (ranks, microbatches) to a program, for any numbers of them."""
 
-    @property
-    def stages_per_rank(self) -> int:
-        """How many stages each rank holds."""
-        ...
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank that holds each stage."""
+        """The rank that holds each stage; every rank holds as many."""
         ...
 
     def program(self, ranks: int, microbatches: int) -> Program:

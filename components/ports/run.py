@@ -58,7 +58,8 @@ class Step:
     `outputs` holds the values that phases declare to write and read. `tokens` counts the tokens of this step on all
     ranks. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start on the monotonic
     clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving). `on_data_loaded`
-    is called when the step's data has been loaded.
+    is called when the step's data has been loaded. A phase that sets `goes_back`, on all ranks, has the run continue
+    from its newest checkpoint after this step, which is skipped.
 
     On a GPU the host issues the update before it knows whether to skip it. Then `found_inf`, a float32 () on the
     device, is 1 where it is to be skipped, `loss` and `grad_norm` of the outputs are float64 () there, and `late` waits
@@ -75,6 +76,7 @@ class Step:
     found_inf: torch.Tensor | None = None
     late: Callable[[], LateValues] | None = None
     on_data_loaded: Callable[[], object] = lambda: None
+    goes_back: bool = False
 
     @property
     def last(self) -> bool:
@@ -326,7 +328,10 @@ class AfterRestore(Protocol):
     """Acts when the state of the run has been restored."""
 
     def after_restore(self) -> None:
-        """Called once on every rank, before the first step; also in a new run, which has nothing to restore."""
+        """
+        Called on every rank before the first step, also in a new run, which has nothing to restore; and again whenever
+        the run goes back to a checkpoint.
+        """
         ...
 
 

@@ -17,7 +17,7 @@ def draw_schedule(use: str, schedule: Schedule, ranks: int, microbatches: int) -
 
     Empty for a single rank, on which microbatches follow one another, and for a schedule that is too large for a page.
     """
-    if ranks < 2 or ranks * microbatches * schedule.stages_per_rank > MOST_WORK:
+    if ranks < 2 or len(schedule.stage_to_rank(ranks)) * microbatches > MOST_WORK:
         return ""
     try:
         summary = Summary(use.removeprefix(FOLDER), simulate(schedule.program(ranks, microbatches), Costs(), "free"))

@@ -55,19 +55,36 @@ class Trainer:
         for check in self.checks.values():
             check.check_run()
         done = self.checkpointer.restore() if self.checkpointer else 0
-        for node in self.restored.values():
-            node.after_restore()
+        self._after_restore()
         last = max(done, self.steps)
         if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
         elif done:
             log.info("resuming after step %d", done)
-        for index in range(done + 1, self.steps + 1):
-            self._run_step(Step(index, self.steps))
+        while done < self.steps:
+            step = Step(done + 1, self.steps)
+            self._run_step(step)
+            done = self._go_back(step) if step.goes_back else step.index
         self.stop.raise_at_once()
         self._finish(last)
         self.events.emit(Event("run_ended"))
         self._fail_if_skipped()
+
+    def _after_restore(self) -> None:
+        for node in self.restored.values():
+            node.after_restore()
+
+    def _go_back(self, step: Step) -> int:
+        """Restore the newest checkpoint; the step that it is of, or this one if there is none."""
+        self.events.emit(Event("saving_started", step))  # which has as much time as saving
+        done = self.checkpointer.restore() if self.checkpointer else 0
+        if done:
+            self._after_restore()
+            log.info("resuming after step %d", done)
+        else:
+            log.warning("there is no checkpoint to go back to: step %d is skipped, and no more", step.index)
+        self.events.emit(Event("saving_ended", step))
+        return done or step.index
 
     def _finish(self, last: int) -> None:
         """Run the final tasks; the first error that all ranks have agreed on is raised after the last task."""
@@ -128,7 +145,7 @@ class Trainer:
             )
 
     def _stop(self, step: Step, signal: int) -> None:
-        if self.checkpointer:
+        if self.checkpointer and not step.goes_back:  # it resumes from the checkpoint that it would go back to
             self.checkpointer.save(step)
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
         log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)

@@ -84,16 +84,19 @@ class Graph:
         """
         The nodes that `roots` need directly or indirectly, and the roots: each after everything that it needs.
 
-        Nodes in `without` are included, but not what they need.
+        Nodes in `without` are included, but not what they need. In a dependency cycle, some node comes before what it
+        needs.
         """
         # Depth-first with an explicit stack: a chain of nodes may be longer than Python's recursion limit.
         order: dict[str, None] = {}
+        entered: set[str] = set()
         stack = [(name, False) for name in reversed(list(roots))]
         while stack:
             name, ready = stack.pop()
             if ready:
                 order[name] = None
-            elif name not in order:
+            elif name not in entered:
+                entered.add(name)
                 stack.append((name, True))
                 needs = () if name in without else self.needs(name)
                 stack += [(need, False) for need in reversed(needs) if need not in order]

@@ -171,7 +171,8 @@ def _lsp(options: argparse.Namespace, project: Project) -> int:
     try:
         from drawloom.graph.lsp.server import serve  # pygls is an extra, and no other command needs it
     except ModuleNotFoundError as error:
-        raise UserError(f"the package {error.name!r} is missing; pip install 'drawloom[lsp]'") from error
+        package = (error.name or "pygls").partition(".")[0]
+        raise UserError(f"the package {package!r} is missing; pip install 'drawloom[lsp]'") from error
     serve(project)
     return OK
 

@@ -13,7 +13,7 @@ from drawloom.graph.recipe.layers import Leaf, Table, leaves
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
-from drawloom.graph.types.describe import describe_type
+from drawloom.graph.types.describe import describe_type, toml_or_python
 
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 
@@ -110,7 +110,7 @@ def _shown(node: Node, field: Field) -> str:
 
 
 def _text(plain: Any) -> str:
-    return "none" if plain is None else dumps(plain)
+    return "none" if plain is None else toml_or_python(plain)
 
 
 def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:

@@ -8,8 +8,7 @@ from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, distribution
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.toml.emit import dumps
-from drawloom.graph.types.describe import describe_type
+from drawloom.graph.types.describe import describe_type, toml_or_python
 from drawloom.graph.types.port_match import implements
 
 
@@ -94,7 +93,7 @@ def _default(field: Field) -> str:
     if field.required:
         return ", required"
     plain = serialize_value(field.default_value())
-    return "" if plain is None else f" = {dumps(plain)}"
+    return "" if plain is None else f" = {toml_or_python(plain)}"
 
 
 def _doc(field: Field) -> str:

@@ -21,7 +21,7 @@ from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dumps
-from drawloom.graph.types.describe import union_members
+from drawloom.graph.types.describe import toml_or_python, union_members
 from drawloom.graph.types.port_match import implements
 
 Kind = Literal["node", "key", "value", "component", "variable", "recipe"]
@@ -142,7 +142,9 @@ def _components(workspace: Workspace, meaning: Meaning) -> Iterator[Completion]:
     registry, path = workspace.project.registry, meaning.cursor.path[:-1]
     ports = meaning.field.ports if meaning.field and len(meaning.path) > 1 else ()
     fitting = [*roles(meaning.graph, dotted(path))]
-    if not ports and not fitting:  # what is named here at the moment is no component, so that nothing leads to it
+    if (
+        path and not ports and not fitting
+    ):  # what is named here at the moment is no component, so that nothing leads to it
         fitting = [role for graph in workspace.shipped for role in roles(graph, str(path[0]))]
     for name in registry.names():
         found = registry.find(name)
@@ -181,7 +183,7 @@ def _choices(field: Field, path: KeyPath) -> Iterator[Completion]:
         elif member is bool:
             found |= {"true": None, "false": None}
     default = None if path or field.required else serialize_value(field.default_value())
-    shown = "" if default is None else dumps(default)
+    shown = "" if default is None else toml_or_python(default)
     found |= {shown: None} if shown else {}
     yield from (Completion(text, "value", "default" if text == shown else "") for text in found)
 

@@ -43,12 +43,17 @@ def describe(value: Any) -> str:
     return f"the {noun} {shorten(value)}" if noun else shorten(value)
 
 
+def toml_or_python(value: Any) -> str:
+    """A value as TOML or, if it is made in Python and TOML does not have it, as Python."""
+    try:
+        return dumps(value)
+    except (TypeError, ValueError):
+        return ascii(value)
+
+
 def shorten(value: Any) -> str:
     """A value as TOML, cut to SHOWN characters."""
-    try:
-        text = dumps(value)
-    except (TypeError, ValueError):  # a value made in Python that TOML does not have
-        text = ascii(value)
+    text = toml_or_python(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 

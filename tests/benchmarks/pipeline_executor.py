@@ -8,6 +8,7 @@ CPU time of its thread. torch.distributed.pipelining runs over torch's fake proc
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -109,6 +110,9 @@ class World:
 
     def index(self, dimension: str) -> int:
         return RANK
+
+    def group(self, dimension: str) -> SimpleNamespace:
+        return SimpleNamespace(size=1)
 
     def links(self, dimension: str, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}

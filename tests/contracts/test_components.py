@@ -222,6 +222,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "ema": {"use": "phases.ema"},
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@ema"}}}},
     },
+    "phases.loss_spikes": lambda folder: {
+        "loss_spikes": {"use": "phases.loss_spikes", "go_back": 1},
+        "edit": {"trainer": {"phases": {"after": {"@sync_gradients": "@loss_spikes"}}}},
+    },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),
         "router_bias": {"use": "phases.router_bias"},
@@ -265,6 +269,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},
     "gradients.clip_value": lambda folder: {"clip": {"use": "gradients.clip_value", "max_value": 1.0}},
     "trackers.tensorboard": lambda folder: {"trackers": {"tensorboard": {"use": "trackers.tensorboard"}}},
+    "trackers.csv": lambda folder: {"trackers": {"csv": {"use": "trackers.csv"}}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
@@ -273,6 +278,13 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
 
 EXCEPT = {
     ("pipeline.from_csv", "Schedule"): "it is for one number of ranks and microbatches",
+    **{
+        (
+            f"trackers.{name}",
+            port,
+        ): f"the package {name} is none of the tests'; those of the tracker use it where it is installed"
+        for name, port in (("wandb", "Tracker"), ("wandb", "Stateful"), ("trackio", "Tracker"))
+    },
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }
 """What is not put to a contract, and why."""

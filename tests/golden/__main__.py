@@ -1,5 +1,6 @@
 """Write what people read anew: `python tests/golden`. Read the difference before keeping it."""
 
+from generate.schedules import PAGE, page
 from support.editing import record
 from support.golden import FAULTY, GOLDEN, GOOD, printed, resolved
 from support.schedules import NAMES, golden
@@ -11,3 +12,4 @@ for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run c
 (GOLDEN / "editing.txt").write_text(record(), "utf-8")
 for name in NAMES:
     (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")
+PAGE.write_text(page(), "utf-8")

@@ -27,7 +27,6 @@ MEASURED = [
     ("zero_bubble_v", {}, (4, 8), 51, 48, 48, 0.115, 8, 8),
     ("dual_pipe_v", {}, (4, 8), 51, 48, 51, 0.119, 9, 9),
     ("zero_bubble_h2", {}, (4, 8), 27, 24, 24, 0.135, 7, 7),
-    ("greedy", {}, (4, 8), 51, 48, 48, 0.115, 9, 9),
     ("v_half", {}, (4, 8), 53, 48, 53, 0.200, 6, 6),
     ("v_min", {}, (4, 8), 59, 48, 59, 0.304, 4, 4),
     ("gpipe", {}, (8, 32), 117, 96, 117, 0.203, 32, 32),
@@ -41,7 +40,6 @@ MEASURED = [
     ("zero_bubble_v", {}, (8, 32), 199, 192, 192, 0.074, 16, 16),
     ("dual_pipe_v", {}, (8, 32), 199, 192, 199, 0.079, 17, 17),
     ("zero_bubble_h2", {}, (8, 32), 103, 96, 96, 0.084, 15, 15),
-    ("greedy", {}, (8, 32), 199, 192, 192, 0.074, 17, 17),
     ("v_half", {}, (8, 32), 209, 192, 209, 0.181, 10, 10),
     ("v_min", {}, (8, 32), 219, 192, 219, 0.278, 6, 8),
     ("gpipe", {}, (8, 16), 69, 48, 69, None, 16, 16),
@@ -127,7 +125,7 @@ def test_makespans_of_single_stages_follow_their_formulas() -> None:
 
 def test_makespans_of_v_schedules_follow_their_formulas() -> None:
     """6 m + p - 1 with enough memory; V-Half 6 m + 3 p - 7, 1 more for odd p; V-Min 6 m + 4 p - 5."""
-    for p, m, run in [*runs("zero_bubble_v", least=2), *runs("dual_pipe_v", least=2), *runs("greedy", least=2)]:
+    for p, m, run in [*runs("zero_bubble_v", least=2), *runs("dual_pipe_v", least=2)]:
         assert run.makespan == 6 * m + p - 1, (p, m)
     for p, m, run in runs("v_half", least=2):
         assert p < 3 or run.makespan == 6 * m + 3 * p - 7 + p % 2
@@ -173,11 +171,11 @@ def test_memory_follows_its_formulas() -> None:
         assert max(simulate(schedule("v_min").program(p, m), Costs()).peak_activations) == 2 * (p // 3 + 1)
 
 
-def test_the_greedy_schedule_is_no_slower_than_those_of_fixed_order() -> None:
-    """For various costs, the greedy schedule is as fast as ZB1P, ZBV and DualPipeV, within 2 %."""
-    for f, i, w, message in [(1, 1, 1, 0.25), (1, 1.5, 0.5, 0), (2, 1, 1, 0), (1, 1.2, 0.8, 0.1), (1, 2, 1, 0.3)]:
-        costs = Costs(f, i, w, comm=message)
-        greedy = schedule("greedy", forward=f, backward_input=i, backward_weight=w, comm=message)
-        others = [schedule("zero_bubble_1p", stages_per_rank=2), schedule("zero_bubble_v"), schedule("dual_pipe_v")]
-        best = min(simulate(other.program(4, 16), costs).makespan for other in others)
-        assert simulate(greedy.program(4, 16), costs).makespan <= 1.02 * best
+@pytest.mark.parametrize(("name", "published", "late", "held"), [("v_half", 234.5, 223, 10), ("v_min", 266, 250, 8)])
+def test_schedules_that_know_the_latency_are_faster_in_the_same_memory(
+    name: str, published: float, late: float, held: int
+) -> None:
+    """With messages of 0.25, V-Half takes 1 % more than that of its authors (221), which was made for this latency."""
+    assert simulate(schedule(name).program(8, 32), LATE).makespan == published
+    run = simulate(schedule(name, comm=0.25).program(8, 32), LATE)
+    assert run.makespan <= late and max(run.peak_live_weights) <= held

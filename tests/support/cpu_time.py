@@ -20,6 +20,15 @@ def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -
     return 1e3 * statistics.median(times)
 
 
+def by_turns_ms(*functions: Callable[[], Any], rounds: int = 9) -> list[float]:
+    """The medians of functions that run by turns: what else the machine does slows all of them alike."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, taken in zip(functions, times, strict=True):
+            taken.append(cpu_ms(function, rounds=1))
+    return [statistics.median(taken) for taken in times]
+
+
 def program_ms(command: Sequence[str], rounds: int = 3) -> tuple[float, float]:
     """The median wall and CPU time of a program, in milliseconds; its output is discarded."""
     walls, cpus = [], []

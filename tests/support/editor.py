@@ -87,6 +87,18 @@ class Editor:
         self.texts[name] = text
         return self.problems(name)
 
+    def close(self, name: str) -> None:
+        """Close a document without saving it."""
+        del self.texts[name]
+        identifier = lsp.TextDocumentIdentifier(self._uri(name))
+        self.client.text_document_did_close(lsp.DidCloseTextDocumentParams(identifier))
+
+    def save_elsewhere(self, name: str, text: str) -> None:
+        """Write a file as another program does, and tell the server of it."""
+        (self.folder / name).write_text(text, "utf-8")
+        event = lsp.FileEvent(self._uri(name), lsp.FileChangeType.Changed)
+        self.client.workspace_did_change_watched_files(lsp.DidChangeWatchedFilesParams([event]))
+
     def problems(self, name: str) -> list[str]:
         """What is marked in a document after all that was sent: `line:column-line:column message`, from 0."""
         self._run(self._answered())

@@ -24,7 +24,7 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.data import Batch, Examples, MeasuredRows, PackedDataset, RowSource
+from drawloom.components.ports.data import Batch, Examples, MeasuredRows, MovableData, PackedDataset, RowSource
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import BatchContext, Head, LayerRange, Stage, Stages
 from drawloom.components.ports.run import Batching, RunInfo, Step
@@ -168,6 +168,15 @@ def averaged_by(use: str, values: Values, _place: Path) -> Any:
         with torch.no_grad():
             held.matrix.add_(1.0)
     return {name: each.tolist() for name, each in average.averages().items()}
+
+
+def spikes_seen_by(use: str, values: Values, _place: Path) -> Any:
+    """The steps that are skipped, and whether the run goes back after them."""
+    phase = build(use, data=fake(MovableData, position=40), **values)
+    steps = [Step(index, 9, outputs={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
+    for step in steps:
+        phase.run_phase(step)
+    return [(step.skip_reason, step.goes_back) for step in steps]
 
 
 def clipped(use: str, values: Values, _place: Path) -> Any:

@@ -29,7 +29,7 @@ from drawloom.components.ports.distributed import Device, Pending, Processes, Ti
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
-from drawloom.components.trackers import aim, tensorboard
+from drawloom.components.trackers import aim, in_background
 from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
@@ -374,12 +374,27 @@ def traces_of_run(use: str, values: Values, place: Path) -> Any:
     return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(place.rglob("*.gz"))}
 
 
-def asked_of_tensorboard(use: str, values: Values, place: Path) -> Any:
-    """The queue that is made, and for how long its end is waited for."""
-    with mock.patch.object(tensorboard, "Background") as made:
-        with opened(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
-            pass
-        return made.call_args.args[1], made.return_value.close.call_args.args[0]
+def asked_of_tracker(use: str, values: Values, place: Path) -> Any:
+    """The queue that is made, for how long its end is waited for, and what the package is asked for."""
+    name = use.rpartition(".")[2]
+    edges = {
+        "csv": {"folder": fake(RunFolder, folder=place)},
+        "tensorboard": {"folder": fake(RunFolder, folder=place)},
+        "wandb": {"folder": fake(RunFolder, folder=place), "job": fake(RunInfo, **JOB)},
+        "trackio": {"job": fake(RunInfo, **JOB)},
+    }
+    loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
+    with mock.patch.object(in_background, "Background") as made, loaded as load:
+        with opened(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
+            tracker.rewind(0)
+            made.return_value.put.call_args.args[0]()
+        asked = load.return_value.init.call_args
+        given = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
+        return made.call_args.args[1], made.return_value.close.call_args.args[0], given
+
+
+OWN = ("id", "dir", "settings")
+"""What differs from run to run."""
 
 
 def asked_of_aim(use: str, values: Values, place: Path) -> Any:

@@ -401,19 +401,37 @@ ROWS: dict[str, Row] = {
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.loss_spikes": Row(
+        parts.spikes_seen_by,
+        {"window": 3, "deviations": 3.0, "go_back": 1},
+        {"window": 5, "deviations": 99.0, "go_back": 0},
+    ),
     "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
     "phases.report": Row(runs.steps_of_phase, {}, EVERY),
     "pipeline.from_csv": Row(parts.program, {"path": "one.csv"}, {"path": "other.csv"}),
-    "pipeline.schedules.circular": STAGES_PER_RANK,
-    "pipeline.schedules.greedy": Row(
+    "pipeline.schedules.auto": Row(
         parts.program,
-        {},
-        {"forward": 3.0, "backward_input": 3.0, "backward_weight": 3.0, "comm": 1.0, "memory": 3},
+        {"memory": 2.5, "comm": 0.25, "trials": 40},
+        {
+            "forward": 3.0,
+            "backward_input": 3.0,
+            "backward_weight": 3.0,
+            "comm": 1.0,
+            "slices": [1.0, 1.0, 1.0, 3.0],
+            "activations": [1.0, 1.0, 1.0, 2.0],
+            "memory": 3.0,
+            "stages_per_rank": 1,
+            "microbatches": 1,
+            "trials": 0,
+        },
     ),
+    "pipeline.schedules.circular": STAGES_PER_RANK,
     "pipeline.schedules.interleaved_1f1b": STAGES_PER_RANK,
     "pipeline.schedules.looped_bfs": STAGES_PER_RANK,
     "pipeline.schedules.one_f_one_b": Row(parts.program, {}, {"hide_latency": True}),
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
+    "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
+    "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.stages": Row(
         runs.stages_of,
         {},
@@ -443,7 +461,16 @@ ROWS: dict[str, Row] = {
         {"prompt": "abc", "tokens": 20},
         {"prompt": "xyz", "tokens": 10, "context": 2, "temperature": 0.1, "top_k": 2},
     ),
-    "trackers.tensorboard": Row(runs.asked_of_tensorboard, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.csv": Row(runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.tensorboard": Row(runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.trackio": Row(
+        runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0, "project": "other", "space": "some/space"}
+    ),
+    "trackers.wandb": Row(
+        runs.asked_of_tracker,
+        {},
+        {"queue_size": 7, "timeout": 7.0, "project": "other", "entity": "some", "mode": "offline"},
+    ),
     "trackers.aim": Row(runs.asked_of_aim, {}, {"queue_size": 7, "timeout": 7.0}),
 }
 

@@ -1,213 +1,266 @@
 """
-Greedy list scheduling: a free rank runs the most urgent action that is ready and that its memory limit allows.
+List scheduling: a free rank runs the most urgent action that is ready and that its memory limit allows.
 
-A rank has its forwards and input gradients in queues, in order of urgency, and runs the head of the first queue whose
-head is ready. Weight gradients, on which no action depends, fill the bubbles: if no head is ready, or memory is full,
-the rank runs the oldest pending one, unless a head will be ready within half of its duration.
+A rank has a queue of forwards and a queue of input gradients for each of its stages, each in the order of microbatches,
+and runs the most urgent head that is ready. Weight gradients, on which no action depends, fill the bubbles: if no head
+is ready, or memory is full, the rank runs the oldest pending one, unless a head will be ready soon.
 
-All ranks are simulated together. An action that starts now ends after the duration of the shortest action at the
-earliest, so ranks that become free within that time can already decide; each iteration decides for all of them.
+What is urgent is a `Policy`, a few numbers for ranks and microbatches of any number. The idea is that of the building
+blocks in Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: how far ops of one microbatch are
+apart determines how long activations live, and the schedule repeats that for each microbatch.
 """
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, build_program, vee
-from drawloom.components.pipeline.program.timing import Costs, dependencies
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.components.pipeline.program.timing import Costs
+from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-
-
-def list_schedule(ranks: int, microbatches: int, limit: int, costs: Costs) -> Program:
-    """
-    A program of two stages a rank on a V, in which a rank holds at most `limit` (at least 2) stage-microbatches.
-
-    In order of urgency: forwards of a rank's second stage, then of its first, then input gradients of the first, then
-    of the second. The first stage may use all but one of the limit on the first rank, falling to half on the last, as
-    the lifetimes of its activations do; with the whole limit it would leave no memory for the second stage.
-    """
-    queues = [op_code for kind in (F1, F0, I0, I1) for op_code in [kind] * microbatches]
-    share = limit - 1 - np.ceil((limit / 2 - 1) * np.arange(ranks) / ranks).astype(np.int64)
-    return _fill(build_program([queues] * ranks, vee(ranks), microbatches), 4, Memory(limit, share, strict=True), costs)
-
-
-def fill_bubbles(program: Program, limit: int, costs: Costs) -> Program:
-    """
-    A program's forwards and input gradients in their order, with weight gradients in the bubbles.
-
-    A rank holds at most `limit` stage-microbatches, if the order allows it.
-    """
-    inputs = np.where(program.op == BACKWARD, BACKWARD_INPUT, program.op)
-    urgent = attrs.evolve(program, op=inputs).select(inputs != BACKWARD_WEIGHT)
-    return _fill(urgent, 1, Memory(limit, np.full(program.ranks, limit), strict=False), costs)
+NEVER = float("inf")
 
 
 @attrs.frozen
-class Memory:
+class Task:
     """
-    The stage-microbatches that a rank may hold, each from its forward to its weight gradient.
+    What is to be scheduled: microbatches through placed stages, whose activations have sizes, under a memory limit.
 
-    `limit` in all, and `first` of each rank's first stage. Unless it is `strict`, a rank without pending weight
-    gradients may exceed it, for nothing else could free memory.
+    A rank holds a stage's `activations` of a microbatch from its forward until its weight gradients, at most `limit` in
+    all. With that much for one microbatch in all stages of each rank there is always a schedule.
     """
 
-    limit: int
-    first: Ints
-    strict: bool
+    stage_to_rank: tuple[int, ...]
+    microbatches: int
+    costs: Costs
+    activations: tuple[float, ...]
+    limit: float
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return max(self.stage_to_rank) + 1
+
+    @property
+    def activations_by_rank(self) -> list[float]:
+        """What each rank holds of one microbatch in all its stages."""
+        held = [0.0] * self.ranks
+        for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
+            held[owner] += size
+        return held
+
+    @property
+    def period(self) -> float:
+        """The time of one microbatch on the busiest rank."""
+        busy = [0.0] * self.ranks
+        for stage, owner in enumerate(self.stage_to_rank):
+            busy[owner] += sum(self.costs.length(op, stage) for op in "FIW")
+        return max(busy)
 
 
-def _fill(program: Program, queues: int, memory: Memory, costs: Costs) -> Program:
+@attrs.frozen
+class Policy:
     """
-    Forwards and input gradients in the order of their queues, with weight gradients inserted.
+    What is urgent, in numbers that mean the same for any number of ranks; times are in periods of the busiest rank.
 
-    Each rank's program is its queues, of equal length, concatenated. The costs of ops must be above 0.
+    The action with the earliest due time is the most urgent. `down` is by how much a forward is due later than that of
+    the stage before, in the first and in the second half of the stages, `up` the same for input gradients, which run
+    through the stages in reverse, `turn` times the number of stages lies between the last forward and the first input
+    gradient, and `pace` between two microbatches. A stage leaves a share of its rank's limit to the rank's later
+    stages: `spared` on the first and on the last rank. A rank waits rather than run weight gradients if a head is
+    ready within `patience` times their duration.
     """
-    scheduler = _ListScheduler(program, queues, memory, costs, _ActionTable.of(program, costs))
-    while (active := scheduler.has_work()).any():
-        scheduler.advance(active)
-    return scheduler.result()
+
+    down: tuple[float, float] = (-1.0, -1.0)
+    up: tuple[float, float] = (-1.0, -1.0)
+    turn: float = 4.0
+    pace: float = 0.0
+    spared: tuple[float, float] = (0.0, 0.5)
+    patience: float = 0.5
+
+    def due(self, stages: int) -> tuple[list[float], list[float]]:
+        """For each stage, when the forward and the input gradient of the first microbatch are due, in periods."""
+        forwards, inputs, now = [0.0] * stages, [0.0] * stages, 0.0
+        for stage in range(stages):
+            forwards[stage] = now
+            now += self.down[stage * 2 // stages]
+        now += self.turn * stages
+        for stage in reversed(range(stages)):
+            inputs[stage] = now
+            now += self.up[stage * 2 // stages]
+        return forwards, inputs
 
 
-@attrs.frozen(eq=False)
-class _ActionTable:
-    """Properties of each action. A last row is an action that is never ready, the head of an empty queue."""
-
-    consumes: Ints
-    produces: Ints
-    delay: Floats
-    cost: Floats
-    forward: Bools
-    first: Bools
-
-    @classmethod
-    def of(cls, program: Program, costs: Costs) -> "_ActionTable":
-        produces, consumes, delay = dependencies(program, costs)
-        never = produces.max(initial=0) + 1
-        return cls(
-            consumes=np.append(consumes, never),
-            produces=np.append(produces, never),
-            delay=np.append(delay, 0.0),
-            cost=np.append(costs.of(program.op), 0.0),
-            forward=np.append(program.op == FORWARD, False),
-            first=np.append(program.stage < program.ranks, False),
-        )
+FORWARDS_FIRST = Policy()
+"""Forwards of later stages, then of earlier ones, then input gradients of earlier stages, then of later ones."""
 
 
 @attrs.define(eq=False)
-class _ListScheduler:
-    """The state of all ranks during list scheduling."""
+class _Queue:
+    """Forwards or input gradients of one stage, in the order of microbatches, and when each can start."""
 
-    program: Program
-    queues: int
-    memory: Memory
-    costs: Costs
-    actions: _ActionTable
-    # by queue and rank: the action at its head, and its end
-    head: Ints = attrs.field(init=False)
-    tail: Ints = attrs.field(init=False)
-    # by cell (see timing.dependencies): when its activation or gradient is ready
-    ready_time: Floats = attrs.field(init=False)
-    # by rank: when it is free, the stage-microbatches that it holds, and its weight gradients, in all and done
-    time: Floats = attrs.field(init=False)
-    held: Ints = attrs.field(init=False)
-    held_first: Ints = attrs.field(init=False)
-    pending_added: Ints = attrs.field(init=False)
-    pending_done: Ints = attrs.field(init=False)
-    # by rank, in order: input gradients whose weight gradients are pending; and all actions done (weight gradients ~)
-    pending: Ints = attrs.field(init=False)
-    done: Ints = attrs.field(init=False)
-    count: Ints = attrs.field(init=False)
+    stage: int
+    op: int
+    place: int  # of the stage among those of its rank
+    cost: float
+    due: float
+    size: float  # of a microbatch's activations
+    most: float  # that this stage's activations may take
+    rooms: list[
+        float
+    ]  # that the activations of this and all earlier stages of the rank may take, for it and each later
+    ready: list[float] = attrs.field(factory=list)
+    done: int = 0
+    feeds: "_Queue | None" = None
+    feeds_rank: int = -1
+    delay: float = 0.0
 
-    def __attrs_post_init__(self) -> None:
-        bounds, ranks = self.program.bounds, self.program.ranks
-        edges = bounds[:-1] + np.outer(np.arange(self.queues + 1), np.diff(bounds) // self.queues)
-        longest = int(np.diff(bounds).max())
-        self.head, self.tail = edges[:-1].copy(), edges[1:]
-        self.ready_time = np.full(self.actions.produces.max() + 1, np.inf)
-        self.ready_time[0] = 0.0
-        self.time = np.zeros(ranks)
-        self.held, self.held_first, self.pending_added, self.pending_done, self.count = np.zeros(
-            (5, ranks), dtype=np.int64
-        )
-        self.pending = np.zeros((ranks, longest), dtype=np.int64)
-        self.done = np.zeros((ranks, 2 * longest), dtype=np.int64)
 
-    def has_work(self) -> Bools:
-        """For each rank, whether it has actions left."""
-        return (self.head < self.tail).any(axis=0) | (self.pending_done < self.pending_added)
+@attrs.define(eq=False)
+class _Rank:
+    """A rank's queues, what it holds by stage, its pending weight gradients, when it is free, and what it has done."""
 
-    def advance(self, active: Bools) -> None:
-        """Decide the next action of every rank that becomes free within the duration of the shortest op."""
-        # The last row of the action table, never ready, is the head of an empty queue.
-        heads = np.where(self.head < self.tail, self.head, len(self.actions.consumes) - 1)
-        ready_at = self.ready_time[self.actions.consumes[heads]] + self.actions.delay[heads]
-        ready_at[self._over_limit(heads)] = np.inf
-        soonest = ready_at.min(axis=0)
-        shortest = min(self.costs.forward, self.costs.backward_input, self.costs.backward_weight)
-        # Nothing that starts now can end before the horizon, so decisions up to it need no knowledge of later ones.
-        horizon = self.time[active].min() + shortest
-        deciding = active & (self.time < horizon)
-        ready = ready_at <= self.time
-        computing = deciding & ready.any(axis=0)
-        does_weights = (
-            deciding
-            & ~computing
-            & (self.pending_done < self.pending_added)
-            & (soonest - self.time >= self.costs.backward_weight / 2)
-        )
-        waiting = deciding & ~computing & ~does_weights
-        self.time[waiting] = np.minimum(soonest[waiting], horizon)
-        self._do_op(np.flatnonzero(computing), heads, ready)
-        self._do_weight_grads(np.flatnonzero(does_weights))
+    queues: list[_Queue]
+    held: list[float]
+    pending: deque[_Queue] = attrs.field(factory=deque)
+    free: float = 0.0
+    done: list[int] = attrs.field(factory=list)  # 4 * stage + op
 
-    def _over_limit(self, heads: Ints) -> Bools:
-        """The heads of queues that would exceed the memory limit."""
-        full = self.held >= self.memory.limit
-        first_full = self.actions.first[heads] & (self.held_first >= self.memory.first)
-        excused = (self.pending_done == self.pending_added) & (not self.memory.strict)
-        over_limit: Bools = self.actions.forward[heads] & (full | first_full) & ~excused
-        return over_limit
 
-    def _do_op(self, ranks: Ints, heads: Ints, ready: Bools) -> None:
-        queue = ready[:, ranks].argmax(axis=0)
-        action = heads[queue, ranks]
-        self.time[ranks] += self.actions.cost[action]
-        self.ready_time[self.actions.produces[action]] = self.time[ranks]
-        self.head[queue, ranks] += 1
-        self.held[ranks] += self.actions.forward[action]
-        self.held_first[ranks] += self.actions.forward[action] & self.actions.first[action]
-        self._record(ranks, action)
-        adds_pending = ~self.actions.forward[action]
-        adding = ranks[adds_pending]
-        self.pending[adding, self.pending_added[adding]] = action[adds_pending]
-        self.pending_added[adding] += 1
+def list_schedule(task: Task, policy: Policy) -> Program:
+    """The program in which every rank keeps to the policy; the costs of ops must be above 0."""
+    ranks = _dispatched(task, policy)
+    bounds = np.cumsum([0, *(len(rank.done) for rank in ranks)])
+    codes = np.concatenate([np.array(rank.done, dtype=np.int64) for rank in ranks])
+    microbatch = np.zeros_like(codes)
+    # The n-th action of a stage and op is that of microbatch n.
+    microbatch[np.argsort(codes, kind="stable")] = np.tile(np.arange(task.microbatches), 3 * len(task.stage_to_rank))
+    joined = np.zeros(len(codes), dtype=bool)
+    return Program(task.stage_to_rank, task.microbatches, bounds, codes // 4, codes % 4, microbatch, joined)
 
-    def _do_weight_grads(self, ranks: Ints) -> None:
-        action = self.pending[ranks, self.pending_done[ranks]]
-        self.pending_done[ranks] += 1
-        self.time[ranks] += self.costs.backward_weight
-        self.held[ranks] -= 1
-        self.held_first[ranks] -= self.actions.first[action]
-        self._record(ranks, ~action)
 
-    def _record(self, ranks: Ints, action: Ints) -> None:
-        self.done[ranks, self.count[ranks]] = action
-        self.count[ranks] += 1
+def peak_activations(program: Program, activations: Sequence[float]) -> list[float]:
+    """By rank, the peak of activations between forwards and weight gradients; `activations` are those of each stage."""
+    sizes = np.array(activations)[program.stage]
+    change = np.select([program.op == FORWARD, program.op != BACKWARD_INPUT], [sizes, -sizes], 0.0)
+    return [float(change[program.rows(rank)].cumsum().max(initial=0.0)) for rank in range(program.ranks)]
 
-    def result(self) -> Program:
-        """The program of the actions done."""
-        done = np.concatenate([line[:count] for line, count in zip(self.done, self.count, strict=True)])
-        action = np.where(done < 0, ~done, done)
-        work = np.where(done < 0, BACKWARD_WEIGHT, self.program.op[action])
-        return attrs.evolve(
-            self.program,
-            bounds=np.append(0, np.cumsum(self.count)),
-            stage=self.program.stage[action],
-            op=work,
-            microbatch=self.program.microbatch[action],
-            overlaps_previous=np.zeros(len(work), dtype=bool),
-        )
+
+def makespan(task: Task, policy: Policy) -> float:
+    """How long the program of `list_schedule` takes."""
+    return max(rank.free for rank in _dispatched(task, policy))
+
+
+def _dispatched(task: Task, policy: Policy) -> list[_Rank]:
+    """The ranks with all that they have done."""
+    ranks = _ranks(task, policy)
+    pace, costs = policy.pace * task.period, task.costs
+    # Weight gradients take this many times as long as the input gradients of their stage.
+    ratio = costs.backward_weight / costs.backward_input
+    # Times that differ by rounding errors are the same.
+    grain = 1e-9 * task.period
+    events = [(0.0, number) for number in range(len(ranks))]  # when which rank may have something to do
+    while events:
+        now, number = heapq.heappop(events)
+        rank = ranks[number]
+        if now < rank.free:
+            continue
+        queue, soon = _most_urgent(rank, now + grain, pace)
+        if queue is not None:
+            end = now + queue.cost
+            _run(rank, queue)
+            if queue.feeds is not None:
+                queue.feeds.ready.append(end + queue.delay)
+                # A rank that is busy until later looks at its queues then.
+                if ranks[queue.feeds_rank].free <= end + queue.delay and queue.feeds_rank != number:
+                    heapq.heappush(events, (end + queue.delay, queue.feeds_rank))
+        elif rank.pending and soon - now + grain >= policy.patience * ratio * rank.pending[0].cost:
+            end = now + ratio * rank.pending[0].cost
+            _run_weight_gradients(rank)
+        else:
+            if soon < NEVER:
+                heapq.heappush(events, (soon, number))
+            continue
+        rank.free = end
+        heapq.heappush(events, (end, number))
+    return ranks
+
+
+def _ranks(task: Task, policy: Policy) -> list[_Rank]:
+    """The ranks with their queues, each linked to the one that it feeds."""
+    owners, costs = task.stage_to_rank, task.costs
+    (due_forward, due_input), period = policy.due(len(owners)), task.period
+    forwards, inputs = [], []
+    local: list[list[int]] = [[] for _ in range(task.ranks)]
+    for stage, owner in enumerate(owners):
+        local[owner].append(stage)
+    for stage, owner in enumerate(owners):
+        place = local[owner].index(stage)
+        limits = _limits(task, policy, local[owner], place)
+        forward, back = costs.length("F", stage), costs.length("I", stage)
+        forwards.append(_Queue(stage, FORWARD, place, forward, due_forward[stage] * period, *limits))
+        inputs.append(_Queue(stage, BACKWARD_INPUT, place, back, due_input[stage] * period, *limits))
+    for one, other in [*pairwise(forwards), (forwards[-1], inputs[-1]), *pairwise(reversed(inputs))]:
+        one.feeds, one.feeds_rank = other, owners[other.stage]
+        one.delay = costs.comm if owners[one.stage] != owners[other.stage] else 0.0
+    forwards[0].ready = [0.0] * task.microbatches
+    return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own)) for own in local]
+
+
+def _limits(task: Task, policy: Policy, own: list[int], place: int) -> tuple[float, float, list[float]]:
+    """Of one of a rank's own stages: the size of its activations, and the limits `most` and `rooms` of a queue."""
+    sizes = [task.activations[stage] for stage in own]
+    limit = task.limit * (1 + 1e-9)  # sums have rounding errors
+    spared, last = policy.spared
+    spared += (last - spared) * task.stage_to_rank[own[place]] / task.ranks
+    most = max(sizes[place], limit * (1 - spared)) if place < len(own) - 1 else limit
+    # Without memory for the later stages, activations of earlier ones would never be freed.
+    return sizes[place], most, [limit - sum(sizes[later:]) for later in range(place + 1, len(own) + 1)]
+
+
+def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
+    """The queue whose head is ready and the most urgent; and when the next head that memory allows will be ready."""
+    found, first, soon = None, NEVER, NEVER
+    for queue in rank.queues:
+        done = queue.done
+        if done == len(queue.ready) or (queue.op == FORWARD and not _fits(rank.held, queue)):
+            continue
+        if (ready := queue.ready[done]) > now:
+            if ready < soon:
+                soon = ready
+        elif (due := queue.due + done * pace) < first:
+            found, first = queue, due
+    return found, soon
+
+
+def _fits(held: list[float], queue: _Queue) -> bool:
+    """Whether the limits leave memory for the head of a queue of forwards."""
+    size, place = queue.size, queue.place
+    if held[place] + size > queue.most:
+        return False
+    total = sum(held[:place]) + size
+    for stage, room in enumerate(queue.rooms, place):
+        total += held[stage]
+        if total > room:
+            return False
+    return True
+
+
+def _run(rank: _Rank, queue: _Queue) -> None:
+    """Run the head of a queue."""
+    rank.done.append(4 * queue.stage + queue.op)
+    queue.done += 1
+    if queue.op == FORWARD:
+        rank.held[queue.place] += queue.size
+    else:
+        rank.pending.append(queue)
+
+
+def _run_weight_gradients(rank: _Rank) -> None:
+    """Run the oldest pending weight gradients."""
+    queue = rank.pending.popleft()
+    rank.held[queue.place] -= queue.size
+    rank.done.append(4 * queue.stage + BACKWARD_WEIGHT)

@@ -19,7 +19,8 @@ class Costs:
     """
     How long a stage takes for one microbatch by op, and how long a message between ranks takes (`comm`).
 
-    `unshard` is how long it takes to gather a stage's sharded parameters, `reduce` to reduce its gradients.
+    `unshard` is how long it takes to gather a stage's sharded parameters, `reduce` to reduce its gradients. `factors`
+    has a factor for each stage, by which its ops take longer or shorter; every factor is 1 if it is empty.
     """
 
     forward: float = 1.0
@@ -29,20 +30,24 @@ class Costs:
     comm: float = 0.0
     unshard: float = 0.0
     reduce: float = 0.0
+    factors: tuple[float, ...] = ()
 
     @backward.default
     def _whole(self) -> float:
         return self.backward_input + self.backward_weight
 
-    def of(self, work: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The duration of each action, by op codes (actions,)."""
-        return np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[work]
+    def of(self, program: Program) -> NDArray[np.float64]:
+        """The duration of each action of a program (actions,)."""
+        lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
+        return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
 
-    def length(self, work: str) -> float:
-        """The duration of one action, by the name of its op; any message takes `comm`."""
+    def length(self, work: str, stage: int = 0) -> float:
+        """The duration of one action, by the name of its op and its stage; any message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
-        lengths |= {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
-        return lengths.get(work, self.comm)
+        if work in lengths:
+            return lengths[work] * (self.factors[stage] if self.factors else 1.0)
+        shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
+        return shards.get(work, self.comm)
 
 
 class Deadlock(Exception):
@@ -72,7 +77,7 @@ def time(program: Program, costs: Costs) -> Timing:
     produces, consumes, delay = dependencies(program, costs)
     end_of = np.full(produces.max(initial=0) + 1, np.inf)
     end_of[_NO_INPUT] = 0.0
-    length, next_action, free_at = costs.of(program.op), program.bounds[:-1].copy(), np.zeros(program.ranks)
+    length, next_action, free_at = costs.of(program), program.bounds[:-1].copy(), np.zeros(program.ranks)
     timing = Timing(np.zeros(len(produces)), np.zeros(len(produces)), np.zeros(len(produces), dtype=np.int64))
     wave = 0
     while len(ranks := np.flatnonzero(next_action < program.bounds[1:])):

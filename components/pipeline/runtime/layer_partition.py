@@ -21,7 +21,7 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
         yield mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
-        yield mesh.problem("pipeline", *_too_few(layers, ranks, built.stages_per_rank, model.name))
+        yield mesh.problem("pipeline", *_too_few(layers, ranks, stages // ranks, model.name))
 
 
 def build_schedule(schedule: NodeView) -> Schedule | None:

@@ -2,7 +2,7 @@
 DualPipeV: two stages on each rank, laid in a V, where the forward of one overlaps the backward of the other.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 and figure 5 (DualPipe); cut in half at its axis of
-symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines below.
+symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines of `_row`.
 """
 
 from drawloom.components.pipeline.program.builders import B0, B1, F0, F1, I0, I1, Row, W, build_program, overlap, vee
@@ -13,11 +13,6 @@ from drawloom.graph import component
 @component(impact="safe")
 class DualPipeV:
     """Forwards overlap backwards, on a V (DualPipeV)."""
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Two: one on the way down the V, one on the way up."""
-        return 2
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

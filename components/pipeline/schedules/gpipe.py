@@ -14,11 +14,6 @@ from drawloom.graph import component
 class GPipe:
     """All forwards, then all backwards."""
 
-    @property
-    def stages_per_rank(self) -> int:
-        """One stage on each rank."""
-        return 1
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return loop(ranks)

@@ -18,11 +18,6 @@ class OneFOneB:
 
     hide_latency: bool = setting(default=False, doc="twice the warm-up, so that messages have time on their way")
 
-    @property
-    def stages_per_rank(self) -> int:
-        """One stage on each rank."""
-        return 1
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return loop(ranks)

@@ -3,24 +3,27 @@ V-Half: half the memory of 1F1B, with a smaller bubble.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3, allows p + 2 stages' activations on
 each rank. The paper's repeated building block leaves bubbles of 3 p - 5 slots at the ends; list scheduling with the
-same memory, for ops of equal cost, leaves 3 p - 7 (3 p - 6 if p is odd).
+same memory, for ops of equal cost, leaves 3 p - 7 (3 p - 6 if p is odd). With
+messages that take time, a better order is searched for in the same memory.
 """
 
+import attrs
+
 from drawloom.components.pipeline.program.builders import vee
-from drawloom.components.pipeline.program.list_scheduling import list_schedule
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
+from drawloom.components.pipeline.program.policy_search import STARTS, best_policy
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.ports.program import Program
-from drawloom.graph import component
+from drawloom.graph import at_least, component, setting
 
 
 @component(impact="safe")
 class VHalf:
     """Half the memory of 1F1B, for a small bubble (V-Half)."""
 
-    @property
-    def stages_per_rank(self) -> int:
-        """Two: one on the way down the V, one on the way up."""
-        return 2
+    comm: float = setting(
+        default=0.0, check=at_least(0), doc="time that a message is on its way, in forwards of a stage"
+    )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
@@ -28,4 +31,9 @@ class VHalf:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """The actions of every rank, in order."""
-        return list_schedule(ranks, microbatches, limit=ranks + 2, costs=Costs())
+        limit = ranks + 2
+        task = Task(vee(ranks), microbatches, Costs(comm=self.comm), (1.0,) * (2 * ranks), limit)
+        # The first rank's first stage may use all but one of the limit, falling to half on the last rank, as the
+        # lifetimes of its activations do.
+        even = attrs.evolve(FORWARDS_FIRST, spared=(1 / limit, 0.5))
+        return list_schedule(task, best_policy(task, (even, *STARTS)) if self.comm else even)

@@ -9,6 +9,8 @@ Here each op follows directly on the neighbour's, so that no activation waits:
     rank 1   .  F0 .  .  .  .  F1 .  .  I1 .  .  .  .  I0 .          the slots left, are not shown)
     rank 2   .  .  F0 .  .  F1 .  .  .  .  I1 .  .  I0 .  .
     rank 3   .  .  .  F0 F1 .  .  .  .  .  .  I1 I0 .  .  .
+
+With messages that take time, a better order is searched for in the same memory.
 """
 
 from collections.abc import Iterable
@@ -16,8 +18,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, build_program, vee
+from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule, peak_activations
+from drawloom.components.pipeline.program.policy_search import best_policy
+from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.ports.program import Program
-from drawloom.graph import component
+from drawloom.graph import at_least, component, setting
 
 PERIOD = 6
 """Slots from one microbatch to the next: two stages, each with a forward and the two parts of a backward."""
@@ -27,10 +32,9 @@ PERIOD = 6
 class VMin:
     """A third of the memory of 1F1B, and about its bubble (V-Min)."""
 
-    @property
-    def stages_per_rank(self) -> int:
-        """Two: one on the way down the V, one on the way up."""
-        return 2
+    comm: float = setting(
+        default=0.0, check=at_least(0), doc="time that a message is on its way, in forwards of a stage"
+    )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
@@ -38,9 +42,14 @@ class VMin:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """The actions of every rank, in order."""
-        return build_program(
-            [_row(_block(rank, ranks), microbatches) for rank in range(ranks)], self.stage_to_rank(ranks), microbatches
-        )
+        rows = [_row(_block(rank, ranks), microbatches) for rank in range(ranks)]
+        published = build_program(rows, self.stage_to_rank(ranks), microbatches)
+        if not self.comm:
+            return published
+        sizes, costs = (1.0,) * (2 * ranks), Costs(comm=self.comm)
+        task = Task(vee(ranks), microbatches, costs, sizes, max(peak_activations(published, sizes)))
+        other = list_schedule(task, best_policy(task))
+        return min(published, other, key=lambda program: time(program, costs).makespan)
 
 
 def _block(r: int, p: int) -> dict[int, int]:

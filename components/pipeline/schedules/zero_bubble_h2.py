@@ -15,11 +15,6 @@ from drawloom.graph import component
 class ZeroBubbleH2:
     """No bubble except the skew of the ranks' starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
 
-    @property
-    def stages_per_rank(self) -> int:
-        """One stage on each rank."""
-        return 1
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return loop(ranks)

@@ -14,11 +14,6 @@ from drawloom.graph import component
 class ZeroBubbleV:
     """Zero bubble on a V (ZBV)."""
 
-    @property
-    def stages_per_rank(self) -> int:
-        """Two: one on the way down the V, one on the way up."""
-        return 2
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return vee(ranks)

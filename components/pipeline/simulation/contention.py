@@ -67,7 +67,8 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
     for action in flat(rank_program):
         if action.op == "RESHARD":
             continue  # frees memory and takes no time
-        event = events.setdefault(event_name(action), TimedEvent(event_name(action), costs.length(action.op)))
+        name = event_name(action)
+        event = events.setdefault(name, TimedEvent(name, costs.length(action.op, action.stage)))
         event.dependencies += [last[key] for key in _depends_on(action, channels) if key in last]
         last.update(dict.fromkeys(_updates(action, channels), event))
         if action.op in REDUCTIONS:

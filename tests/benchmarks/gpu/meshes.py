@@ -6,7 +6,8 @@ step is forward, backward, the norm of all gradients, clipping and AdamW. Data-p
 the one GPU; those along `tensor` share their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face
 transformers with Liger's kernels, if they are installed, under torch's `fully_shard`, each layer a unit, as here. A
 line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu`
-measures fine-tuning on one GPU, `make bench-capture-gpu` what CUDA graphs bring there.
+measures fine-tuning on one GPU, `make bench-capture-gpu` what CUDA graphs bring there, and `make bench-train-gpu
+RANKS=8` the meshes of a whole host, with Qwen3-8B's shape at a million tokens and Qwen3-30B-A3B.
 """
 
 import gc
@@ -49,6 +50,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
+from drawloom.components.ports.model import Recompute  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
@@ -67,6 +69,20 @@ LLAMA: dict[str, Any] = DENSE | {
 }
 """The shape of Llama 3 8B, with Qwen3's norms of queries and keys."""
 
+QWEN: dict[str, Any] = LLAMA | {"num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+"""Qwen3-8B."""
+
+QWEN_EXPERTS: dict[str, Any] = SPARSE | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-30B-A3B."""
+
 
 @attrs.frozen
 class Case:
@@ -82,6 +98,8 @@ class Case:
     length: int = LENGTH
     lora: bool = False
     capture: bool = False
+    recompute: Recompute = "none"
+    layers: int | None = None
 
     @property
     def name(self) -> str:
@@ -91,6 +109,8 @@ class Case:
         who += peer if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
         by = f", {self.schedule}" if "pipeline" in self.sizes else ""
+        who += f", {self.layers} layers" if self.layers else ""
+        who += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
 
     @property
@@ -104,7 +124,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RANK = 16
 
 SMALL_MODEL, LARGE, EXPERTS = "Qwen3-0.6B", "Llama-3-8B shape", "1B with 64 experts"
-MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA, EXPERTS: SPARSE}
+QWEN_8B, QWEN_30B = "Qwen3-8B", "Qwen3-30B-A3B"
+MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA, EXPERTS: SPARSE, QWEN_8B: QWEN, QWEN_30B: QWEN_EXPERTS}
 SHAPES = ((SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (LARGE, 2, 1))
 OF_EXPERTS = ((EXPERTS, 4, 1), (EXPERTS, 4, 4))
 
@@ -160,6 +181,29 @@ CAPTURE = [
 ALONE = {"--finetuning": FINETUNING, "--capture": CAPTURE}
 
 
+MILLION = 32 if TINY else 2**20
+
+
+def wide(ranks: int) -> list[Case]:
+    """What is measured on a whole host, with `--wide`; on one GPU the same shapes, of which one has fewer layers."""
+    long: Any = {"length": 2 * LENGTH}
+    if ranks == 1:
+        shapes = [Case(LARGE, 1, 1, **long), Case(LARGE, 2, 1), Case(EXPERTS, 4, 1), Case(EXPERTS, 4, 4)]
+        return [*shapes, Case(QWEN_30B, 2, 1, layers=12)]
+    shards = {"data_shard": ranks}
+    found = [Case(LARGE, 1, 1, shards, reshard=reshard, **long) for reshard in (True, False)]
+    mesh = {"pipeline": ranks // 2, "data_shard": 2}
+    found += [Case(LARGE, 1, 2 * ranks, mesh, schedule=each, **long) for each in WIDE_SCHEDULES]
+    found += [Case(QWEN_30B, 2, 1, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
+    found += [Case(*shape, {**shards, "expert": ranks}, reshard=False) for shape in OF_EXPERTS]
+    found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
+    found.append(Case(QWEN_8B, 1, 1, {"context": ranks}, length=MILLION, lora=True, recompute="blocks"))
+    return found
+
+
+WIDE_SCHEDULES = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v", "auto")
+
+
 def main() -> None:
     """Measure one GPU, then several, in processes of their own."""
     if "RANK" in os.environ:
@@ -185,7 +229,8 @@ def _worker() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
     ones: dict[str, float] = json.loads(base.read_text()) if base.exists() else {}
-    every = next((found for flag, found in ALONE.items() if flag in sys.argv), None) or cases(processes.world_size)
+    several = wide if "--wide" in sys.argv else cases
+    every = next((found for flag, found in ALONE.items() if flag in sys.argv), None) or several(processes.world_size)
     try:
         for case in every:
             if not words or any(word in case.name for word in words):
@@ -231,7 +276,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
     stages.dispatcher = AllToAllExperts(kernels=kernels, mesh=mesh)
-    stages.reshard_after_forward, stages.capture = case.reshard, case.capture
+    stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
@@ -297,7 +342,8 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
 def _config(case: Case) -> dict[str, Any]:
     small = {key: value for key, value in SMALL.items() if key in MODELS[case.model]}
     small |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
-    return MODELS[case.model] | (small if TINY else {})
+    layers = {"num_hidden_layers": case.layers} if case.layers else {}
+    return MODELS[case.model] | layers | (small if TINY else {})
 
 
 def _measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:

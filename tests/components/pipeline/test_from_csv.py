@@ -20,7 +20,6 @@ def path(tmp_path: Path) -> Path:
 def test_a_file_is_a_schedule(path: Path) -> None:
     """The stages of each rank and the program are those of the file."""
     table = FromCsv(path=path)
-    assert table.stages_per_rank == 2
     assert table.stage_to_rank(4) == (0, 1, 2, 3, 3, 2, 1, 0)
     assert texts(table.program(4, 8).rank_program(2)) == texts(schedule("dual_pipe_v").program(4, 8).rank_program(2))
 
@@ -48,7 +47,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str, fault: str) -> No
     """A file without a valid schedule is refused with the first violation."""
     (tmp_path / "wrong.csv").write_text(text)
     with pytest.raises(UserError, match=fault):
-        _ = FromCsv(path=tmp_path / "wrong.csv").stages_per_rank
+        FromCsv(path=tmp_path / "wrong.csv").stage_to_rank(2)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

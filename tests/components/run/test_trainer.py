@@ -272,3 +272,37 @@ def test_phases_that_change_weights_wait_for_staging() -> None:
     }
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
     assert record.calls == ["write", "staged", "write", "staged", "write"]
+
+
+@attrs.define
+class GoesBack(Record):
+    """Goes back at a step, the first time that it comes there."""
+
+    at: int = 3
+
+    def run_phase(self, step: Step) -> None:
+        super().run_phase(step)
+        if step.index == self.at:
+            self.at, self.restored = 0, 1
+            step.goes_back, step.skip_reason = True, "a spike"
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_step_that_goes_back_is_followed_by_the_one_after_the_checkpoint(at: int) -> None:
+    """Nodes act after that restore, too; also from the last step, and with a signal nothing is saved first."""
+    record = GoesBack(at=at)
+    trainer(record, steps=4, restored=Every({"folder": record})).run()
+    phases = [f"phase {index}/4" for index in range(1, 5)]
+    calls = [call for call in record.calls if call != "staged"]
+    assert calls == ["after restore", *phases[:at], "after restore", *phases[1:], "finish 4"]
+    stopped = GoesBack(at=2, signal_after=2)
+    with pytest.raises(SystemExit):
+        trainer(stopped).run()
+    assert not any(call.startswith("save") for call in stopped.calls)
+
+
+def test_without_a_checkpoint_a_step_that_goes_back_is_skipped_alone() -> None:
+    """There is nothing to go back to before the first checkpoint: the run continues with the next step."""
+    record = GoesBack(at=2)
+    trainer(record, checkpointer=None).run()
+    assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish 3"]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from drawloom.graph.build.graph import Graph
+from drawloom.graph.inspect.explain import explain
+from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
 
@@ -22,6 +24,15 @@ def test_a_dependency_cycle_is_reported_node_by_node(shop: Shop) -> None:
     """Nodes that need one another are a problem that shows the way round."""
     graph = shop('[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"')
     assert faults(graph) == ["[page] dependency cycle: page -> other -> page"]
+
+
+def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project) -> None:
+    """An editor explains such a recipe, too: the order has each node once; a part of it can't be opened."""
+    graph = shop('[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"')
+    assert sorted(graph.topological_order(["trainer"])) == ["other", "page", "store", "trainer"]
+    assert "of 4, after [store], [other]" in explain(graph, "page", "trainer")
+    with pytest.raises(RecipeError, match="dependency cycle"):
+        project.container(graph, "page")
 
 
 def test_a_node_can_not_need_itself(shop: Shop) -> None:

@@ -1,6 +1,7 @@
 """The command line."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,8 @@ def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.Captu
     assert "stores.disk" in capsys.readouterr().out
     main(["list", "stores.memory"], project)
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
+    main(["list", "stores.odd"], project)  # whose default TOML does not have
+    assert "number: complex = 1j  (no number of TOML)" in capsys.readouterr().out
 
 
 def test_components_are_listed_by_the_node_that_they_can_be(
@@ -200,12 +203,13 @@ def test_components_are_listed_by_the_node_that_they_can_be(
 
 
 def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the phases of training only clippers can be [clip], and every metric can be in the group [metrics]."""
+    """Of phases only those that change gradients can be [clip], and every metric can be in the group [metrics]."""
     main(["list", "--fits", "clip"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "gradients.clip_group_norm",
         "gradients.clip_norm",
         "gradients.clip_value",
+        "phases.loss_spikes",
     ]
     main(["list", "--fits", "metrics"])
     assert "metrics.perplexity" in capsys.readouterr().out
@@ -305,3 +309,13 @@ def test_a_removed_current_folder_is_an_error_in_words(
     (tmp_path / "gone").rmdir()
     assert main(["check", "small"], project) == 1
     assert capsys.readouterr().err == "the current folder has been removed; change to another one\n"
+
+
+def test_a_language_server_without_its_package_says_what_to_install(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pygls is an extra; no other command imports it."""
+    monkeypatch.delitem(sys.modules, "drawloom.graph.lsp.server", raising=False)
+    monkeypatch.setitem(sys.modules, "pygls.exceptions", None)
+    assert main(["lsp"], project) == 1
+    assert capsys.readouterr().err == "the package 'pygls' is missing; pip install 'drawloom[lsp]'\n"

@@ -97,3 +97,9 @@ def test_what_is_replaced(point: Point, text: str, rest: str) -> None:
     plain = whole.replace("|", "")
     start, end = replaced(meaning, offset)
     assert f"{plain[start:offset]}|{plain[offset:end]}" == rest
+
+
+def test_a_component_outside_of_any_table(workspace: Workspace, point: Point) -> None:
+    """All are offered: it is not known yet what the node will be."""
+    offered = [one.text.strip('"') for one in completions(workspace, point("use = |\n"))]
+    assert offered == workspace.project.registry.names()

@@ -94,3 +94,15 @@ def test_a_package_that_does_not_exist_is_told(tmp_path: Path) -> None:
     with Editor(tmp_path, options={"import": "nobodys"}) as editor:
         assert editor.type("a.toml", 'extends = "small"\n') == []
         assert editor.messages == ["--import nobodys: there is no package 'nobodys'"]
+
+
+def test_files_that_are_not_open_count_as_they_are_on_disk(editor: Editor) -> None:
+    """One that another program changes is read anew, and one that is closed is as it was saved; marks of it go."""
+    editor.save_elsewhere("low.toml", 'extends = "small"\n')
+    assert editor.type("high.toml", 'extends = "low.toml"\n[trainer]\nworkers = 3\n') == []
+    editor.save_elsewhere("low.toml", 'extends = "small"\n[store]\nsize = 2\n')
+    assert "3 workers can't share 2 values" in editor.problems("high.toml")[0]
+    assert editor.type("low.toml", 'extends = "small"\n[store]\nsize = 0\n') != []
+    assert editor.problems("high.toml")[0].startswith("0:0-0:20 low.toml:3:8: [store] size: 0 is less than 1")
+    editor.close("low.toml")
+    assert "3 workers can't share 2 values" in editor.problems("high.toml")[0] and editor.problems("low.toml") == []

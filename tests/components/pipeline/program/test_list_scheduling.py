@@ -1,54 +1,79 @@
-"""Greedy list scheduling."""
+"""List scheduling."""
 
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.list_scheduling import fill_bubbles, list_schedule
-from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Costs
+from drawloom.components.pipeline.program.builders import loop, vee
+from drawloom.components.pipeline.program.list_scheduling import (
+    FORWARDS_FIRST,
+    Policy,
+    Task,
+    list_schedule,
+    makespan,
+    peak_activations,
+)
+from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import schedule, texts
 
-COSTS = st.builds(Costs, *[st.floats(0.2, 2.0)] * 3, comm=st.floats(0, 1.0))
+OFFSETS = st.floats(-3, 3)
+POLICIES = st.builds(
+    Policy,
+    down=st.tuples(OFFSETS, OFFSETS),
+    up=st.tuples(OFFSETS, OFFSETS),
+    turn=OFFSETS,
+    pace=st.floats(0, 2),
+    spared=st.tuples(st.floats(-0.2, 1), st.floats(-0.2, 1)),
+    patience=st.floats(0, 1),
+)
 
 
-@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 14), limit=st.integers(2, 16), costs=COSTS)
-def test_any_memory_limit_is_kept(ranks: int, microbatches: int, limit: int, costs: Costs) -> None:
-    """For any limit and any costs, the program is valid and no rank exceeds the limit."""
-    program = list_schedule(ranks, microbatches, limit, costs)
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """Tasks on loops and Vs, with any costs and sizes, and a limit of one microbatch or more."""
+    ranks = draw(st.integers(1, 5))
+    placement = draw(st.sampled_from([vee(ranks), loop(ranks), loop(ranks, 3)]))
+    count = len(placement)
+    factors = tuple(draw(st.lists(st.floats(0.2, 2), min_size=count, max_size=count)))
+    sizes = tuple(draw(st.lists(st.floats(0.2, 2), min_size=count, max_size=count)))
+    forward, inputs, weights = (draw(st.floats(0.2, 2)) for _ in range(3))
+    costs = Costs(forward, inputs, weights, comm=draw(st.floats(0, 1)), factors=factors)
+    task = Task(placement, draw(st.integers(1, 10)), costs, sizes, 1.0)
+    limit = max(task.activations_by_rank) * draw(st.floats(1, 4))
+    return Task(placement, task.microbatches, costs, sizes, limit)
+
+
+@given(task=tasks(), policy=POLICIES)
+def test_any_policy_gives_a_valid_program_in_the_memory(task: Task, policy: Policy) -> None:
+    """For any task that fits and any policy, the program finishes, keeps the limit, and takes as long as is said."""
+    program = list_schedule(task, policy)
     assert violations(program) == []
-    assert max(simulate(program, costs).peak_live_weights) <= limit
+    assert max(peak_activations(program, task.activations)) <= task.limit * (1 + 1e-6)
+    assert abs(makespan(task, policy) - time(program, task.costs).makespan) < 1e-6 * task.period
 
 
-@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 14), costs=COSTS)
-def test_filling_bubbles_keeps_the_order(ranks: int, microbatches: int, costs: Costs) -> None:
-    """Forwards and input gradients keep their order; weight gradients are in the order of their input gradients."""
-    before = schedule("dual_pipe_v").program(ranks, microbatches)
-    after = fill_bubbles(before, 2 * ranks + 1, costs)
-    assert violations(after) == []
-    for rank in range(ranks):
-        plain = [label.replace("B", "I") for text in texts(before.rank_program(rank)) for label in text.split("|")]
-        filled = texts(after.rank_program(rank))
-        assert [label for label in filled if "W" not in label] == [label for label in plain if "W" not in label]
-        inputs = [label.replace("I", "W") for label in filled if "I" in label]
-        assert [label for label in filled if "W" in label] == inputs
+def test_peaks_are_those_of_the_simulation() -> None:
+    """With sizes of 1, the peak of activations is the simulated number of stage-microbatches until weight gradients."""
+    for name in ("zero_bubble_v", "dual_pipe_v", "one_f_one_b"):
+        program = schedule(name).program(4, 9)
+        assert peak_activations(program, [1.0] * program.stages) == simulate(program, Costs()).peak_live_weights
 
 
 def test_a_rank_waits_for_an_action_that_is_ready_soon() -> None:
-    """A rank waits instead of running a weight gradient if another action is ready within half of its duration."""
-    program = read_program("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n")
-    short = texts(fill_bubbles(program, 4, Costs(1, 1, 1.0, comm=0.3)).rank_program(0))
-    long = texts(fill_bubbles(program, 4, Costs(1, 1, 2.5, comm=0.3)).rank_program(0))
-    assert short == ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]
-    assert long == ["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]
+    """A rank waits instead of running a weight gradient if another action is ready within the policy's patience."""
+    task = Task((0, 1), 3, Costs(1, 1, 2.5, comm=0.3), (1.0, 1.0), 4.0)
+    eager, patient = (list_schedule(task, Policy(turn=-4, patience=share)) for share in (0.0, 0.5))
+    # The next input gradient is ready after a pause of 1, less than half of 2.5.
+    assert texts(eager.rank_program(0)) == ["0F0", "0F1", "0F2", "0I0", "0W0", "0I1", "0I2", "0W1", "0W2"]
+    assert texts(patient.rank_program(0)) == ["0F0", "0F1", "0F2", "0I0", "0I1", "0I2", "0W0", "0W1", "0W2"]
 
 
 def test_no_rank_idles_with_pending_weight_gradients() -> None:
-    """In the simulation a rank waits only if it has no pending weight gradient."""
-    run = simulate(list_schedule(4, 12, 8, Costs()), Costs())
+    """Without latency and with equal costs a rank waits only if it has no pending weight gradient."""
+    run = simulate(list_schedule(Task(vee(4), 12, Costs(), (1.0,) * 8, 8.0), FORWARDS_FIRST), Costs())
     for rank in range(4):
         bars = list(run.bars(rank))
         for number, (one, other) in enumerate(pairwise(bars), 1):

@@ -235,10 +235,6 @@ class Anywhere:
 
     ranks_of_stages: tuple[int, ...]
 
-    @property
-    def stages_per_rank(self) -> int:
-        return len(self.ranks_of_stages) // 4
-
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return self.ranks_of_stages
 

@@ -106,10 +106,10 @@ class Folded:
 
     def __init__(self, name: str) -> None:
         self.schedule = pipelines.schedule(name)
-        self.stages_per_rank: int = 2 * self.schedule.stages_per_rank
+        self.stages: int = len(self.schedule.stage_to_rank(2))
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return (0,) * self.stages_per_rank
+        return (0,) * self.stages
 
     def program(self, ranks: int, microbatches: int) -> Program:
         program = self.schedule.program(2, microbatches)
@@ -123,7 +123,7 @@ class Folded:
 
     def _may_follow(self, action: Action, done: list[Action]) -> bool:
         """Whether there is what it takes from another stage."""
-        ops, before, ends = ("F", -1, 0) if action.op == "F" else ("BI", 1, self.stages_per_rank - 1)
+        ops, before, ends = ("F", -1, 0) if action.op == "F" else ("BI", 1, self.stages - 1)
         if action.op == "W" or action.stage == ends:
             return True
         needed = action.stage + before, action.microbatch
@@ -199,7 +199,7 @@ BLOCKS = [
 def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) -> None:
     """Whatever the schedule: parameters of stages and of the loss, of the last moment, and tensors that are none."""
     folded, objective = Folded(schedule), Distance()
-    modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages_per_rank)]
+    modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
     modules[0].late = nn.Parameter(torch.randn(WIDTH))
     leaves = [each for module in (*modules, objective) for each in module.parameters()]
@@ -211,6 +211,6 @@ def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) ->
 def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> None:
     """What passes between stages may be complex."""
     folded, objective = Folded(schedule), Distance()
-    modules = [Fourier(number, folded.stages_per_rank) for number in range(folded.stages_per_rank)]
+    modules = [Fourier(number, folded.stages) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
     same_as_one_pass(executor, batches(3), [each for module in modules for each in module.parameters()])

@@ -1,0 +1,100 @@
+"""Tracks metrics with Weights & Biases."""
+
+import logging
+import tomllib
+import uuid
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.trackers.in_background import TrackerInBackground
+from drawloom.graph import ResolvedRecipe, UserError, component, setting
+
+STEP = "step"
+METRICS_ALONE = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
+
+log = logging.getLogger("drawloom.run")
+
+
+@component(impact="safe", needs={"wandb": "drawloom[wandb]"})
+class WandbTracker(TrackerInBackground):
+    """
+    Writes a run of Weights & Biases, online or into `wandb` in the run folder, which `wandb sync` uploads later.
+
+    A resumed run continues it. Weights & Biases deletes nothing, so steps that are done again are there twice, at the
+    same `step`, which its charts have as their axis. Nothing but metrics and the recipe is recorded: neither terminal
+    output nor the environment, code and system metrics.
+
+    A thread writes, so that the network can neither delay a step nor end the run: steps that are not accepted in time
+    are dropped, with one warning.
+    """
+
+    called: ClassVar[str] = "Weights & Biases"
+
+    folder: RunFolder
+    job: RunInfo
+    recipe: ResolvedRecipe
+    project: str = setting(default="drawloom", doc="the project that the run is in")
+    entity: str | None = setting(default=None, doc="the user or team of the project; the default one if left out")
+    mode: Literal["online", "offline"] = setting(
+        default="online", doc="offline writes into the run folder only; online takes `wandb login`, once"
+    )
+
+    _id: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex[:8])
+    _wandb: Any = attrs.field(init=False, default=None)
+    _run: Any = attrs.field(init=False, default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`run`: the identifier of the run there."""
+        return {"run": self._id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the run of this identifier."""
+        self._id = state["run"]
+
+    def _prepare(self) -> None:
+        self._wandb = load_wandb()
+        make_folder(self.folder.folder / "wandb")
+
+    def _begin(self, step: int) -> None:
+        if self._run is not None:
+            return
+        self._run = self._wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=self.job.name,
+            id=self._id,
+            resume="allow" if self.mode == "online" else None,
+            mode=self.mode,
+            dir=str(self.folder.folder),
+            config=tomllib.loads(self.recipe.text),
+            settings=self._wandb.Settings(**METRICS_ALONE),
+        )
+        if self.mode == "online":
+            log.info("Weights & Biases: %s", self._run.url)
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._begin(step - 1)
+        self._run.log({STEP: step, **numbers})
+
+    def _end(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+def load_wandb() -> Any:
+    """The package `wandb`. Raises UserError, with what to install, if it is missing."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"trackers.wandb: the package `wandb` is missing ({error}); "
+            "pip install 'drawloom[wandb]', or remove this tracker"
+        ) from error
+    return wandb

@@ -1,0 +1,111 @@
+"""
+The schedule that `pipeline.schedules.auto` finds, beside the best published one, in 360 cells.
+
+Each cell has a number of ranks and microbatches, a cost of the last rank's equal share of the model (1.3: the head and
+the loss cost 0.3 of a share more), a latency in forwards of a share, and a memory limit in microbatches' activations of
+a share. All schedules run the same model: with two stages a rank, each has half of a share. Torch has those in TORCHS
+too, action by action (`tests/schedules/test_torch.py`).
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import product
+
+import attrs
+
+from drawloom.components.pipeline.program.list_scheduling import peak_activations
+from drawloom.components.pipeline.program.timing import Costs
+from drawloom.components.pipeline.program.timing import time as timed
+from drawloom.components.pipeline.schedules.auto import Auto, published
+from drawloom.components.ports.program import Program
+
+RANKS, ROUNDS, LAST, LATENCIES, MEMORIES = (
+    (2, 4, 8, 16),
+    (1, 2, 4),
+    (1.0, 1.3, 1.6),
+    (0.0, 0.25),
+    (0.5, 0.75, 1, 1.5, 2),
+)
+"""Of MEMORIES each is times the number of ranks; 1F1B needs 1."""
+
+TORCHS = {
+    "GPipe",
+    "OneFOneB",
+    "LoopedBreadthFirst",
+    "Interleaved1F1B",
+    "ZeroBubble1P",
+    "ZeroBubbleV",
+    "DualPipeV",
+}
+
+
+@attrs.frozen
+class Cell:
+    """One pipeline."""
+
+    ranks: int
+    microbatches: int
+    last: float
+    latency: float
+    memory: float
+
+    @property
+    def slices(self) -> list[float]:
+        """The costs of half shares."""
+        return [0.5] * (2 * self.ranks - 1) + [self.last - 0.5]
+
+    def makespan(self, program: Program) -> float:
+        """How long a program takes with this cell's costs, worked out here apart from `Auto`."""
+        size = 2 * self.ranks // program.stages
+        factors = tuple(sum(self.slices[place : place + size]) for place in range(0, 2 * self.ranks, size))
+        return timed(program, Costs(comm=self.latency, factors=factors)).makespan
+
+    def fits(self, program: Program) -> bool:
+        """Whether no rank holds more than the limit."""
+        share = self.ranks / program.stages
+        return max(peak_activations(program, [share] * program.stages)) <= self.memory + 1e-9
+
+    def best_published(self, names: set[str] | None = None) -> tuple[float, str]:
+        """The shortest published program that fits, and its name; infinite if none does."""
+        made = [schedule for stages in (1, 2) for schedule in published(stages)]
+        programs = [(type(each).__name__, each.program(self.ranks, self.microbatches)) for each in made]
+        fitting = [(name, program) for name, program in programs if self.fits(program) and name in (names or {name})]
+        return min(((self.makespan(program), name) for name, program in fitting), default=(float("inf"), "none"))
+
+    def found(self) -> Program:
+        """The program that `Auto` finds."""
+        auto = Auto(comm=self.latency, slices=self.slices, memory=self.memory, microbatches=self.microbatches)
+        return auto.program(self.ranks, self.microbatches)
+
+
+def cells() -> Iterator[Cell]:
+    """All 360."""
+    for ranks, rounds, last, latency, memory in product(RANKS, ROUNDS, LAST, LATENCIES, MEMORIES):
+        yield Cell(ranks, ranks * rounds, last, latency, memory * ranks)
+
+
+def main() -> None:
+    """Print a row for each cell, and how often auto is worse, its median gain, and the time of a large search."""
+    head = f"{'p':>3}{'m':>5}{'last':>6}{'late':>6}{'memory':>8}{'auto':>9}{'best':>9}{'torch':>9}{'gain':>7}"
+    print(f"{head}  best published")
+    worse, gains = 0, []
+    for cell in cells():
+        program = cell.found()
+        ours, (best, name), (torchs, _) = cell.makespan(program), cell.best_published(), cell.best_published(TORCHS)
+        worse += ours > best * (1 + 1e-9) or not cell.fits(program)
+        gain = 1 - ours / best
+        if (cell.last, cell.latency) == (1.3, 0.25) and best < float("inf"):
+            gains.append(gain)
+        place = f"{cell.ranks:3}{cell.microbatches:5}{cell.last:6}{cell.latency:6}{cell.memory:8}"
+        print(f"{place}{ours:9.2f}{best:9.2f}{torchs:9.2f}{gain:7.1%}  {name}", flush=True)
+    print(f"worse than the best published schedule that fits: {worse} cells")
+    print(f"last 1.3, latency 0.25: median gain {statistics.median(gains):.1%} of {len(gains)} cells")
+    began = time.perf_counter()
+    cell = Cell(64, 256, 1.3, 0.25, 64)
+    ours, (best, name) = cell.makespan(cell.found()), cell.best_published()
+    print(f"64 ranks, 256 microbatches: {ours:.1f}, {name} {best:.1f}; found in {time.perf_counter() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

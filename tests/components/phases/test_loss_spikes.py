@@ -1,0 +1,92 @@
+"""Spikes of the loss."""
+
+import logging
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.phases.loss_spikes import LossSpikes
+from drawloom.components.ports.run import LateValues, Step
+from drawloom.graph import UserError
+
+CALM = [2.0, 2.1, 1.9, 2.0]
+
+
+@attrs.define
+class Data:
+    """An endless order of rows, of which steps take 10."""
+
+    position: int = 40
+
+    def next_step(self) -> list[Any]:
+        self.position += 10
+        return []
+
+    def continue_at(self, position: int) -> None:
+        self.position = position
+
+
+def made(data: Data | None = None, **settings: Any) -> LossSpikes:
+    return LossSpikes(data=data or Data(), **{"window": 4, "deviations": 3.0, **settings})
+
+
+def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
+    """The last of steps with these losses."""
+    for index, loss in enumerate(losses, first):
+        step = Step(index, 99, outputs={"loss": loss}, skip_reason="" if loss < float("inf") else "the loss is inf")
+        phase.run_phase(step)
+    return step
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss far above those in the window is a warning; a skipped step, a small rise and a lower loss are none."""
+    phase = made()
+    steps: list[Step] = []
+    for index, loss in enumerate([*CALM, 9.0, float("inf"), 1.0], 1):
+        step = Step(index, 7, outputs={"loss": torch.tensor(loss) if late else loss})
+        if late:
+            step.late = lambda loss=loss: LateValues({"loss": loss}, 1, "" if loss < 99 else "the loss is inf")
+        elif loss > 99:
+            step.skip_reason = "the loss is inf"
+        with caplog.at_level(logging.WARNING, "drawloom.run"):
+            for before in steps:
+                before.settle()
+            phase.run_phase(step)
+        steps.append(step)
+        assert not step.goes_back
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (index > 4 + late)
+    assert told == [
+        "step 5: the loss 9.0000 is a spike: it was 2.0000 with a deviation of 0.0707 in the 4 steps before"
+    ]
+    assert phase.state_dict() == {"losses": [1.9, 2.0, 9.0, 1.0], "times": 0}
+
+
+def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
+    """The step is skipped and goes back; restored, the data continue behind it, and the count of times is kept."""
+    data = Data()
+    phase = made(data, go_back=1)
+    after(phase, *CALM)
+    saved = phase.state_dict()
+    after(phase, 2.05, first=5)
+    data.next_step()
+    step = after(phase, 9.0, first=6)
+    assert step.goes_back and "the run goes back, time 1 of 1" in step.skip_reason
+    data.position = 40
+    phase.load_state_dict(saved)
+    phase.after_restore()
+    assert data.position == 50 and phase.state_dict() == {"losses": CALM, "times": 1}
+    phase.after_restore()
+    assert not after(phase, 2.0, 2.1, first=5).goes_back and data.position == 50
+    with pytest.raises(UserError, match=r"step 7: the loss .* after the run went back 1 times"):
+        after(phase, 9.0, first=7)
+
+
+def test_equal_losses_make_no_spike_of_noise() -> None:
+    """Where losses do not differ, one that is higher by a little is none."""
+    phase = made(go_back=1)
+    assert not after(phase, 2.0, 2.0, 2.0, 2.0, 2.0001).goes_back
+    assert after(phase, 2.5).goes_back

@@ -1,0 +1,30 @@
+"""The search for policies."""
+
+from drawloom.components.pipeline.program.builders import vee
+from drawloom.components.pipeline.program.list_scheduling import Task, makespan
+from drawloom.components.pipeline.program.policy_search import STARTS, best_policy, halved
+from drawloom.components.pipeline.program.timing import Costs
+
+
+def task(ranks: int, microbatches: int) -> Task:
+    """A task with a costly last stage and the memory of 1F1B."""
+    costs = Costs(comm=0.25, factors=(*[1.0] * (2 * ranks - 1), 1.6))
+    return Task(vee(ranks), microbatches, costs, (1.0,) * (2 * ranks), 2.0 * ranks)
+
+
+def test_the_search_improves_its_starts() -> None:
+    """What is found is shorter than with all policies that it starts from."""
+    small = task(4, 12)
+    assert makespan(small, best_policy(small)) < min(makespan(small, policy) for policy in STARTS)
+
+
+def test_a_halved_task_has_the_ends_of_the_whole() -> None:
+    """Half of the ranks, microbatches and memory are left, the first and the last stage with their costs."""
+    half = halved(task(16, 64))
+    assert (half.stage_to_rank, half.microbatches, half.limit) == (vee(8), 32, 16.0)
+    assert half.costs.factors == (*[1.0] * 15, 1.6)
+
+
+def test_large_tasks_take_a_bounded_number_of_trials() -> None:
+    """A task of more actions than the search may schedule gets what is best for a smaller one."""
+    assert best_policy(task(128, 512)) == best_policy(halved(task(128, 512)))

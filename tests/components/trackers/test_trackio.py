@@ -1,0 +1,53 @@
+"""Metrics with Trackio."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.trackers.trackio import TrackioTracker, load_trackio
+from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.graph.testing import fake
+from support.checkpoints import SingleRankMesh
+from support.processes import run_ranks
+
+RECIPE = ResolvedRecipe('[run]\nname = "test"\n', "hash")
+
+
+def tracked_and_resumed(folder: Path) -> tuple[list[dict[str, Any]], Any]:
+    """What Trackio has of a run of two steps that was resumed after the first; in a process with a database."""
+    os.environ["TRACKIO_DIR"] = str(folder)
+    from drawloom.components.ports.run import RunInfo
+
+    for done, losses in ((0, [1.0, 2.0]), (1, [-2.0])):
+        job = fake(RunInfo, name="one", seed=0, path=folder)
+        tracker = TrackioTracker(mesh=SingleRankMesh(), job=job, recipe=RECIPE, timeout=60)
+        tracker.open()
+        tracker.rewind(done)
+        for step, loss in enumerate(losses, done + 1):
+            tracker.track(step, {"loss": loss})
+        tracker.close()
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return SQLiteStorage.get_logs("drawloom", "one"), SQLiteStorage.get_run_config("drawloom", "one")
+
+
+@pytest.mark.soak  # the package has twenty behind it
+def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
+    """Values are there by step, in one run of the project, with the recipe."""
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("needs the package trackio, beside an older pillow: pip install 'drawloom[trackio]'")
+    [(logs, config)] = run_ranks(tracked_and_resumed, 1, tmp_path, variables=False)
+    assert [(row["step"], row["loss"]) for row in logs] == [(1, 1.0), (2, 2.0), (2, -2.0)]
+    assert config["run"] == {"name": "test"}
+    assert not [key for row in logs for key in row if key.startswith(("system", "gpu", "cpu"))]
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"pip install 'drawloom\[trackio\]'"):
+        load_trackio()

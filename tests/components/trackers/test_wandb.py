@@ -1,0 +1,90 @@
+"""Metrics with Weights & Biases, offline."""
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.trackers.wandb import WandbTracker, load_wandb
+from drawloom.graph import ResolvedRecipe, UserError
+
+RECIPE = ResolvedRecipe('[run]\nname = "test"\nsizes = [1, 2]\n', "hash")
+BLOCK, HEAD = 32768, 7
+
+
+@attrs.frozen
+class Folder:
+    """A run folder."""
+
+    folder: Path
+
+
+def opened(folder: Path, mesh: Any, job: Any) -> WandbTracker:
+    """A tracker as each process of a run has it."""
+    tracker = WandbTracker(folder=Folder(folder), mesh=mesh, job=job, recipe=RECIPE, mode="offline", timeout=60)
+    tracker.open()
+    return tracker
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What a file for `wandb sync` holds: a log as LevelDB has it, of records that the package knows."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, parts = path.read_bytes(), HEAD, b""
+    while place + HEAD <= len(content):
+        if BLOCK - place % BLOCK < HEAD:  # the rest of a block is padding
+            place += BLOCK - place % BLOCK
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        parts += content[place + HEAD : place + HEAD + size]
+        place += HEAD + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+@pytest.mark.soak  # the package has many behind it, and takes 5 s to import
+def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any) -> None:
+    """Values are there by step, in files of one run, with the recipe; nothing is recorded of the machine."""
+    pytest.importorskip("wandb", reason="needs the package wandb: pip install 'drawloom[wandb]'")
+    first = opened(tmp_path, one_rank, job)
+    first.rewind(0)
+    for step in (1, 2):
+        first.track(step, {"loss": float(step), "norms/a.b": 0.5})
+    state = first.state_dict()
+    first.close()
+    second = opened(tmp_path, one_rank, job)
+    second.load_state_dict(state)
+    second.rewind(1)
+    second.track(2, {"loss": -2.0})
+    second.close()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert {path.stem for path in files} == {f"run-{state['run']}"}
+    found = [record for path in files for record in records(path)]
+    rows = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
+    kept = [{key: row[key] for key in ("step", "loss", "norms/a.b") if key in row} for row in rows]
+    assert kept == [
+        {"step": 1, "loss": 1.0, "norms/a.b": 0.5},
+        {"step": 2, "loss": 2.0, "norms/a.b": 0.5},
+        {"step": 2, "loss": -2.0},
+    ]
+    runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["run"] == {"name": "test", "sizes": [1, 2]} and runs[0].project == "drawloom"
+    assert not [record for record in found if record.WhichOneof("record_type") in ("stats", "output", "output_raw")]
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'drawloom\[wandb\]'"):
+        load_wandb()

@@ -1,0 +1,68 @@
+"""Whatever is typed, an editor gets an answer."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.graph.lsp.completion import completions, replaced
+from drawloom.graph.lsp.cursor import Cursor
+from drawloom.graph.lsp.definition import definitions
+from drawloom.graph.lsp.diagnostics import diagnose
+from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.meaning import Meaning
+from drawloom.graph.lsp.references import ranges, symbol_at
+from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.project import Project
+
+RECIPE = """extends = "small"
+unset = ["page.fallback"]
+
+[vars]
+n = 3
+
+[shelf.a]
+use = "stores.memory"
+size = "$vars.n"
+
+[shelf.b]
+use = "stores.varied"
+named = { x = [{ width = 1 }] }
+
+[page]
+store = "@shelf.a"
+fallback = "@menu"
+
+[menu]
+use = "pages.menu"
+links = { home = "@page", other = { use = "pages.plain", title = "@@x", store = "@shelf.b" } }
+filters = ["@filters.*"]
+
+[edit.trainer.pages]
+after."@page" = ["@menu"]
+"""
+TYPED = ["", "@", '"', "'", "[", "]]", "{", "}", "=", ".", "\n", "use = ", "$vars.", "\\", "[edit.a.b]\n", "\U0001f9f6"]
+POSITION = st.integers(0, len(RECIPE))
+WORKSPACE = Workspace(Project.of("support.shop"))
+
+
+@given(POSITION, st.integers(0, 9), st.sampled_from(TYPED), st.lists(POSITION, min_size=1, max_size=20))
+def test_every_question_is_answered(start: int, removed: int, typed: str, positions: list[int]) -> None:
+    """Of a recipe with a cycle, in which something is removed or typed anywhere; what is named is found again."""
+    text, path = RECIPE[:start] + typed + RECIPE[start + removed :], Path("mine.toml").resolve()
+    WORKSPACE.texts = {path: text}
+    assert all(0 <= mark.start <= mark.end <= len(text) for mark in diagnose(WORKSPACE, path))
+    for position in positions:
+        cursor = Cursor.at(text, min(position, len(text)))
+        if cursor is None:
+            continue
+        meaning = Meaning.of(WORKSPACE, WORKSPACE.known(path), cursor)
+        assert cursor.start <= replaced(meaning, position)[0] <= replaced(meaning, position)[1] <= len(text)
+        list(completions(WORKSPACE, meaning))
+        hover(WORKSPACE, meaning)
+        definitions(WORKSPACE, meaning)
+        symbol = symbol_at(meaning, position)
+        inside = (
+            [at for at in ranges(text, symbol) if cursor.start <= at.start <= at.end <= cursor.end] if symbol else []
+        )
+        assert len(inside) == (symbol is not None)
