@@ -7,7 +7,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
 .PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
-	bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu bench-capture-gpu
+	bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu bench-capture-gpu \
+	bench-plan bench-plan-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -65,6 +66,13 @@ endif
 
 bench-precision-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
+
+bench-plan: .venv/test
+	$(BIN)/python tests/benchmarks/plan.py $(ONLY)
+
+bench-plan-gpu: .venv/test
+	$(BIN)/drawloom plan --calibrate
+	$(BIN)/python tests/benchmarks/plan.py --gpu $(ONLY)
 
 bench-recompute-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/recompute.py $(ONLY)

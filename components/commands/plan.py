@@ -3,12 +3,15 @@
 import argparse
 import json
 import re
+from pathlib import Path
 
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
+from drawloom.components.planning.search import search, search_text
 from drawloom.components.planning.text import as_data, as_text
+from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
@@ -23,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "measure the device at hand, which takes less than a minute, and keep that for later plans"
     parser.add_argument("--calibrate", action="store_true", help=help)
+    help = "with --ranks: the best ten meshes, microbatches, schedules and policies of recomputation"
+    parser.add_argument("--search", action="store_true", help=help)
+    parser.add_argument("--to", metavar="FILE", type=Path, help="with --search: write the best one as an overlay")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
     parser.epilog = "Single values are set by node.key=value."
 
@@ -39,6 +45,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     device = device_model(options.device) if options.device else at_hand()
+    if options.search:
+        return _search(options, recipe, device)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else remedies(recipe, planned)
     if options.format == "json":
@@ -46,6 +54,23 @@ def main(options: argparse.Namespace, project: Project) -> int:
     else:
         print_text("\n\n".join([as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]))
     return 0 if planned.fits else 1
+
+
+def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:
+    """Print the best plans, and write the first one's settings as an overlay."""
+    if options.ranks is None:
+        raise UserError("--search needs a number of ranks; write --ranks 8", 2)
+    found = search(recipe, device, options.ranks)
+    if options.format == "json":
+        plans = [{"toml": each.overlay.splitlines(), **as_data(each.plan)} for each in found]
+        print_text(json.dumps(plans, indent=1))
+    else:
+        print_text(search_text(found))
+    if options.to is not None and found:
+        head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
+        replace_file(options.to, f"{head}\n{found[0].overlay}\n".encode())
+        print_text(f"the first one is an overlay in {options.to}")
+    return 0 if found and found[0].plan.fits else 1
 
 
 def _count(text: str) -> int:

@@ -67,6 +67,11 @@ class Nodes:
         """Whether the model knows its floating-point operations."""
         return self.model in self.graph.implementers(CountsFlops)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts, by the settings of its node."""
+        return bool(self.settings(self.model).get("num_experts"))
+
     @cached_property
     def loss(self) -> str:
         return self.only(Loss)

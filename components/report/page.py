@@ -150,6 +150,8 @@ def _run(run: RunRecord, number: int) -> Iterator[str]:
     yield f'<section class="run"><h2 class="c{number % COLOURS}">{text(run.name)}</h2>'
     yield from _events(run)
     yield from _checkpoints(run)
+    if run.plan:
+        yield f"<h3>Planned and measured</h3><pre>{text(run.plan)}</pre>"
     if run.sample:
         yield f"<h3>Sample</h3><pre>{text(run.sample)}</pre>"
     if run.drawings.missing:

@@ -17,7 +17,7 @@ from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.parsing import parse
 
-SAMPLE, REPORT = "sample.txt", "report.html"
+SAMPLE, PLAN, REPORT = "sample.txt", "plan.txt", "report.html"
 LONGEST_SAMPLE, LONGEST_RECIPE = 20_000, 2**20  # bytes
 MOST_CHECKPOINTS = 100
 
@@ -43,13 +43,15 @@ class RunRecord:
     recipe: str
     sample: str
     drawings: Drawings = attrs.field(factory=Drawings)
+    plan: str = ""
 
 
 def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
     """The record of a run folder, which may be in use; UserError if one of its files can't be read."""
     checkpoints = [(step_of(path), quick_check(path)) for path in committed(folder / FOLDER)[-MOST_CHECKPOINTS:]]
     recipe, sample = _text(folder / LOCK, LONGEST_RECIPE), _text(folder / SAMPLE, LONGEST_SAMPLE)
-    return RunRecord(name, read_metrics(folder), read_log(folder), checkpoints, recipe, sample, drawings)
+    plan = _text(folder / PLAN, LONGEST_SAMPLE)
+    return RunRecord(name, read_metrics(folder), read_log(folder), checkpoints, recipe, sample, drawings, plan)
 
 
 def check_is_run(folder: Path) -> None:

@@ -35,6 +35,7 @@ from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
+from support.plans import on_a_gpu, plan_check
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -349,6 +350,16 @@ def events_of_run(use: str, values: Values, place: Path) -> Any:
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
     return [call.arguments for call in timed.calls]
+
+
+def refused_by_plan(use: str, values: Values, place: Path) -> Any:
+    """Whether a run that does not fit its GPU is refused."""
+    with on_a_gpu(2_000_000):
+        try:
+            plan_check(place, "cuda", **values).open()
+        except UserError:
+            return True
+    return False
 
 
 def traces_of_run(use: str, values: Values, place: Path) -> Any:

@@ -445,6 +445,7 @@ ROWS: dict[str, Row] = {
             "capture": Change(True, observer=runs.captured_in),
         },
     ),
+    "planning.check": Row(runs.refused_by_plan, {}, {"refuse": False}),
     "run.batch": Row(
         parts.rows_of_steps,
         {"global_size": 16, "micro_size": 4},

@@ -1,0 +1,48 @@
+"""Plans that are compared with runs."""
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.check import PLAN, comparison
+from drawloom.components.planning.plan import plan
+from drawloom.components.ports.run import Event, Step
+from drawloom.graph import UserError
+from support.plans import RECIPE, on_a_gpu, plan_check
+
+
+def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
+    """With settings that would fit, unless the run says that it wants to try."""
+    with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 0.0 GB; what would fit: .* = "):
+        plan_check(tmp_path, "cuda").open()
+    with on_a_gpu(2_000_000):
+        plan_check(tmp_path, "cuda", refuse=False).open()
+    with on_a_gpu(2**40):
+        plan_check(tmp_path, "cuda").open()
+
+
+def test_the_end_says_what_was_planned_and_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the final tasks, for the report; the first steps and what is excluded do not count."""
+    caplog.set_level("INFO")
+    node = plan_check(tmp_path, "cpu")
+    node.open()
+    clock = count(0, 10)  # each step takes 10 s by the clock
+    node.clock = lambda: float(next(clock))
+    for index in range(1, 6):
+        for kind in ("step_started", "step_ended"):
+            node.on_event(Event(kind, Step(index, 5, excluded_seconds=6.0)))
+    said = (tmp_path / PLAN).read_text()
+    assert "step" in said
+    assert "4 s measured" in said
+    node.on_event(Event("run_ended"))
+    assert said.strip() in caplog.text
+
+
+def test_a_comparison_says_by_how_much_the_plan_is_wrong() -> None:
+    """Of memory only where it was measured."""
+    planned = plan(RECIPE, device_model("cpu"))
+    half = planned.peak_memory_bytes[0] // 2
+    assert "(+100.0%); step" in comparison(planned, half, 1.0)
+    assert "planned; step" in comparison(planned, None, 1.0)

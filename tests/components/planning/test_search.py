@@ -1,0 +1,34 @@
+"""The fastest plans of a recipe."""
+
+from itertools import pairwise
+
+import tomli
+
+from drawloom import Recipe
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.plan import plan
+from drawloom.components.planning.search import search, search_text
+
+RECIPE = Recipe.load(
+    "first_run",
+    *("model.num_hidden_layers=2", "model.hidden_size=48", "model.intermediate_size=80", "vars.length=32"),
+    *("batch.global_size=2", "batch.micro_size=1"),
+)
+
+
+def test_the_fastest_plans_come_first_and_are_overlays() -> None:
+    """Each is what the recipe takes with these settings; there is at least a plan of shards, replicas and stages."""
+    found = search(RECIPE, device_model("cpu"), 2)
+    seconds = [each.plan.time.seconds for each in found]
+    assert all(later > 0.98 * earlier for earlier, later in pairwise(seconds))
+    overlays = [tomli.loads(each.overlay) for each in found]
+    for dimension in ("data_replicate", "data_shard", "pipeline"):
+        assert any(overlay["mesh"][dimension] == 2 for overlay in overlays), dimension
+    again = plan(RECIPE.with_values(overlays[0]), device_model("cpu"), 2)
+    assert again.time.seconds == seconds[0]
+    assert all(line in search_text(found) for line in found[0].overlay.splitlines())
+
+
+def test_ranks_that_suit_no_mesh_are_told() -> None:
+    """Instead of an empty table."""
+    assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))

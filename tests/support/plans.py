@@ -1,0 +1,48 @@
+"""A listener that compares a run with its plan, on a GPU that there is not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+
+from drawloom import Recipe
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning import check
+from drawloom.components.planning.check import PlanCheck
+from drawloom.components.ports.distributed import Processes
+from drawloom.components.ports.run import RunFolder
+from drawloom.graph import ResolvedRecipe
+from drawloom.graph.testing import fake
+from support.doubles import Machine
+
+RECIPE = Recipe.load(
+    "first_run", "model.num_hidden_layers=1", "vars.length=32", "batch.global_size=4", "batch.micro_size=2"
+)
+
+
+@contextmanager
+def on_a_gpu(memory: int) -> Iterator[None]:
+    """A machine whose GPU, which computes like a core of a CPU, has so many bytes."""
+    device = attrs.evolve(device_model("cpu"), memory=memory)
+    properties = SimpleNamespace(total_memory=memory)
+    with (
+        mock.patch.object(check, "at_hand", return_value=device),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+    ):
+        yield
+
+
+def plan_check(place: Path, kind: str, **settings: Any) -> PlanCheck:
+    """The listener of a small run on a kind of device."""
+    return PlanCheck(
+        recipe=ResolvedRecipe(RECIPE.resolved(), ""),
+        device=Machine(torch.device(kind)),
+        processes=fake(Processes, rank=0, world_size=1),
+        folder=fake(RunFolder, folder=place),
+        **settings,
+    )
