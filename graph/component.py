@@ -211,12 +211,21 @@ def component(
 
     def make(cls: type[T]) -> type[T]:
         # No slots, so that components may use cached_property; equality by identity, since fields hold tensors.
-        made = attrs.define(cls, slots=False, eq=False, kw_only=True)
+        made = attrs.define(cls, slots=False, eq=False, kw_only=True, repr=False)
+        if "__repr__" not in vars(cls):
+            made.__repr__ = _short_repr  # type: ignore[method-assign]
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
         made.__component__ = Traits(impact, flow, dict(needs or {}))  # type: ignore[attr-defined]
         return made
 
     return make if cls is None else make(cls)
+
+
+def _short_repr(self: Any) -> str:
+    """The class and plain settings of a component: its edges lead to all of a run."""
+    given = {field.name: getattr(self, field.name, None) for field in attrs.fields(type(self)) if field.init}
+    plain = [f"{name}={value!r}" for name, value in given.items() if isinstance(value, str | int | float)]
+    return f"{type(self).__name__}({', '.join(plain)})"
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))

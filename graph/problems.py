@@ -115,10 +115,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to `name`, ignoring case; None if none is similar."""
+    """
+    The known name that is most similar to `name`, ignoring case; None if none is similar.
+
+    One word is compared with the last ones of dotted names, too: `optim.adamw` is near to `adamw`.
+    """
     known = list(known)
     if len(known) >= TOO_MANY:
         return None
+    if ends := sorted(each for each in known if each.endswith(f".{name}")):
+        return ends[0]
     name = name.casefold()[:LONGEST]
     # Sorted, so that of equally similar names the same is suggested on every machine.
     folded = {candidate.casefold(): candidate for candidate in sorted(known)}

@@ -19,6 +19,7 @@ from drawloom.graph.recipe.loading import RecipeFolder, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 from drawloom.graph.recipe.merged import MergedRecipe, merge
 from drawloom.graph.recipe.overrides import nested, read_overrides
+from drawloom.graph.registry.imports import source_of
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 
@@ -39,18 +40,16 @@ class Project:
 
     def importing(self, packages: Sequence[str]) -> "Project":
         """
-        A project that also knows the components of these packages, which `--import` names on the command line.
+        A project that also knows the components of these packages, or folders and files, which `--import` names.
 
-        Raises UserError if a package does not exist.
+        Raises UserError if one does not exist.
         """
         registry = self.registry
         for package in packages:
             try:
-                registry = registry.with_package(package)
+                registry = registry.with_source(source_of(package))
             except (LookupError, ImportError, ValueError) as error:
-                here = os.path.exists(package.partition(".")[0]) or os.path.exists(f"{package}.py")
-                hint = "; it is in the current directory, where Python looks with PYTHONPATH=." if here else ""
-                raise UserError(f"--import {package}: {error}{hint}", exit_code=2) from error
+                raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
 
     def load(
@@ -119,7 +118,7 @@ class Project:
         return Container(graph, list(roots or (self.root,)), resolved, dict(given or {}))
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Recipe:
     """
     A recipe with everything that it extends: to be checked, explained, drawn, resolved, and opened as objects.
@@ -130,23 +129,30 @@ class Recipe:
     merged: MergedRecipe
     project: Project
 
+    def __repr__(self) -> str:
+        return f"<Recipe {self.merged.source}>"
+
     @classmethod
     def load(
         cls,
         name: str | Path,
         *values: str,
-        overlays: Sequence[str | Path] = (),
-        imports: Sequence[str] = (),
+        overlays: str | Path | Sequence[str | Path] = (),
+        imports: str | Sequence[str] = (),
         project: Project | None = None,
     ) -> "Recipe":
         """
         A recipe by path, shipped name or run folder, with overlays and then `values` merged over it.
 
-        Values are written as on the command line: "optimizer.lr=1e-3". `imports` names packages whose components may be
-        used, too, by their dotted path. Raises RecipeError if a file can't be read or is not TOML.
+        Values are written as on the command line: "optimizer.lr=1e-3". `imports` names packages, folders or files
+        whose components may be used, too. One overlay or import need not be in a list. Raises RecipeError if a file
+        can't be read or is not TOML.
         """
-        project = (project or Project.of("drawloom")).importing(imports)
-        return cls(project.load(str(name), [str(overlay) for overlay in overlays], values), project)
+        if wrong := [value for value in values if not isinstance(value, str)]:
+            raise TypeError(f'{wrong[0]!r} is no value; write each as a string of its own, such as "optimizer.lr=1e-3"')
+        project = (project or Project.of("drawloom")).importing([imports] if isinstance(imports, str) else imports)
+        merged = [overlays] if isinstance(overlays, str | Path) else overlays
+        return cls(project.load(str(name), [str(overlay) for overlay in merged], values), project)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe", *, project: Project | None = None) -> "Recipe":

@@ -8,6 +8,7 @@ from drawloom.components.commands._data_show import row_text, statistics
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import PackedDataset
+from drawloom.components.report.run_record import check_is_run
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
@@ -28,6 +29,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.action == "verify":
         return _verify(Path(options.subject))
     if options.action == "audit":
+        check_is_run(Path(options.subject))
         faults, summary = audit(project, Path(options.subject))
         print_text("\n".join([*faults, summary]))
         return int(bool(faults))
@@ -53,6 +55,8 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def _verify(folder: Path) -> int:
+    if not (folder / "store.json").is_file():
+        raise UserError(f"{folder} is no token store; give the folder that `drawloom tokenize --to` wrote", 2)
     store = Store.open(folder)
     faults = []
     for shard in store.shards:

@@ -33,6 +33,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     ports = (Executor, PackedDataset, Batching, Tokenizer)
     with trained(project, options, *ports, change=lambda recipe: _with_corpus(recipe, options.corpus)) as (run, step):
         rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes())
+        if not rows.count(split) and options.corpus:
+            raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
         total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0

@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, project: Project) -> int:
     """Write the report, and print where it is."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
+    if len(folders) > 1:
+        folders = [folder for folder in folders if _is_run(folder)] or folders
     for folder in folders:
         check_is_run(folder)
     runs = [
@@ -41,6 +43,16 @@ def main(options: argparse.Namespace, project: Project) -> int:
         raise UserError(f"{target} can't be written: {error.strerror}; write another file with --to", 2) from error
     print_text(f"report of {len(content) / 1e6:.2f} MB in {target}")
     return 0
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a run; if not, as after a start that failed, it says that the others are reported."""
+    try:
+        check_is_run(folder)
+    except UserError as error:
+        print_text(f"left out: {error}", "stderr")
+        return False
+    return True
 
 
 def _drawings(project: Project, folder: Path) -> Drawings:

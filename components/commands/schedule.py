@@ -23,7 +23,7 @@ from drawloom.components.pipeline.stage_checks import gathers_by_block
 from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program
-from drawloom.graph import UserError
+from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
@@ -90,6 +90,8 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
         name = options.recipe.removeprefix(FOLDER)
         schedule = _by_name(options, project, name)
         return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
+    if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
+        raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
@@ -152,7 +154,9 @@ def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway
     """
     use = name if "." in name else FOLDER + name
     spec = project.registry.find(use)
-    fields = spec.fields if isinstance(spec, Spec) else {}
+    if isinstance(spec, Problem):
+        raise RecipeError([spec])
+    fields = spec.fields
     given = {"stages_per_rank": options.stages_per_rank, **options.costs}
     data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
     words = read_overrides(options.words)

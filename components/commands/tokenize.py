@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawloom.components.commands._options import integer
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, eos_token
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, eos_token, read_tokenizer
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.data.store.build import build
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, _project: Project) -> int:
     """Make or complete the store, and print what it holds."""
     tokenizer = _tokenizer(options)
-    files = find(_pattern(path) for path in options.paths)
+    files = find(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))
     store = build(
         options.to,
@@ -50,13 +50,10 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
             raise UserError("--end-token is for a --tokenizer; bytes have an end of their own", 2)
         return Bytes()
     path = options.tokenizer / "tokenizer.json" if options.tokenizer.is_dir() else options.tokenizer
+    read_tokenizer(path)
     if (end := options.end_token or eos_token(path.parent)) is None:
         config = path.with_name("tokenizer_config.json")
         raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2)
     tokenizer = HuggingFaceTokenizer(path=path, end_token=end)
     tokenizer.open()
     return tokenizer
-
-
-def _pattern(path: str) -> str:
-    return f"{path.rstrip('/')}/**/*" if "://" not in path and os.path.isdir(path) else path

@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
 
     def open(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
-        self._tokenizer = _read(self._file)
+        self._tokenizer = read_tokenizer(self._file)
         self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self._end_token = self.end_token or eos_token(self._file.parent)
         if self._end_token is None:
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer:
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(path: Path) -> Any:
+def read_tokenizer(path: Path) -> Any:
     """The tokenizer of a file, without truncation and padding; special tokens in a text are encoded as text."""
     kind = _package().Tokenizer
     if not path.is_file():

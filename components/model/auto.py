@@ -27,6 +27,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import fitting_folder
 from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     kind.family.model_type: kind for kind in (Dots1, Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
@@ -59,6 +60,12 @@ class AutoModel:
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """A config that can't be built, a folder without the weights that it says, or a tokenizer of more ids."""
         path: Path = node.settings["path"]
+        if (path / LOCK).is_file():
+            yield node.problem("path", f"{path} is a run folder", f"write its export, {path / 'export'}")
+            return
+        if node.settings["weights"] and path.is_file():
+            yield node.problem("path", f"{path} is a file, and weights are in a folder", f"write {path.parent}")
+            return
         try:
             rows = read_config(_family(path).family, path).vocab_size
             if node.settings["weights"] and any(path.glob("*.safetensors")):

@@ -25,8 +25,8 @@ def _add_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str
 
 def add_packages(parser: argparse.ArgumentParser) -> None:
     """Add `--import`, which every command takes."""
-    help = "also offer the components of this package, by their dotted path"
-    parser.add_argument("--import", action="append", default=[], metavar="PACKAGE", dest="imports", help=help)
+    help = "also offer the components of this package, folder or file, by their dotted path"
+    parser.add_argument("--import", action="append", default=[], metavar="PATH", dest="imports", help=help)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

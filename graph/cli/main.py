@@ -97,6 +97,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError; argparse requires that this does not return."""
+        if message.startswith("unrecognized arguments"):
+            message += "; values are set by node.key=value, such as trainer.steps=10"
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", INVALID)
 
 

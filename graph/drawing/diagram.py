@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from drawloom.graph.build.graph import Graph
+from drawloom.graph.build.node import Node
 from drawloom.graph.problems import UserError
 
 
@@ -133,12 +134,19 @@ class Step:
         return Diagram(self.title, self.members, arrows)
 
 
+def _sequence_edges(node: Node) -> list[str]:
+    """The sequence edges of a node that have members."""
+    return [key for key, edge in node.edges.items() if node.spec.fields[key].kind == "ordered" and edge.targets]
+
+
 def step_of(graph: Graph, title: str, name: str) -> Step:
     """The dataflow of a node's sequence edge; UserError if it has none."""
     node = graph.nodes[name]
-    fields = [field for field in node.edges if node.spec.fields[field].kind == "ordered" and node.edges[field].targets]
+    fields = _sequence_edges(node)
     if not fields:
-        raise UserError(f"[{name}] has no sequence edge; name a node that has one by --focus", 2)
+        having = [each.name for each in graph.nodes.values() if _sequence_edges(each)]
+        hint = f"; name {' or '.join(f'[{each}]' for each in having)} by --focus" if having else ""
+        raise UserError(f"[{name}] has no sequence edge{hint}", 2)
     targets = node.edges[fields[0]].targets
     return Step(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
 

@@ -106,8 +106,10 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
     A valid graph as text in a format, with a newline at the end.
 
     It is the wiring of what `root` needs, or of the node `focus`; with `step`, the dataflow of the sequence edge of one
-    of them. Raises UserError if there is no such node or sequence.
+    of them. Raises UserError if there is no such format, node or sequence.
     """
+    if format not in FORMATS:
+        raise UserError(f"there is no format {format!r}; {did_you_mean(format, FORMATS)}", 2)
     if focus and focus not in graph.nodes:
         hint = did_you_mean(focus, graph.nodes)
         raise UserError(f"there is no node [{focus}] to draw; {hint}".rstrip("; "), 2)

@@ -140,7 +140,7 @@ class Registry:
 
     own: PackageSource
     installed: EntryPointSource
-    extra: tuple[PackageSource, ...] = ()
+    extra: tuple[Source, ...] = ()
     _specs: dict[str, Spec | Problem] = attrs.field(factory=dict, init=False)
 
     @classmethod
@@ -148,13 +148,9 @@ class Registry:
         """The registry of a package, which is not imported."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
-    def with_package(self, package: str) -> "Registry":
-        """
-        This registry with the components of another package, named by their whole dotted path.
-
-        Raises LookupError if there is no such package.
-        """
-        return Registry(self.own, self.installed, (*self.extra, PackageSource.of(package, f"{package}.")))
+    def with_source(self, source: Source) -> "Registry":
+        """This registry with the components of another source, too."""
+        return Registry(self.own, self.installed, (*self.extra, source))
 
     @property
     def package(self) -> str:
@@ -195,7 +191,10 @@ class Registry:
             found = candidates[0].load()
         except Exception as error:
             return self._unimportable(use, candidates[0], error)
-        if len(found) != 1:
+        if len(found) > 1:
+            classes = " and ".join(item.__name__ for item in found)
+            return Problem("DL203", f"{use!r} holds the components {classes}", "move each to a file of its own")
+        if not found:
             return Problem("DL203", f"{use!r} is not a component, but {_instead(candidates[0])}", self._siblings(use))
         try:
             return read_spec(use, found[0], candidates[0].distribution if candidates[0].installed else "")
@@ -231,7 +230,7 @@ class Registry:
             package = use.partition(".")[0]
             return f"to offer the components of the package {package!r}, add --import {package}"
         near = nearest(use, beside) or nearest(use, names)
-        unknown = "`drawloom list` shows all components; those of your own package need --import PACKAGE"
+        unknown = "`drawloom list` shows all components; your own need --import, with a package, folder or file"
         return f"did you mean {near!r}?" if near else unknown
 
 

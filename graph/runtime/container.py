@@ -120,7 +120,7 @@ def _note(cause: BaseException, failures: list[BaseException]) -> None:
         cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Container(Mapping[str, Any]):
     """
     The objects of the nodes that `roots` need, by node name.
@@ -258,7 +258,14 @@ class Container(Mapping[str, Any]):
             raise replacement from error
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._objects:
+            hint = did_you_mean(name, self._objects)
+            text = f"no open node is called {name!r}; {hint}".rstrip("; ")
+            raise KeyError(text if self._objects else "nothing is open; write `with recipe.open() as run:`")
         return self._objects[name]
+
+    def __repr__(self) -> str:
+        return f"<Container of {len(self)} open nodes for {', '.join(f'[{name}]' for name in self.roots)}>"
 
     @overload
     def get(self, wanted: Callable[..., T]) -> T: ...

@@ -19,6 +19,8 @@ def test_values_and_overlays_are_merged_as_on_the_command_line(project: Project,
     recipe = Recipe.load("small", "store.size=4", overlays=[tmp_path / "kiosk.toml"], project=project)
     assert recipe.explain("page.title").startswith('[page] title = "Kiosk"')
     assert recipe.explain("store.size").startswith("[store] size = 4")
+    alone = Recipe.load("small", overlays=str(tmp_path / "kiosk.toml"), project=project)
+    assert alone.explain("store.size").startswith("[store] size = 3")
 
 
 def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Project) -> None:
@@ -28,6 +30,29 @@ def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Pr
     assert recipe.draw().startswith("[trainer] servers.loop\n") and recipe.draw("svg").startswith("<svg")
     assert 'title = "A"' in recipe.resolved()
     assert not Recipe.load("small", project=project).changes_since(Recipe.load("small", project=project))
+
+
+def test_slips_in_python_are_named(project: Project) -> None:
+    """A list for values, an unknown format, an unknown node and a run that is not open each get a sentence."""
+    with pytest.raises(TypeError, match="is no value; write each as a string of its own"):
+        Recipe.load("small", ["store.size=4"], project=project)  # type: ignore[arg-type]
+    small = Recipe.load("small", project=project)
+    with pytest.raises(UserError, match="there is no format 'png'; there is dot, mermaid, svg, tree"):
+        small.draw("png")  # type: ignore[arg-type]
+    run = small.open()
+    with pytest.raises(KeyError, match=r"nothing is open; write `with recipe.open\(\) as run:`"):
+        run["page"]
+    with run, pytest.raises(KeyError, match=r"no open node is called 'pages'; did you mean 'page'\?"):
+        run["pages"]
+
+
+def test_objects_have_short_texts(project: Project) -> None:
+    """A notebook prints the last value of a cell: a component has its plain settings, and no edges."""
+    recipe = Recipe.load("small", project=project)
+    assert repr(recipe) == "<Recipe small>"
+    with recipe.open() as run:
+        assert repr(run) == f"<Container of {len(run)} open nodes for [trainer]>"
+        assert repr(run["page"]) == "Plain(title='Shop')"
 
 
 def test_check_raises_every_error_at_once(project: Project) -> None:

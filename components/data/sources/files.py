@@ -131,6 +131,8 @@ def _decompressed(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _local(pattern: str) -> list[File]:
+    if os.path.isdir(pattern):
+        pattern = f"{pattern.rstrip('/')}/**/*"
     folder = _folder(pattern)
     paths = [Path(match) for match in iglob(pattern, recursive=True)]
     files = [local(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]

@@ -77,6 +77,7 @@ def test_what_is_not_there_is_refused(recipe: str, tmp_path: Path, capsys: pytes
     """A row beyond the last, and a run without a record, are errors of one line that say what to do."""
     assert main(["data", "show", recipe, "--row", "56"]) == 2
     assert "--row 56: train has rows 0 to 55" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").touch()
     assert main(["data", "audit", str(tmp_path)]) == 2
     assert "has no record of its rows; record them with record.use=data.record" in capsys.readouterr().err
 
@@ -89,3 +90,9 @@ def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     damage(tmp_path / "store" / "00001.tokens")
     assert main(["data", "verify", str(tmp_path / "store")]) == 1
     assert "00001.tokens has other content" in capsys.readouterr().out
+
+
+def test_what_is_neither_a_run_nor_a_store_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe given to `audit` or `verify` is named as what it is not."""
+    assert main(["data", "audit", recipe]) == 2 and "tiny.toml is not a run folder" in capsys.readouterr().err
+    assert main(["data", "verify", recipe]) == 2 and "tiny.toml is no token store" in capsys.readouterr().err

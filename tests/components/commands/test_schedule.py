@@ -178,6 +178,7 @@ def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
             "a recipe has its own number of ranks; leave --ranks out",
         ),
         (["no_such_recipe"], "no_such_recipe"),
+        (["zero_bubble_v"], "zero_bubble_v is a schedule; write --ranks 4 --microbatches 8"),
     ],
 )
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:

@@ -59,3 +59,6 @@ def test_impossible_arguments_are_refused(tmp_path: Path, capsys: pytest.Capture
     assert main(["tokenize", str(tmp_path / "b.txt"), *words[2:]]) == 1
     assert main([*words, "--workers", "0"]) == 2
     assert "no file matches" in capsys.readouterr().err
+    for tokenizer in ("a.txt", "missing.json"):
+        assert main([*words, "--tokenizer", str(tmp_path / tokenizer)]) != 0
+        assert f"{tokenizer}" in (said := capsys.readouterr().err) and "--end-token" not in said

@@ -86,3 +86,16 @@ def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     [problem] = problems("model.new_tokens=2")
     assert "missing model.layers.0.mlp.up_proj.weight; wrong shape model.norm.weight (5,) for (24,)" in problem
+
+
+def test_a_run_folder_or_a_file_in_place_of_an_export_is_named(tmp_path: Path) -> None:
+    """What to write instead is the folder with the weights, and never random ones."""
+    (tmp_path / "recipe.lock.toml").touch()
+    (tmp_path / "config.json").touch()
+    for given, text, instead in (
+        (tmp_path, "is a run folder", tmp_path / "export"),
+        (tmp_path / "config.json", "is a file, and weights are in a folder", tmp_path),
+    ):
+        found = Recipe.load("finetune", f"vars.base={given}").graph.problems
+        [problem] = [str(each) for each in found if each.node == "model" and not each.warning]
+        assert text in problem and str(instead) in problem and "weights = false" not in problem

@@ -107,5 +107,5 @@ def test_a_large_step_has_every_value(first_run: Graph) -> None:
 def test_a_step_of_a_node_without_a_sequence_is_a_user_error(shop: Callable[..., Graph]) -> None:
     """A node without a sequence edge, or with an empty one, is a user error."""
     for name in ("trainer", "page"):
-        with pytest.raises(UserError, match="no sequence"):
+        with pytest.raises(UserError, match="no sequence edge"):
             step_of(shop(), "shop", name)

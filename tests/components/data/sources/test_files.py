@@ -107,6 +107,15 @@ def test_a_cut_off_compressed_file_is_an_error(tmp_path: Path, name: str) -> Non
         read([f"{tmp_path}/{name}"])
 
 
+def test_a_folder_is_all_files_below_it(tmp_path: Path) -> None:
+    """Its path alone means what the glob of all files means, with the same names."""
+    (tmp_path / "b").mkdir()
+    for name in ("b/two.txt", "one.txt"):
+        (tmp_path / name).touch()
+    for path in (f"{tmp_path}", f"{tmp_path}/", f"{tmp_path}/**/*"):
+        assert [file.name for file in find([path])] == ["b/two.txt", "one.txt"]
+
+
 def test_a_url_is_read_by_fsspec() -> None:
     """A glob of another file system has files with names, sizes and versions as a local one."""
     system = fsspec.filesystem("memory")

@@ -1,0 +1,74 @@
+"""What `--import` may name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph import UserError
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
+
+STORE = '''"""A store of one's own."""
+from drawloom.graph import component
+@component
+class Small:
+    """A small store."""
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, which is not on Python's path, with a component in a file and in a folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    (tmp_path / "sub" / "lab_of_imports").mkdir(parents=True)
+    for path in ("file_of_imports.py", "sub/lab_of_imports/small.py"):
+        (tmp_path / path).write_text(STORE, "utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "use"),
+    [
+        ("file_of_imports.py", "file_of_imports"),
+        ("./file_of_imports.py", "file_of_imports"),
+        ("file_of_imports", "file_of_imports"),
+        ("sub/lab_of_imports", "lab_of_imports.small"),
+        ("sub/lab_of_imports/", "lab_of_imports.small"),
+        ("{here}/sub/lab_of_imports", "lab_of_imports.small"),
+    ],
+)
+def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use: str) -> None:
+    """By its path or, in the current folder, by its name; Python's path need not have it."""
+    project = Project.of("support.shop").importing([given.format(here=here)])
+    assert project.graph(MergedRecipe.of({"store": {"use": use}}), root="").errors == []
+    assert use in project.registry.names()
+    sys.modules.pop(use, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("missing.py", "there is no package, folder or file 'missing.py'"),
+        ("Upper.py", "Upper.py can't be named in a recipe; rename it"),
+        ("plain.py", "plain.py holds no component; write @component above its class"),
+        ("argparse.py", "Python imports .*argparse.py by the name argparse; rename argparse.py"),
+        ("os", "there is no package, folder or file 'os'"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(here: Path, given: str, message: str) -> None:
+    """Each with what to do; a file that Python would not import by its name is none of the components."""
+    for name in ("Upper.py", "plain.py"):
+        (here / name).touch()
+    (here / "argparse.py").write_text(STORE, "utf-8")
+    with pytest.raises(UserError, match=f"^--import {given}: .*{message}"):
+        Project.of("support.shop").importing([given])
+
+
+def test_two_components_in_a_file_are_a_problem(here: Path) -> None:
+    """A name is of one component: both classes are named."""
+    (here / "two_of_imports.py").write_text(STORE + STORE.partition("\n")[2].replace("Small", "Large"), "utf-8")
+    project = Project.of("support.shop").importing(["two_of_imports.py"])
+    [problem] = project.graph(MergedRecipe.of({"store": {"use": "two_of_imports"}}), root="").errors
+    assert "holds the components Small and Large; move each to a file of its own" in str(problem)
