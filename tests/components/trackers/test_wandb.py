@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ def opened(folder: Path, mesh: Any, job: Any) -> WandbTracker:
 
 def records(path: Path) -> Iterator[Any]:
     """What a file for `wandb sync` holds: a log as LevelDB has it, of records that the package knows."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    kinds: Any = import_module("wandb.proto.wandb_internal_pb2")  # whose types are made when it is imported
     content, place, parts = path.read_bytes(), HEAD, b""
     while place + HEAD <= len(content):
         if BLOCK - place % BLOCK < HEAD:  # the rest of a block is padding
@@ -44,7 +44,7 @@ def records(path: Path) -> Iterator[Any]:
         parts += content[place + HEAD : place + HEAD + size]
         place += HEAD + size
         if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(parts)
+            yield kinds.Record.FromString(parts)
             parts = b""
 
 
