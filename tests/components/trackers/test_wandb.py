@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
         first.track(step, {"loss": float(step), "norms/a.b": 0.5})
     state = first.state_dict()
     first.close()
+    time.sleep(1.1)  # the package names files by the second, and a run takes longer to start again
     second = opened(tmp_path, one_rank, job)
     second.load_state_dict(state)
     second.rewind(1)
