@@ -4,8 +4,10 @@ import logging
 import re
 from collections.abc import Iterator
 
+import attrs
 import torch
 
+from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryUser, memory_by_kind
 from drawloom.components.ports.model import Stages
@@ -34,6 +36,7 @@ class MemoryReport:
     precision: Every[Precision]
     mesh: Every[Mesh]
     stages: Every[Stages]
+    data: Every[PackedDataset] = attrs.field(factory=Every)
 
     def preview(self) -> str:
         """One line with the sum first, then each kind."""
@@ -61,6 +64,8 @@ class MemoryReport:
         for node, batching in self.batching.items():
             if batching.micro_size > 1:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
+        for node, rows in self.data.items():
+            yield f"rows of {rows.length:,} tokens in [{node}]: with shorter ones, activations take less"
         for node, stages in self.stages.items():
             if any(stage.recompute == "none" for stage in stages.local):
                 yield f'{node}.recompute = "none": with "selective" or "blocks", fewer activations are kept'

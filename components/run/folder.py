@@ -19,6 +19,9 @@ log = logging.getLogger("drawloom.run")
 
 REMEDY = "remove it, or use another run name"
 
+BEFORE_STEPS = {LOCK, FILES, "run.lock", "log"}
+"""What a run folder has before the first step; other files are empty until then."""
+
 
 @component(impact="safe")
 class LockedFolder:
@@ -59,7 +62,7 @@ class LockedFolder:
     def _acquire(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
-        self._changes = check_recipe(self.folder, self.recipe)
+        self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
 
     def _write(self) -> None:
         write_recipe(self.folder, self.recipe, self._changes)
@@ -101,6 +104,12 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
     if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
         raise UserError(_refusal(folder, changes), exit_code=2)
     return changes
+
+
+def _has_steps(folder: Path) -> bool:
+    """Whether a folder holds anything that came of a step: without, its recipe binds no other."""
+    others = (path for path in folder.iterdir() if path.name not in BEFORE_STEPS)
+    return any(any(path.iterdir()) if path.is_dir() else path.lstat().st_size for path in others)
 
 
 def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:

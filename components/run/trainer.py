@@ -58,7 +58,8 @@ class Trainer:
         self._after_restore()
         last = max(done, self.steps)
         if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
-            log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
+            which = f"step {done} is done, and with it all" if done > self.steps else "all"
+            log.info("finished: %s %d steps are done, there is nothing left to do", which, self.steps)
         elif done:
             log.info("resuming after step %d", done)
         while done < self.steps:

@@ -53,6 +53,9 @@ def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:
     assert drawloom(place, "run", "tiny.toml", *words)[0].code == 0
     printed = drawloom(place, "evaluate", "runs/stored", "--corpus", "corpus/part1.py")[0].text
     assert f"over {len((place / 'corpus/part1.py').read_bytes())} tokens" in printed
+    (place / "empty.txt").touch()
+    refused = drawloom(place, "evaluate", "runs/stored", "--corpus", "empty.txt")[0]
+    assert refused.code == 2 and "--corpus: there is nothing to predict in empty.txt" in refused.text
 
 
 def test_embeddings_are_the_means_of_hidden_states(place: Path) -> None:
@@ -67,6 +70,9 @@ def test_embeddings_are_the_means_of_hidden_states(place: Path) -> None:
         states = theirs(torch.tensor([[*text]]), output_hidden_states=True).hidden_states
         for place_, expected in enumerate(states):
             torch.testing.assert_close(found[row, place_], expected[0].mean(0), rtol=1e-4, atol=1e-5)
+    (place / "empty.jsonl").write_text('{"text": ""}\n')
+    empty = drawloom(place, "embed", "runs/tiny", "empty.jsonl", "--to", "empty.safetensors")[0]
+    assert "1 of the documents without a token: their numbers are 0" in empty.text
     refused = drawloom(place, "embed", "runs/tiny", "some.jsonl", "--to", "new.safetensors", "--layers", "2")[0]
     assert refused.code == 2 and "--layers: there is no layer 2; the model has 0 to 1" in refused.text
 

@@ -24,9 +24,10 @@ def test_a_report_tells_what_happened(tmp_path: Path) -> None:
     assert "[trainer] phases" in content and "checkpoint.checkpointer" in content and "# after step 60" in content
 
     assert drawloom(tmp_path, "run", "tiny.toml", "run.name=two", "optimizer.lr=1e-3")[0].code == 0
-    [outcome] = drawloom(tmp_path, "report", "runs/one", "runs/two", "--to", "both.html")
+    [outcome] = drawloom(tmp_path, "report", "runs/one", "runs/two", "corpus", "--to", "both.html")
     both = (tmp_path / "both.html").read_text("utf-8")
     assert outcome.code == 0 and "in both.html" in outcome.text
+    assert "left out: corpus is not a run folder" in outcome.text
     assert "<tr><th>optimizer.lr</th><td>0.004</td><td>0.001</td></tr>" in both and "<td>ended</td>" in both
     [outcome] = drawloom(tmp_path, "report", "corpus")
     assert outcome.code == 2 and "corpus is not a run folder" in outcome.text

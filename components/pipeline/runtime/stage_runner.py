@@ -82,7 +82,11 @@ class StageRunner:
         return loss
 
     def _loss(self, batch: Batch, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        return self.objective.loss(hidden, head, batch)
+        found = self.objective.loss(hidden, head, batch)
+        if not isinstance(found, tuple) or len(found) != 3:
+            wanted = "the sum of the losses, that of their weights, and a dict of further sums"
+            raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(found).__name__}; return {wanted}")
+        return found
 
     def _keep(self, microbatch: int, loss: Tensor, weight: Tensor, sums: Mapping[str, Tensor]) -> None:
         view = self.state.sharded_state(microbatch)

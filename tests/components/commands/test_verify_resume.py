@@ -66,6 +66,7 @@ def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
 
 
 REPORT = """W1120 13:39:52.602000 10888 torch/distributed/run.py:874] Setting OMP_NUM_THREADS
+a.toml:1:1: warning: [sample] is not built; remove it (DL322)
 no such corpus
 E1120 13:39:52.856000 10888 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0
 Traceback (most recent call last):

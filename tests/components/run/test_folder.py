@@ -61,8 +61,15 @@ def test_a_folder_in_use_is_an_error_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_changed_recipe_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    """The recipe is refused on both ranks with exit code 2, and the lock is released."""
+    """
+    The recipe is refused on both ranks with exit code 2, and the lock is released; if no step was done, it is accepted.
+    """
     (tmp_path / "recipe.lock.toml").write_text("another")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    assert [text for text, *_ in run_ranks(_open_on_ranks, 2, tmp_path)] == ["open", "open"]
+    (tmp_path / "recipe.lock.toml").write_text("another")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     main, other = run_ranks(_open_on_ranks, 2, tmp_path)
     assert main == other
     assert "[model] layers: 2 -> 4 (incompatible)" in main[0]

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,12 +12,26 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
 from drawloom.components.ports.program import Action, Program, flat
 from support import pipelines
 from support.split_passes import taken
 from support.split_stages import STAGES, WIDTH, Parts
+
+
+def test_a_loss_of_another_form_is_named() -> None:
+    """A mean alone, as other frameworks take it, is refused with the class and what it should return."""
+
+    class Mean:
+        def loss(self, *_: Any) -> Tensor:
+            return torch.zeros(())
+
+    runner: Any = SimpleNamespace(objective=Mean())
+    none: Any = None
+    with pytest.raises(TypeError, match=r"Mean\.loss returns a Tensor; return the sum of the losses"):
+        StageRunner._loss(runner, none, none, none)
 
 
 @pytest.fixture(autouse=True)
