@@ -113,7 +113,7 @@ def _has_hooks(weight: Tensor) -> bool:
 
 def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch multiplies such factors into a result of this dtype."""
-    return a.device.type in FUSED and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
+    return not a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
 
 
 class WeightGradient(Protocol):
