@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.plan import plan
 from drawloom.components.ports.model import LayerRange
 from drawloom.graph.project import Project, Recipe
 from support.chat import tokenizer_folder
@@ -20,6 +22,8 @@ PARAMETERS = {
     "llama3_8b": 8_030_261_248,
 }
 """As their makers publish them."""
+NAMED_GPUS = {"qwen3_0_6b": 1, "qwen3_8b": 8, "qwen3_30b_a3b": 16, "llama3_8b": 8}
+"""How many GPUs of 80 GB the first lines of a recipe say that it takes."""
 PARTS = (*OVERLAYS, *FROM_A_BASE, *PARAMETERS, "pretrain", "pretrain_tokenized")
 WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in PARTS]
 
@@ -54,6 +58,13 @@ def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -
         model = objects["model"]
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     assert sum(parameter.numel() for parameter in module.parameters()) == PARAMETERS[recipe]
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), NAMED_GPUS.items())
+def test_recipes_of_known_models_fit_the_gpus_that_they_name(recipe: str, ranks: int) -> None:
+    """By the plan, each rank of so many GPUs of 80 GB has enough memory."""
+    planned = plan(Recipe.load(recipe, "vars.data=store", "vars.tokenizer=folder"), device_model("h100"), ranks)
+    assert planned.fits, max(planned.peak_memory_bytes)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
