@@ -79,7 +79,7 @@ class Small:
         executor = Executor(stages=stages, boundaries=stages, objective=stages.loss, neighbours=self.mesh, **common)
         if make is StochasticAdamW:
             settings = settings | {"job": Job(), "device": self.device}
-        self.updater = make(parameters=stages, **settings)
+        self.updater = make(parameters=stages, mesh=self.mesh, **settings)
         self.updater.open()
         reduce = SumOverParameters(mesh=self.mesh)
         synchronize = Synchronize(parameters=stages, mesh=self.mesh, reduce=reduce, norm=self.norm)

@@ -93,7 +93,7 @@ def test_a_package_that_does_not_exist_is_told(tmp_path: Path) -> None:
     """The server goes on without it."""
     with Editor(tmp_path, options={"import": "nobodys"}) as editor:
         assert editor.type("a.toml", 'extends = "small"\n') == []
-        assert editor.messages == ["--import nobodys: there is no package 'nobodys'"]
+        assert editor.messages == ["--import nobodys: there is no package, folder or file 'nobodys'"]
 
 
 def test_files_that_are_not_open_count_as_they_are_on_disk(editor: Editor) -> None:
