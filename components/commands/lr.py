@@ -77,7 +77,7 @@ def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[
 
 
 def _drawn(total: int) -> list[int]:
-    """All steps, or so many of them that a picture shows no difference; the first and the last are among them."""
+    """All steps, or as many of them as a picture can show; the first and the last are always among them."""
     if total <= MOST_POINTS:
         return list(range(1, total + 1))
     return sorted({1 + (total - 1) * number // (MOST_POINTS - 1) for number in range(MOST_POINTS)})

@@ -84,7 +84,7 @@ class LossSpikes:
                 log.warning("step %d: %s", step.index, spike)
 
     def _spike(self, step: Step) -> str:
-        """What a spike is told as, and empty for other losses, which later ones are compared with."""
+        """The sentence for a step whose loss is a spike; empty for another loss, with which later ones are compared."""
         step.settle()
         loss, spike = float(step.outputs["loss"]), ""
         if len(self._losses) >= self.window:

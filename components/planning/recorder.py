@@ -40,7 +40,7 @@ class Part:
     held: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "Part", times: int = 1) -> "Part":
-        """This one and so many of another, before or after it; the greater rise of both."""
+        """This one and another, which runs several times before or after it; `rise` is the greater of both."""
         labels = dict.fromkeys([*self.held, *other.held])
         held = {label: self.held.get(label, 0) + times * other.held.get(label, 0) for label in labels}
         return Part(

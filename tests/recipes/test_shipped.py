@@ -62,7 +62,7 @@ def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("recipe", "ranks"), NAMED_GPUS.items())
 def test_recipes_of_known_models_fit_the_gpus_that_they_name(recipe: str, ranks: int) -> None:
-    """By the plan, each rank of so many GPUs of 80 GB has enough memory."""
+    """By the plan, each rank has enough memory on the number of GPUs of 80 GB that the recipe names."""
     planned = plan(Recipe.load(recipe, "vars.data=store", "vars.tokenizer=folder"), device_model("h100"), ranks)
     assert planned.fits, max(planned.peak_memory_bytes)
 

@@ -27,7 +27,7 @@ RECIPE = Recipe.load(
 
 @contextmanager
 def on_a_gpu(memory: int) -> Iterator[None]:
-    """A machine whose GPU, which computes like a core of a CPU, has so many bytes."""
+    """A machine whose GPU has this many bytes, and computes like a core of a CPU."""
     device = attrs.evolve(device_model("cpu"), memory=memory)
     properties = SimpleNamespace(total_memory=memory)
     with (

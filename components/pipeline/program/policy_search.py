@@ -31,14 +31,14 @@ FEW_ACTIONS = 2_000
 """A pipeline with more actions is searched on half as many ranks first."""
 
 TRIALS, MOST_ACTIONS = 240, 300_000
-"""At most so many policies are tried for each size, and so many actions scheduled for all of them: about a second."""
+"""The most policies that are tried for each size, and the most actions that are scheduled in all: about a second."""
 
 KEPT = 3
 """How many of the best policies are changed further."""
 
 
 def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
-    """The policy with the shortest makespan that is found from some others, with so many trials for each size."""
+    """The policy with the shortest makespan that a search finds, which starts from others and tries `trials` a size."""
     return _found(task, starts, trials)[0]
 
 

@@ -15,12 +15,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach, floating
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
@@ -34,58 +35,6 @@ log = logging.getLogger("drawloom.pipeline")
 
 STATE = ("loss", "weight", "sums")
 """What the last stage writes of a microbatch."""
-
-
-class Recorded(Protocol):
-    """A recorded function."""
-
-    @property
-    def outputs(self) -> Any:
-        """What the function gives, at the same addresses after each replay."""
-        ...
-
-    def replay(self) -> None:
-        """Compute the outputs anew, from what is in the inputs now."""
-        ...
-
-
-Record = Callable[[Callable[[], Any]], Recorded]
-"""Records a function without running its kernels; what is recorded by one `Record` shares memory, and takes turns."""
-
-
-@attrs.frozen
-class CudaGraph:
-    """A recorded CUDA graph."""
-
-    graph: torch.cuda.CUDAGraph
-    outputs: Any
-
-    def replay(self) -> None:
-        """Launch it in the current stream."""
-        self.graph.replay()
-
-
-@attrs.define
-class CudaRecord:
-    """Records in a stream of its own, with a memory pool of its own."""
-
-    stream: torch.cuda.Stream
-    _pool: Any = attrs.field(init=False, factory=torch.cuda.graph_pool_handle)
-
-    def __call__(self, run: Callable[[], Any]) -> CudaGraph:
-        """The graph of what a function launches."""
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        # Not `torch.cuda.graph`, which waits for the device: that may be receiving what another rank sends only when it
-        # has got something from this one.
-        with torch.cuda.stream(self.stream):
-            # Other threads, such as those that write checkpoints, may do meanwhile what this one must not.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                outputs = run()
-            finally:
-                graph.capture_end()
-        return CudaGraph(graph, outputs)
 
 
 @attrs.define(eq=False)
@@ -111,7 +60,8 @@ class Slot:
     def forward(self, given: Any) -> tuple[Any, list[Any]]:
         """The stage's output, and of the last stage loss, weight and sums: copies, as the slot keeps its tensors."""
         _put(self._given, given)
-        return self._replay("forward")  # type: ignore[no-any-return]
+        output, kept = self._replay("forward")
+        return output, kept
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the inputs from those of the outputs, and those of weights."""
@@ -129,7 +79,8 @@ class Slot:
     def _backward_by(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
         if grads is not None:
             _put(self._grads, grads)
-        return self._replay(name)  # type: ignore[no-any-return]
+        found: list[Tensor] = self._replay(name)
+        return found
 
     def backward_weight(self) -> None:
         """Add the weight gradients that `backward_input` has put off."""

@@ -131,7 +131,7 @@ OF_EXPERTS = ((EXPERTS, 4, 1), (EXPERTS, 4, 4))
 
 
 def cases(ranks: int) -> list[Case]:
-    """What is measured with so many processes."""
+    """What is measured with this number of processes."""
     if ranks == 1:
         return [*(Case(*shape) for shape in (*SHAPES, *OF_EXPERTS)), _long_row(int(os.environ.get("RANKS", "2")), {})]
     # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
@@ -154,7 +154,7 @@ def cases(ranks: int) -> list[Case]:
 
 
 def _long_row(ranks: int, sizes: Mapping[str, int]) -> Case:
-    """One row that so many ranks could share."""
+    """One row that this number of ranks can share."""
     return Case(SMALL_MODEL, 1, 1, sizes, length=ranks * 4 * LENGTH)
 
 

@@ -90,18 +90,20 @@ def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, ho
     assert recorder.recorded > 0
 
 
-def captured_steps(cases: list[pipelines.Case], capture: bool, **how: Any) -> list[dict[str, Any]]:
+def captured_steps(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """In a process of its own, which has stand-ins for CUDA graphs."""
     found = Recorder()
     with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, found.new)):
-        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, **how)
+        steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
     assert bool(found.recorded) == capture
     return steps_of_rank
 
 
-def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run() -> None:
-    """Messages come from and go to other ranks, and to stages of the same rank."""
-    for ours, theirs in zip(*(run_ranks(captured_steps, 2, CASES, each) for each in (True, False)), strict=True):
+@pytest.mark.parametrize("sizes", [{}, {"data_replicate": 2}], ids=["pipeline", "replicas"])
+def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(sizes: dict[str, int]) -> None:
+    """Messages come from and go to other ranks, and to stages of the same rank; replicas sum after the last pass."""
+    found_by = [run_ranks(captured_steps, 2, CASES, each, sizes, timeout=120) for each in (True, False)]
+    for ours, theirs in zip(*found_by, strict=True):
         for found, plain in zip(ours, theirs, strict=True):
             assert_same(found, plain)
 
