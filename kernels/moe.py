@@ -84,9 +84,11 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        summed = _gathered(grad, dest_row).sum(1).to(grad.dtype)
-        of_probabilities = _gathered(grad_probabilities.unsqueeze(1), dest_row).squeeze(2).to(grad_probabilities.dtype)
-        return summed, of_probabilities, None, None, None
+        summed = gathered_rows(grad, dest_row).sum(1).to(grad.dtype)
+        of_probabilities = (
+            gathered_rows(grad_probabilities.unsqueeze(1), dest_row).squeeze(2).to(grad_probabilities.dtype)
+        )
+        return summed, of_probabilities.to(grad_probabilities.dtype), None, None, None
 
 
 class _Unpermute(Function):
@@ -95,7 +97,7 @@ class _Unpermute(Function):
         ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, dest_row, source_choice)
-        gathered = _gathered(rows, dest_row)
+        gathered = gathered_rows(rows, dest_row)
         weighted = gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)
         return as_new_tensor(weighted.sum(1).to(rows.dtype))
 
@@ -109,12 +111,15 @@ class _Unpermute(Function):
             of_rows = (_upcast(of_rows) * probabilities.flatten()[place].unsqueeze(-1)).to(grad.dtype)
         of_probabilities = None
         if rows is not None:
-            of_probabilities = (_gathered(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
+            of_probabilities = (gathered_rows(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
         return of_rows, of_probabilities, None, None, None
 
 
-def _gathered(rows: Tensor, dest_row: Tensor) -> Tensor:
-    """The row of each choice (tokens, top_k, hidden_size) in at least float32, zero for dropped choices."""
+def gathered_rows(rows: Tensor, dest_row: Tensor) -> Tensor:
+    """
+    The row of each choice, (tokens, top_k, hidden_size) in at least float32, of rows (rows, hidden_size) and dest_row,
+    int32 (tokens, top_k); zero for dropped choices.
+    """
     known = dest_row >= 0
     if not len(rows):
         return _upcast(rows.new_zeros(*dest_row.shape, *rows.shape[1:]))

@@ -7,11 +7,10 @@ from torch import nn
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.experts import Dispatcher, ExpertKernels
 from drawloom.components.ports.model import (
     AveragedWeights,
     BatchContext,
-    Dispatcher,
-    ExpertKernels,
     Head,
     Kernels,
     LayerRange,

@@ -9,7 +9,7 @@ from torch import nn
 
 from drawloom.components.distributed.parameter_split import split_parameter
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import Dispatcher
+from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.slices import RankSlice
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
 from drawloom.components.distributed.process_group import Done
-from drawloom.components.ports.distributed import Group, Pending
+from drawloom.components.distributed.symmetric_memory import HostMemory
+from drawloom.components.ports.distributed import Group, Pending, SymmetricMemory
 
 
 @attrs.frozen
@@ -51,6 +52,10 @@ class PlannedGroup:
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """An empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
         return rows.new_empty(sum(received), *rows.shape[1:])
+
+    def symmetric_memory(self, size: int) -> SymmetricMemory:
+        """Memory of `size` bytes on the meta device."""
+        return HostMemory([torch.empty(size, dtype=torch.uint8, device="meta")] * self.size, self)
 
 
 @attrs.frozen

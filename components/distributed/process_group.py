@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
-from drawloom.components.ports.distributed import Pending
+from drawloom.components.distributed.symmetric_memory import HostMemory, gpu_memory, host_memory
+from drawloom.components.ports.distributed import Pending, SymmetricMemory
 from drawloom.graph import UserError
 
 # torch 2.13 calls them by new names, and warns of the old ones.
@@ -61,6 +62,10 @@ class SingleProcess:
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The rows (rows, ...) themselves."""
         return rows.detach()
+
+    def symmetric_memory(self, size: int) -> SymmetricMemory:
+        """Memory of `size` bytes on the CPU."""
+        return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
 
 
 class TorchGroup:
@@ -138,6 +143,13 @@ class TorchGroup:
         with self._peer_errors("an all-to-all"):
             dist.all_to_all_single(found, moved, list(received), list(sent), group=self._handle)
         return found.to(rows.device)
+
+    def symmetric_memory(self, size: int) -> SymmetricMemory:
+        """Memory of `size` bytes on each rank, which all can read; UserError where they can't, as on several hosts."""
+        with self._peer_errors("a mapping of memory"):
+            return (
+                gpu_memory(size, self._handle, self.device) if self.device.type == "cuda" else host_memory(size, self)
+            )
 
     @property
     def handle(self) -> Any:

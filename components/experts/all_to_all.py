@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.distributed.meta_collectives import collective
 from drawloom.components.experts.local import LocalExperts
+from drawloom.components.experts.planned_exchange import planned_dispatch
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.model import Dispatched, ExpertKernels
+from drawloom.components.ports.experts import Dispatched, ExpertKernels
 from drawloom.graph import component
 
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -46,11 +46,8 @@ class AllToAllExperts:
         mine = num_experts // group.size
         if group.size == 1:
             return LocalExperts(kernels=self.kernels).dispatch(hidden, chosen, probabilities, mine)
-        if hidden.is_meta:  # without values the choices are those of other ranks, too: each gets as many rows as it has
-            copies = _copies(chosen.shape[-1], group.size)
-            sent = _OnMeta.apply(hidden, copies, group.size)  # type: ignore[no-untyped-call]
-            local = LocalExperts(kernels=self.kernels).dispatch(sent, chosen, probabilities, mine)
-            return local._replace(combine=lambda rows: _OnMeta.apply(local.combine(rows), copies, group.size))  # type: ignore[no-untyped-call]
+        if hidden.is_meta:
+            return planned_dispatch(self.kernels, hidden, chosen, probabilities, mine, group.size)
         journey = self._journey(chosen, mine, group)
         tokens, weights = self._sent(hidden, probabilities, journey)
         here = self._at_experts(chosen, mine, journey)
@@ -120,31 +117,6 @@ def _cut(routes: Routes, rows: int) -> Routes:
     """Routes without the places of dropped choices, of which there are many."""
     dest, source, ends = routes
     return dest, source[:rows], ends
-
-
-def _copies(choices: int, ranks: int) -> float:
-    """To how many ranks a token travels on average, if each of its choices falls on any rank alike."""
-    return ranks * (1 - (1 - 1 / ranks) ** choices)
-
-
-class _OnMeta(Function):
-    """A meta tensor (tokens, width) that is sent to and fro, some copies of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, copies: float, ranks: int) -> Tensor:
-        ctx.copies, ctx.ranks = copies, ranks
-        return _travelled(tokens, copies, ranks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _travelled(grad, ctx.copies, ctx.ranks), None, None
-
-
-def _travelled(tokens: Tensor, copies: float, ranks: int) -> Tensor:
-    rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
-    collective(rows, rows.shape, "all_to_all", "expert", ranks)
-    return torch.empty_like(tokens)
 
 
 class _Exchange(Function):

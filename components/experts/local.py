@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.ports.model import Dispatched, ExpertKernels
+from drawloom.components.ports.experts import Dispatched, ExpertKernels
 from drawloom.graph import component
 
 

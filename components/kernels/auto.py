@@ -11,6 +11,7 @@ from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.experts import PeerExchange
 from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
@@ -64,6 +65,7 @@ class AutoKernels:
     _moe_routes: Choice = _operation("moe_routes", "the table of rows by expert")
     _moe_permute: Choice = _operation("moe_permute", "copies of tokens for their experts")
     _moe_unpermute: Choice = _operation("moe_unpermute", "sums of experts' rows by token")
+    _moe_peers: Choice = _operation("moe_peers", "copies and sums of tokens in the memory of other ranks")
     _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation("grouped_gemm", "products by expert")
 
     @classmethod
@@ -210,6 +212,11 @@ class AutoKernels:
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         """The sum (tokens, hidden_size) by token of rows (tokens * top_k, hidden_size), weighted if probabilities."""
         return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
+
+    @property
+    def moe_peers(self) -> PeerExchange:
+        """Copies and sums of tokens in the memory of other ranks."""
+        return self._functions["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """Rows x (rows, inputs) times their experts' matrices weight (experts, inputs, outputs), or transposed."""

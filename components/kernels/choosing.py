@@ -57,6 +57,7 @@ OPERATIONS = {
     "moe_routes": _pair("moe", "moe_routes", "moe_routes"),
     "moe_permute": _pair("moe", "moe_permute", "moe_permute"),
     "moe_unpermute": _pair("moe", "moe_permute", "moe_unpermute"),
+    "moe_peers": Operation({"eager": "moe_peers.EAGER", "triton": "triton.moe_peers.TRITON"}),
     "grouped_gemm": Operation(
         {
             "eager": "grouped_gemm.grouped_gemm_eager",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.model import ExpertRouter, Stages, routers_of
+from drawloom.components.ports.experts import ExpertRouter, routers_of
+from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import UserError, component, setting
 

@@ -21,8 +21,9 @@ from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.flops import ForwardFlops
-from drawloom.components.ports.model import ExpertKernels, LayerRange
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import fitting_folder

@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.components.ports.model import ExpertKernels
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import above, at_least, component, setting
 
 

@@ -40,17 +40,9 @@ from drawloom.components.pipeline.stage_checks import (
 from drawloom.components.pipeline.stage_parameters import StageParameters
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import (
-    LOSS,
-    BatchContext,
-    Dispatcher,
-    LayerRange,
-    Model,
-    Recompute,
-    Stage,
-    Transform,
-)
+from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Recompute, Stage, Transform
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice

@@ -65,6 +65,29 @@ class Group(Protocol):
         """
         ...
 
+    def symmetric_memory(self, size: int) -> "SymmetricMemory":
+        """
+        Memory of `size` bytes on each rank, on the device of the ranks, which all of them can read; all call this.
+
+        Raises UserError where they can't, as on several hosts.
+        """
+        ...
+
+
+class SymmetricMemory(Protocol):
+    """As many bytes on each rank of a group, which all of its ranks can read and write."""
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """The memory of each rank, by rank: uint8 (bytes,), all of one size; that of this rank is local."""
+        ...
+
+    def barrier(self) -> None:
+        """
+        Wait until all ranks call this: what comes after sees what they wrote before. On a GPU only the stream waits.
+        """
+        ...
+
 
 class Pending(Protocol):
     """A send, receive or sum in progress."""

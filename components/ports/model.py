@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import attrs
 import torch
@@ -265,107 +265,6 @@ class Kernels(Protocol):
         ...
 
 
-@port
-class ExpertKernels(Kernels, Protocol):
-    """
-    The operations of a model with experts.
-
-    Rows are copies of tokens, one for each choice of an expert, sorted by expert. `routes` are three tensors: the row
-    of each choice, int32 (tokens, top_k); the choice of each row, int32 (tokens * top_k,); and where each expert's
-    rows end, int32 (experts,). Dropped choices have no row, and rows past the last offset may hold anything; the second
-    tensor may be cut off behind it, and as many rows are made as it is long.
-    """
-
-    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
-        """`swiglu` of the two halves of (..., 2 * width); gives (..., width)."""
-        ...
-
-    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Routes for integers (tokens, top_k) from 0 to num_experts - 1, or -1 for dropped choices."""
-        ...
-
-    def moe_permute(
-        self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The rows (tokens * top_k, width) of x (tokens, width), and the probability (tokens, top_k) of each."""
-        ...
-
-    def moe_unpermute(
-        self, rows: Tensor, routes: tuple[Tensor, Tensor, Tensor], probabilities: Tensor | None = None
-    ) -> Tensor:
-        """Rows, times their probabilities if given, added up by token: (tokens, width)."""
-        ...
-
-    def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        """Each row of x (rows, inputs) times its expert's matrix (experts, inputs, outputs), or transposed."""
-        ...
-
-
-class Dispatched(NamedTuple):
-    """
-    Copies of tokens at the rank of their experts: `rows` (rows, width), sorted by expert, `scale` (rows,), the
-    probability of each, and `ends`, int32 (experts of this rank,), where each expert's rows end.
-
-    `combine` makes of what experts give for the rows, (rows, width), the sums (tokens, width) of this rank's tokens.
-    Rows past the last end may hold anything.
-    """
-
-    rows: Tensor
-    scale: Tensor
-    ends: Tensor
-    combine: Callable[[Tensor], Tensor]
-
-
-@port
-class Dispatcher(Protocol):
-    """
-    Brings tokens to the experts that they chose, and back. Both are differentiable.
-
-    A component says by `between_ranks`, of its class, whether the experts may be on several ranks.
-    """
-
-    @property
-    def between_ranks(self) -> bool:
-        """Whether tokens get to the experts of other ranks."""
-        ...
-
-    def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
-        """
-        A row for each choice of a token that fell on an expert of this rank.
-
-        hidden: (tokens, width); chosen: integers (tokens, choices) from 0 to num_experts - 1, or -1 for a dropped one;
-        probabilities: (tokens, choices), at least float32. Where several ranks share the experts, all call this and
-        `combine` in the same order, those without tokens, too.
-        """
-        ...
-
-
-ObserveRouting = Callable[[Tensor, Tensor], None]
-"""Takes how many of a microbatch's choices each expert has, int64 (experts,), and the scores by token, which add up to
-1: at least float32 (tokens, experts), without a graph."""
-
-
-@runtime_checkable
-class ExpertRouter(Protocol):
-    """
-    What sends tokens to experts: a module of a stage that has these members.
-
-    `e_score_correction_bias`, a persistent buffer, float32 (num_experts,), is added to the scores of experts where they
-    are chosen; None if the model has none.
-    """
-
-    num_experts: int
-    e_score_correction_bias: Tensor | None
-
-    def observe(self, observer: ObserveRouting) -> None:
-        """Call `observer` in each forward pass of training from now on, once for a microbatch."""
-        ...
-
-    def ignore(self, observer: ObserveRouting) -> None:
-        """Call it no more."""
-        ...
-
-
 LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
@@ -472,12 +371,6 @@ class Stages(Protocol):
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
         ...
-
-
-def routers_of(stages: Stages) -> dict[str, ExpertRouter]:
-    """The routers of this rank's stages, by name."""
-    named = (each for stage in stages.local for each in stage.module.named_modules())
-    return {name: module for name, module in named if isinstance(module, ExpertRouter)}
 
 
 @port

@@ -144,7 +144,7 @@ def _spread(
         x.stride(0),
         0 if others is None else as_rows(others).stride(0),
         WEIGHTED=weighted,
-        **_settings(dest_row, x.shape[1], SPREAD),
+        **tile_settings(dest_row, x.shape[1], SPREAD),
     )
     return rows, of_rows, products
 
@@ -169,22 +169,39 @@ def _gather(
     if not dest_row.numel():
         return summed.zero_(), gathered
     rows = as_rows(rows) if rows.numel() else rows
+    gather_into(rows, probabilities, of_rows, dest_row, summed, None if of_rows is None else gathered)
+    return summed, gathered
+
+
+def gather_into(
+    rows: Tensor,
+    probabilities: Tensor | None,
+    of_rows: Tensor | None,
+    dest_row: Tensor,
+    summed: Tensor,
+    gathered: Tensor | None,
+) -> None:
+    """
+    Write to summed (tokens, hidden_size) the sums of rows (rows, hidden_size), whose last stride is 1, times
+    probabilities (tokens, top_k) if given, and to gathered (tokens, top_k) the values of of_rows (rows,).
+    """
+    if not dest_row.numel():
+        return
     _gather_kernel[(len(dest_row),)](
         rows,
         None if probabilities is None else probabilities.contiguous(),
         None if of_rows is None else of_rows.contiguous(),
         dest_row,
         summed,
-        None if of_rows is None else gathered,
+        gathered,
         rows.shape[1],
         rows.stride(0),
-        **_settings(dest_row, rows.shape[1], GATHER),
+        **tile_settings(dest_row, rows.shape[1], GATHER),
     )
-    return summed, gathered
 
 
-def _settings(dest_row: Tensor, width: int, a_warp: int) -> dict[str, Any]:
-    """Tile sizes: all choices of a token, padded to a power of two, by a block of elements."""
+def tile_settings(dest_row: Tensor, width: int, a_warp: int) -> dict[str, Any]:
+    """Tile sizes for dest_row (tokens, top_k): all choices of a token, to a power of 2, by a block of columns."""
     choices = dest_row.shape[1]
     together = next_power_of_2(choices)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
@@ -202,7 +219,7 @@ def _spread_kernel(
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
     if token < tokens:
-        _spread_token(
+        spread_token(
             x, others, probabilities, dest_row, rows, of_rows, products, token, width, x_stride, others_stride,
             WEIGHTED, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
@@ -213,7 +230,7 @@ def _spread_kernel(
 
 # fmt: off
 @triton.jit
-def _spread_token(
+def spread_token(
     x, others, probabilities, dest_row, rows, of_rows, products, token, width, x_stride, others_stride,
     WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):

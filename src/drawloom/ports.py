@@ -35,23 +35,26 @@ from drawloom.components.ports.distributed import (
     Reduce,
     Timed,
 )
+from drawloom.components.ports.experts import (
+    Dispatched,
+    Dispatcher,
+    ExpertKernels,
+    ExpertRouter,
+    ObserveRouting,
+    routers_of,
+)
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
     AveragedWeights,
     BatchContext,
-    Dispatched,
-    Dispatcher,
-    ExpertKernels,
-    ExpertRouter,
     Finish,
     Head,
     HiddenStates,
     Kernels,
     LayerRange,
     Model,
-    ObserveRouting,
     Parameters,
     Recompute,
     RowPart,
@@ -65,7 +68,6 @@ from drawloom.components.ports.model import (
     VocabularyPart,
     averaged,
     gradient_of,
-    routers_of,
 )
 from drawloom.components.ports.pipeline import (
     Executor,

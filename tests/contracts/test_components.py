@@ -232,6 +232,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@router_bias"}}}},
     },
     "experts.local": lambda folder: dispatching("experts.local"),
+    "experts.symmetric": lambda folder: dispatching("experts.symmetric"),
     "experts.all_to_all": lambda folder: dispatching("experts.all_to_all"),
     "adapters.full_tuning": lambda folder: {
         "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},

@@ -70,10 +70,11 @@ def test_rows_that_gpus_share_out_have_the_gradients_of_one_process() -> None:
         pipelines.assert_same_steps([each[number] for each in meshed], found[number])
 
 
+@pytest.mark.parametrize("kind", ["plain", "symmetric"])
 @pytest.mark.parametrize("sizes", [{"data_shard": 2}, {"tensor": 2}, {"context": 2}], ids=str)
-def test_experts_that_gpus_share_out_have_the_gradients_of_one_process(sizes: Mapping[str, int]) -> None:
+def test_experts_that_gpus_share_out_have_the_gradients_of_one_process(sizes: Mapping[str, int], kind: str) -> None:
     """Two GPUs with half of the experts each: losses, norms, gradients and weights of three steps are those of one."""
-    cases: list[pipelines.Case] = [("gpipe", 2, True, False, "plain")]
+    cases: list[pipelines.Case] = [("gpipe", 2, True, False, kind)]
     common = "cuda", pipelines.FLOAT64, 3, 4, (6, 4), 8
     (found,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
     meshed = run_ranks(pipelines.steps, 2, cases, {**sizes, "expert": 2}, *common, timeout=120)

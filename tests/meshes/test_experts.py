@@ -13,6 +13,7 @@ from support.processes import run_ranks
 
 LAYERS, EXPERTS = 4, 8
 PLAIN: pipelines.Case = ("gpipe", 4, True, False, "plain")
+SYMMETRIC: pipelines.Case = ("gpipe", 4, True, False, "symmetric")
 MUON: pipelines.Case = ("gpipe", 4, True, False, "muon")
 EIGHT: pipelines.Case = ("gpipe", 8, True, False, "plain")
 
@@ -32,14 +33,17 @@ def of_schedules(*names: str) -> list[pipelines.Case]:
 
 
 MESHES = [
-    Meshed({"data_shard": 4, "expert": 2}, [PLAIN, ("gpipe", 4, False, True, "tempered")]),
+    Meshed({"data_shard": 4, "expert": 2}, [PLAIN, SYMMETRIC, ("gpipe", 4, False, True, "tempered")]),
     Meshed({"data_shard": 4, "expert": 4}, [MUON]),
-    Meshed({"data_shard": 2, "tensor": 2, "expert": 2}, [PLAIN], (5, 1)),
+    Meshed({"data_shard": 2, "tensor": 2, "expert": 2}, [PLAIN, SYMMETRIC], (5, 1)),
     Meshed({"tensor": 4, "expert": 2}, [MUON], (5, 1)),
     Meshed({"tensor": 2, "data_shard": 2}, [PLAIN], (5, 1)),
     Meshed({"context": 2, "data_shard": 2, "expert": 2}, [PLAIN], (8, 4)),
     Meshed({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
-    Meshed({"data_shard": 2, "expert": 2}, of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v")),
+    Meshed(
+        {"data_shard": 2, "expert": 2},
+        [*of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v"), ("dual_pipe_v", *SYMMETRIC[1:])],
+    ),
     Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [MUON]),
 ]
 

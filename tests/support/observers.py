@@ -20,6 +20,8 @@ from drawloom.components.data.pad_collator import PadCollator
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.symmetric_memory import HostMemory
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
@@ -92,6 +94,27 @@ def chosen_kernels(use: str, values: Values, _place: Path) -> Any:
         return {operation: kernels.chosen(operation) for operation in OPERATIONS}
     except UserError as error:
         return str(error)  # without Triton's interpreter
+
+
+def rows_of_peers(use: str, values: Values, _place: Path) -> Any:
+    """How many rows the first of two ranks makes, whose tokens are all its own, as the second never writes."""
+    made = build(use, kernels=cpu_kernels(), mesh=fake(Mesh, group=lambda *_: _Pair()), **values)
+    return made.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2), 2).rows.shape
+
+
+@attrs.frozen
+class _Pair:
+    """The first rank of a group of two, seen in one process."""
+
+    rank: int = 0
+    size: int = 2
+
+    def max(self, tensor: Tensor) -> None:
+        """This rank has the most."""
+
+    def symmetric_memory(self, size: int) -> HostMemory:
+        """Memory of both."""
+        return HostMemory([torch.zeros(size, dtype=torch.uint8) for _ in range(2)], SingleProcess())
 
 
 def filter_of(use: str, values: Values, _place: Path) -> Any:

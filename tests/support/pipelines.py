@@ -17,6 +17,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.experts.all_to_all import AllToAllExperts
+from drawloom.components.experts.symmetric import SymmetricExperts
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
@@ -28,6 +29,7 @@ from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
@@ -130,6 +132,7 @@ class StatesLoss(NextToken):
 LOSSES: dict[str, Callable[[], Any]] = {
     "plain": NextToken,
     "muon": NextToken,
+    "symmetric": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
@@ -139,7 +142,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 Case = tuple[str, int, bool, bool, str]
 """
 A schedule, how many microbatches, whether embedding and head are tied, whether the first layer is frozen, and the name
-of a loss; that of "muon" is the plain one, with another optimizer.
+of a loss; those of "muon" and "symmetric" are the plain one, with another optimizer or dispatcher.
 """
 
 
@@ -219,6 +222,12 @@ def steps_on_meshes(
         processes.close()
 
 
+def _dispatcher(kind: str, kernels: Any, mesh: RankMesh) -> Dispatcher:
+    if kind == "symmetric":
+        return SymmetricExperts(kernels=kernels, mesh=mesh, max_tokens=64, capacity=2.0)
+    return AllToAllExperts(kernels=kernels, mesh=mesh)
+
+
 def _steps(
     name: str,
     microbatches: int,
@@ -254,7 +263,7 @@ def _steps(
     model = (Qwen3Moe if experts else Qwen3Dense)(kernels=kernels, tie_word_embeddings=tied, **sizes)
     stages = MaterializedStages(
         model=model,
-        dispatcher=AllToAllExperts(kernels=kernels, mesh=mesh),
+        dispatcher=_dispatcher(kind, kernels, mesh),
         loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,

@@ -145,6 +145,7 @@ TRITON = (
     "moe_routes",
     "moe_permute",
     "moe_unpermute",
+    "moe_peers",
     "grouped_gemm",
 )
 
@@ -154,6 +155,9 @@ ROWS: dict[str, Row] = {
         runs.adapted_by,
         {"targets": ["q_proj"], "rank": 2, "alpha": 4.0},
         {"targets": ["k_proj"], "rank": 3, "alpha": 5.0, "rslora": True, "dora": True, "dropout": 0.5},
+    ),
+    "experts.symmetric": Row(
+        parts.rows_of_peers, {"max_tokens": 6, "capacity": 1.0}, {"max_tokens": 5, "capacity": 1.2}
     ),
     "checkpoint.checkpointer": Row(
         runs.checkpoints_of,

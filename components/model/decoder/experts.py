@@ -9,7 +9,7 @@ from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import MoeConfig
 from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.ports.model import ExpertKernels
+from drawloom.components.ports.experts import ExpertKernels
 
 
 class SparseMoeBlock(nn.Module):

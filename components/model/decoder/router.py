@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.layers import Linear
-from drawloom.components.ports.model import ExpertKernels, ObserveRouting
+from drawloom.components.ports.experts import ExpertKernels, ObserveRouting
 from drawloom.kernels.recompute import is_recomputing
 
 

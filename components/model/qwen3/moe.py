@@ -10,7 +10,7 @@ from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.qwen3.dense import FIXED
-from drawloom.components.ports.model import ExpertKernels
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 MOE = Family(

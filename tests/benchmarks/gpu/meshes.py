@@ -41,6 +41,7 @@ from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
 from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
 from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
 from drawloom.components.experts.all_to_all import AllToAllExperts  # noqa: E402
+from drawloom.components.experts.symmetric import SymmetricExperts  # noqa: E402
 from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
 from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
@@ -99,6 +100,7 @@ class Case:
     lora: bool = False
     capture: bool = False
     recompute: Recompute = "none"
+    dispatcher: str = "all_to_all"
     layers: int | None = None
 
     @property
@@ -109,6 +111,7 @@ class Case:
         who += peer if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
         by = f", {self.schedule}" if "pipeline" in self.sizes else ""
+        who += f", {self.dispatcher}" if self.dispatcher != "all_to_all" else ""
         who += f", {self.layers} layers" if self.layers else ""
         who += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
@@ -142,6 +145,7 @@ def cases(ranks: int) -> list[Case]:
     for shape in OF_EXPERTS:
         shards = {"data_shard": ranks}
         found += [Case(*shape, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
+        found += [Case(*shape, {**shards, "expert": ranks}, reshard=False, dispatcher=each) for each in SYMMETRIC]
         found.append(Case(*shape, shards, reshard=False))
     found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
     found.append(_long_row(ranks, {"context": ranks}))
@@ -159,6 +163,7 @@ def _long_row(ranks: int, sizes: Mapping[str, int]) -> Case:
 
 
 SCHEDULES = ("one_f_one_b", "zero_bubble_v")
+SYMMETRIC: dict[str, dict[str, Any]] = {"symmetric": {}, "symmetric, capacity 1.25": {"capacity": 1.25}}
 
 FINETUNING = [
     Case(*shape, peer=peer, length=length, lora=lora)
@@ -275,7 +280,8 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     stages = MaterializedStages(
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
-    stages.dispatcher = AllToAllExperts(kernels=kernels, mesh=mesh)
+    use: Any = SymmetricExperts if case.dispatcher in SYMMETRIC else AllToAllExperts
+    stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
     stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)

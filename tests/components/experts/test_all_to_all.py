@@ -4,99 +4,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.expert_parallel import share_experts
-from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.experts.all_to_all import AllToAllExperts
-from drawloom.components.model.decoder.experts import Experts
-from support.processes import run_ranks
-from support.qwen3 import cpu_kernels, sparse
-
-RANKS, EXPERTS, WIDTH = 3, 6, 8
-
-# Of each rank the experts that its tokens choose; -1 is a dropped choice.
-CHOICES: dict[str, list[list[list[int]]]] = {
-    "every expert": [[[0, 3], [1, 4], [2, 5]], [[5, 0], [4, 1]], [[3, 2]]],
-    "one expert": [[[2, 2]] * 7, [[2, 2]], [[2, 2]] * 3],
-    "all tokens on one rank": [[[n % 6, (n + 1) % 6] for n in range(14)], [], []],
-    "a rank without tokens and one without rows": [[], [[0, 1]] * 3, [[1, 0]] * 2],
-    "dropped choices": [[[-1, 3], [-1, -1]], [[0, -1]], [[-1, 5], [2, -1]]],
-    "no tokens": [[], [], []],
-}
-
-
-def experts_of(**changes: Any) -> Experts:
-    """The experts of a layer in float64, on the meta device."""
-    model = sparse(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=5, **changes)
-    with torch.device("meta"):
-        return Experts(model.architecture, model.kernels).double()  # type: ignore[arg-type]
-
-
-def weight(name: str) -> Tensor:
-    """A whole parameter."""
-    shape = experts_of().get_parameter(name).shape
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
-
-
-def inputs(chosen: list[list[list[int]]], rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden states, choices and probabilities of a rank's tokens."""
-    generator = torch.Generator().manual_seed(rank)
-    count = len(chosen[rank])
-    hidden = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
-    probabilities = torch.rand(count, 2, generator=generator, dtype=torch.float64).requires_grad_()
-    return hidden, torch.tensor(chosen[rank], dtype=torch.int64).view(count, 2), probabilities
-
-
-def ran(module: Experts, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
-    """What experts give, and the gradients of all that it is made of."""
-    result = module(hidden, chosen, probabilities)
-    result.backward(result.detach().cos())
-    grads = {name: part.grad for name, part in module.named_parameters()}
-    found = {"result": result.detach(), "hidden": hidden.grad, "probabilities": probabilities.grad, **grads}
-    assert all(each is not None for each in found.values())
-    return found
-
-
-def _shared() -> list[dict[str, Tensor]]:
-    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
-    processes.open()
-    try:
-        mesh = RankMesh(processes=processes, data_shard=RANKS, expert=RANKS)
-        mesh.open()
-        found = []
-        for chosen in CHOICES.values():
-            module = experts_of()
-            splits = share_experts(module, mesh.group("expert"), AllToAllExperts(kernels=cpu_kernels(), mesh=mesh))
-            module.to_empty(device="cpu")
-            for name, split in splits.items():
-                module.get_parameter(name).data.copy_(weight(name)[split.place.index()])
-            found.append(ran(module, *inputs(chosen, mesh.world.rank)))
-        return found
-    finally:
-        processes.close()
+from support.dispatchers import CHOICES, WIDTH, Results, assert_those_of_one_rank, experts_of, shared
+from support.qwen3 import cpu_kernels
 
 
 @pytest.fixture(scope="module")
-def shared() -> list[list[dict[str, Tensor]]]:
-    """What each of three ranks finds for each entry of CHOICES, with two experts each."""
-    return run_ranks(_shared, RANKS)
+def by_all_to_all() -> Results:
+    """What each of three ranks finds."""
+    return shared(AllToAllExperts)
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_results_and_gradients_are_those_of_one_rank(name: str, shared: list[list[dict[str, Tensor]]]) -> None:
+def test_results_and_gradients_are_those_of_one_rank(name: str, by_all_to_all: Results) -> None:
     """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
-    parts = [each[[*CHOICES].index(name)] for each in shared]
-    given = [inputs(CHOICES[name], rank) for rank in range(RANKS)]
-    module = experts_of().to_empty(device="cpu")
-    for key, parameter in module.named_parameters():
-        parameter.data.copy_(weight(key))
-    joined = [torch.cat([each[place].detach() for each in given]) for place in range(3)]
-    whole = ran(module, joined[0].requires_grad_(), joined[1], joined[2].requires_grad_())
-    for key, expected in whole.items():
-        torch.testing.assert_close(torch.cat([part[key] for part in parts]), expected, rtol=1e-13, atol=1e-14)
+    assert_those_of_one_rank(name, by_all_to_all[name])
 
 
 def test_shapes_are_known_without_an_exchange() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import ExpertKernels, Kernels
+from drawloom.components.ports.experts import ExpertKernels
+from drawloom.components.ports.model import Kernels
 from drawloom.graph import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec

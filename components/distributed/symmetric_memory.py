@@ -1,0 +1,97 @@
+"""
+Memory of as many bytes on each rank of a group, which all of its ranks can read and write.
+
+On GPUs it is torch's symmetric memory, which GPUs of one host reach over NVLink or PCIe; on a CPU, one file that the
+processes of a host map.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drawloom.components.ports.distributed import Group
+from drawloom.graph import UserError
+
+
+@attrs.frozen(eq=False)
+class GpuMemory:
+    """Of GPUs, by torch's symmetric memory; `barrier` is a kernel on the current stream."""
+
+    parts: Sequence[Tensor]
+    handle: Any
+
+    def barrier(self) -> None:
+        """What this stream does from here on sees what all ranks have written before their barrier."""
+        self.handle.barrier()
+
+
+@attrs.frozen(eq=False)
+class HostMemory:
+    """Of processes of one host, by a file that is mapped; `barrier` waits for the others."""
+
+    parts: Sequence[Tensor]
+    group: Group
+
+    def barrier(self) -> None:
+        """What this rank does from here on sees what all ranks have written before their barrier."""
+        self.group.sum(torch.zeros(1))
+
+
+def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
+    """
+    Memory of `size` bytes on each rank of a group of torch.distributed; collective.
+
+    Raises UserError where GPUs can't map each other's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    try:
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(own, group)
+        parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
+    except RuntimeError as error:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        raise UserError(
+            f"the GPUs of ranks {ranks} can't map each other's memory; they must be of one host, with peer access. "
+            f"torch says: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return GpuMemory(parts, handle)
+
+
+def host_memory(size: int, group: Group) -> HostMemory:
+    """
+    Memory of `size` bytes for each rank of a group, in a temporary file without a name; collective.
+
+    Raises UserError where the ranks are not on one host, or the disk is full.
+    """
+    path = Path(group.gather_json(_new_file(size * group.size) if group.rank == 0 else "")[0])
+    seen = group.gather_json(path.exists() and path.stat().st_size == size * group.size)
+    if not all(seen):
+        raise UserError(
+            f"rank {seen.index(False)} of the group can't share memory with rank 0 by {path}; the ranks must be of one "
+            f"host, with {size * group.size} bytes free there"
+        )
+    whole = torch.from_file(str(path), shared=True, size=size * group.size, dtype=torch.uint8)
+    group.gather_json(None)  # all have mapped the file
+    if group.rank == 0:
+        path.unlink()
+    return HostMemory(torch.split(whole, size), group)
+
+
+def _new_file(size: int) -> str:
+    descriptor, path = tempfile.mkstemp(prefix="drawloom-memory-")
+    try:
+        # Space is taken now: a disk that is full later would kill the processes by a signal.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    return path

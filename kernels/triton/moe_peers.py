@@ -1,0 +1,254 @@
+"""
+Tokens of several ranks whose GPUs' memory this rank reads, in Triton: one launch for each part of an exchange.
+
+A program handles one token, which it reads from the rank that has it. Loads from another GPU's memory take longer than
+from this one's, so that there are many programs, and each loads a whole tile before it uses it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.moe import Routes
+from drawloom.kernels.moe_peers import Peers
+from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.moe_permute import gather_into, spread_token, tile_settings
+from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
+
+ENTRIES = 1024
+"""Choices that a program of the first part handles."""
+
+FLOAT = torch.float32
+
+SPREAD, SUM = 512, 1024
+"""Elements for each warp."""
+
+
+class PeerExchangeTriton:
+    """The same as PeerExchange, for float32, bfloat16 and float16."""
+
+    @staticmethod
+    def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+        """Tokens (tokens, columns) to slots (slots, columns): hidden states, and maybe scalars and choices."""
+        hidden, *others = given[0], *(each.contiguous() for each in given[1:])
+        hidden = as_rows(hidden) if hidden.numel() else hidden
+        slots, width = shown[0].shape
+        top_k = others[0].shape[1] if others else 0
+        scalars, choices = others or (None, None)
+        to_scalars, to_choices = shown[1:] if others else (None, None)
+        block = next_power_of_2(min(max(width, 16), 4096))
+        _publish_kernel[(slots,)](
+            hidden,
+            scalars,
+            choices,
+            shown[0],
+            to_scalars,
+            to_choices,
+            len(hidden),
+            width,
+            hidden.stride(0) if len(hidden) else width,
+            CHOICES=top_k,
+            TOGETHER=next_power_of_2(max(top_k, 1)),
+            BLOCK=block,
+            num_warps=max(1, min(block // SUM, 8)),
+        )
+
+    @staticmethod
+    def choices(chosen: Peers, first: int, experts: int) -> Tensor:
+        """int32 (ranks * slots, top_k), of chosen int32 (slots, top_k) of each rank."""
+        tensors, addresses = chosen
+        slots, top_k = tensors[0].shape
+        local = tensors[0].new_empty(len(tensors) * slots, top_k)
+        if local.numel():
+            grid = (triton.cdiv(local.numel(), ENTRIES),)
+            _choices_kernel[grid](
+                addresses, local, local.numel(), slots * top_k, first, experts, ENTRIES=ENTRIES, num_warps=4
+            )
+        return local
+
+    @staticmethod
+    def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
+        """Routes to `room` rows at most, and NaN or 0, float32 (1,)."""
+        dest_row, source_choice, offsets = routes
+        limited, ends, flag = torch.empty_like(dest_row), torch.empty_like(offsets), most.new_empty(1, dtype=FLOAT)
+        grid = (max(1, triton.cdiv(dest_row.numel(), ENTRIES)),)
+        _limit_kernel[grid](
+            dest_row,
+            offsets,
+            limited,
+            ends,
+            flag,
+            most,
+            dest_row.numel(),
+            len(offsets),
+            room,
+            ENTRIES=ENTRIES,
+            EXPERTS=next_power_of_2(len(offsets)),
+            num_warps=4,
+        )
+        return Routes(limited, source_choice[:room], ends), flag
+
+    @staticmethod
+    def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+        """(rows, hidden_size) and (rows,), of tokens (slots, hidden_size) and scalars (slots, top_k) of each rank."""
+        like, (dest_row, source_choice, _) = tokens[0][0], routes
+        check_floats("moe_peers by triton", like)
+        rows = like.new_empty(len(source_choice), like.shape[1])
+        of_rows = None if scalars is None else scalars[0][0].new_empty(len(rows))
+        if len(rows):
+            _rows_kernel[(len(dest_row),)](
+                tokens[1],
+                None if scalars is None else scalars[1],
+                dest_row,
+                rows,
+                of_rows,
+                len(like),
+                like.shape[1],
+                **tile_settings(dest_row, like.shape[1], SPREAD),
+            )
+        return rows, of_rows
+
+    @staticmethod
+    def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
+        """Of rows (rows, hidden_size), scalars (rows,), to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
+        check_floats("moe_peers by triton", rows)
+        gather_into(as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
+
+    @staticmethod
+    def sums(
+        staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """(tokens, hidden_size) and (tokens, top_k), of staged (ranks * slots, hidden_size) of each rank."""
+        like = staged[0][0]
+        total = like.new_empty(len(chosen), like.shape[1])
+        found = None if by_choice is None else by_choice[0][0].new_empty(chosen.shape)
+        if len(chosen):
+            top_k = chosen.shape[1]
+            block = next_power_of_2(min(max(like.shape[1], 16), 4096))
+            _sums_kernel[(len(chosen),)](
+                staged[1],
+                None if by_choice is None else by_choice[1],
+                chosen.contiguous(),
+                total,
+                found,
+                first,
+                experts,
+                like.shape[1],
+                RANKS=len(staged[0]),
+                CHOICES=top_k,
+                TOGETHER=next_power_of_2(max(top_k, 1)),
+                BLOCK=block,
+                num_warps=max(1, min(block // SUM, 8)),
+                enable_fp_fusion=True,
+            )
+        return total, found
+
+
+TRITON = PeerExchangeTriton()
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["tokens"])
+def _publish_kernel(
+    hidden, scalars, choices, to_hidden, to_scalars, to_choices, tokens, width, stride,
+    CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    slot, place = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
+    if scalars is not None:
+        within, given = place < CHOICES, place < tl.where(slot < tokens, CHOICES, 0)
+        scalar = tl.load(scalars + slot * CHOICES + place, mask=given, other=0.0)
+        tl.store(to_scalars + slot * CHOICES + place, scalar, mask=within)
+        choice = tl.load(choices + slot * CHOICES + place, mask=given, other=-1)
+        tl.store(to_choices + slot * CHOICES + place, choice.to(tl.int32), mask=within)
+    if slot < tokens:
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            values = tl.load(hidden + slot * stride + column, mask=column < width)
+            tl.store(to_hidden + slot * width + column, values, mask=column < width)
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["count", "room"])
+def _limit_kernel(
+    dest_row, offsets, limited, ends, flag, most, count, experts, room,
+    ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
+):
+    # fmt: on
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    row = tl.load(dest_row + entry, mask=entry < count, other=-1)
+    tl.store(limited + entry, tl.where(row < room, row, -1), mask=entry < count)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, EXPERTS)
+        end = tl.load(offsets + expert, mask=expert < experts, other=0)
+        tl.store(ends + expert, tl.minimum(end, room), mask=expert < experts)
+        rows = tl.max(end, 0)
+        tl.store(most, tl.maximum(tl.load(most), rows))
+        tl.store(flag, tl.where(rows > room, float("nan"), 0.0))
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["first"])
+def _choices_kernel(chosen, local, count, a_rank, first, experts, ENTRIES: tl.constexpr):
+    # fmt: on
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    inside = entry < count
+    rank = tl.where(inside, entry // a_rank, 0)
+    at = tl.load(chosen + rank).to(tl.pointer_type(tl.int32))
+    found = tl.load(at + entry % a_rank, mask=inside, other=-1) - first
+    tl.store(local + entry, tl.where((found >= 0) & (found < experts), found, -1), mask=inside)
+
+
+# fmt: off
+@lean
+@triton.jit
+def _rows_kernel(
+    tokens, scalars, dest_row, rows, of_rows, slots, width,
+    CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    program, choice = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
+    rank = program // slots
+    row = tl.load(dest_row + program * CHOICES + choice, mask=choice < CHOICES, other=-1)
+    if tl.max(row, 0) >= 0:
+        x = tl.load(tokens + rank).to(tl.pointer_type(rows.dtype.element_ty))
+        theirs = None
+        if scalars is not None:
+            theirs = tl.load(scalars + rank).to(tl.pointer_type(of_rows.dtype.element_ty))
+        spread_token(
+            x, None, theirs, dest_row + rank * slots * CHOICES, rows, of_rows, None, program - rank * slots, width,
+            width, 0, False, CHOICES, TOGETHER, BLOCK,
+        )  # fmt: skip
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["first"])
+def _sums_kernel(
+    staged, by_choice, chosen, total, found, first, experts, width,
+    RANKS: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
+    within = choice < CHOICES
+    expert = tl.load(chosen + token * CHOICES + choice, mask=within, other=-1).to(tl.int32)
+    rank = tl.where(expert >= 0, expert // experts, -1)
+    if by_choice is not None:
+        known = within & (rank >= 0)
+        at = tl.load(by_choice + tl.where(known, rank, 0)).to(tl.pointer_type(found.dtype.element_ty))
+        scalar = tl.load(at + (first + token) * CHOICES + choice, mask=known, other=0.0)
+        tl.store(found + token * CHOICES + choice, scalar, mask=within)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        result = tl.zeros((BLOCK,), tl.float32)
+        for number in tl.static_range(RANKS):
+            within_width = width * tl.max((rank == number).to(tl.int32), 0)  # 0: nothing there
+            part = tl.load(staged + number).to(tl.pointer_type(total.dtype.element_ty)) + (first + token) * width
+            result += tl.load(part + column, mask=column < within_width, other=0.0).to(tl.float32)
+        tl.store(total + token * width + column, result.to(total.dtype.element_ty), mask=column < width)

@@ -1,0 +1,160 @@
+"""
+Tokens on their way to experts of other GPUs and back: `make bench-dispatch-gpu RANKS=2`.
+
+4096 tokens a GPU, 4096 wide, in bfloat16, and 64 experts, of which each token chooses 1, 2 or 8 at random. `dispatch`
+ends with rows sorted by expert, `combine` begins with such rows and ends with sums by token; both without gradients.
+torch's own is `all_to_all_vdev_2d` over NVSHMEM, which moves rows that are copied and sorted already: the copies and
+sums around it are ours, and are in its time. Microseconds of one call, the mean of many in a row, on the slowest GPU.
+`--trace` prints what they are made of.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TINY = "--tiny" in sys.argv
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
+from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
+from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
+from drawloom.components.experts.all_to_all import AllToAllExperts  # noqa: E402
+from drawloom.components.experts.symmetric import SymmetricExperts  # noqa: E402
+from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
+
+TOKENS, WIDTH, EXPERTS = (8, 8, 4) if TINY else (4096, 4096, 64)
+TORCH, TRACE = "--torch", "--trace"
+CALLS, WARM_UPS = (2, 1) if TINY else (50, 10)
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def main() -> None:
+    """Measure in processes of their own."""
+    if "RANK" in os.environ:
+        return _worker()
+    starter = ["-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "2")]
+    for mine in ([], [TORCH]):  # torch's own takes another kind of symmetric memory, which is chosen once
+        subprocess.run([sys.executable, *starter, str(Path(__file__)), *sys.argv[1:], *mine], check=True)
+
+
+def _worker() -> None:
+    kind: Any = "cpu" if TINY else "cuda"
+    device = ComputeDevice(kind=kind)
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    mesh = RankMesh(processes=processes, data_replicate=1, data_shard=processes.world_size, expert=processes.world_size)
+    mesh.open()
+    kernels = AutoKernels(device=device)
+    common: Any = {"kernels": kernels, "mesh": mesh}
+    dispatchers = {
+        "experts.all_to_all": AllToAllExperts(**common),
+        "experts.symmetric": SymmetricExperts(**common, max_tokens=TOKENS),
+        "experts.symmetric, capacity": SymmetricExperts(**common, max_tokens=TOKENS, capacity=1.25),
+    }
+    try:
+        for choices in (1, 2, 8 if not TINY else 2):
+            torch.manual_seed(processes.rank)
+            scores = torch.rand(TOKENS, EXPERTS, device=device.device)
+            probabilities, chosen = scores.topk(choices)
+            hidden = torch.randn(TOKENS, WIDTH, device=device.device, dtype=torch.float32 if TINY else torch.bfloat16)
+            if TORCH in sys.argv:
+                _line("torch, all_to_all_vdev_2d", choices, _of_torch(kernels, hidden, chosen, mesh), device, mesh)
+                continue
+            for name, dispatcher in dispatchers.items():
+                _line(name, choices, _ours(dispatcher, hidden, chosen, probabilities), device, mesh)
+    finally:
+        processes.close()
+
+
+def _ours(dispatcher: Any, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Callable[[], Pair]:
+    def prepared() -> Pair:
+        here = dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS)
+        return (
+            lambda: dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS),
+            lambda: here.combine(here.rows),
+        )
+
+    return prepared
+
+
+def _of_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMesh) -> Callable[[], Pair]:
+    """Rows copied by expert, sent with the numbers of rows by expert, and sums of what comes back."""
+
+    def prepared() -> Pair:
+        import torch.distributed._symmetric_memory as symmetric
+
+        if not symmetric.is_nvshmem_available():
+            raise RuntimeError("torch was built without NVSHMEM, or its library is missing")
+        symmetric.set_backend("NVSHMEM")
+        group: Any = mesh.group("expert")
+        name, ranks = group.handle.group_name, mesh.size("expert")
+        rows = TOKENS * chosen.shape[1]
+        sent, back = (symmetric.empty(rows, WIDTH, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
+        received = symmetric.empty(2 * ranks * rows, WIDTH, dtype=hidden.dtype, device=hidden.device)
+        splits = symmetric.empty(EXPERTS, dtype=torch.int64, device=hidden.device)
+        found = symmetric.empty(2, EXPERTS, dtype=torch.int64, device=hidden.device)
+        returned = symmetric.empty(2, EXPERTS, dtype=torch.int64, device=hidden.device)
+        for each in (sent, back, received, splits, found, returned):
+            symmetric.rendezvous(each, name)
+        unused = torch.zeros(chosen.shape, device=hidden.device)
+        routes = kernels.moe_routes(chosen, EXPERTS)
+
+        def dispatch() -> None:
+            here = kernels.moe_routes(chosen, EXPERTS)
+            sent.copy_(kernels.moe_permute(hidden, unused, here)[0])
+            splits.copy_(here[2].diff(prepend=here[2].new_zeros(1)))
+            torch.ops.symm_mem.all_to_all_vdev_2d(sent, received, splits, found, name)
+
+        def combine() -> Tensor:
+            torch.ops.symm_mem.all_to_all_vdev_2d_offset(received, back, found, returned, name)
+            return kernels.moe_unpermute(back, routes)
+
+        dispatch()
+        return dispatch, combine
+
+    return prepared
+
+
+@torch.no_grad()
+def _line(name: str, choices: int, prepared: Callable[[], Pair], device: ComputeDevice, mesh: RankMesh) -> None:
+    try:
+        text = "".join(f"{_microseconds(call, device, mesh):>12,.0f}" for call in prepared())
+    except (RuntimeError, AttributeError, ImportError) as failure:  # the others are measured nevertheless
+        text = f"  {type(failure).__name__}: {failure}".splitlines()[0][:120]
+    if TRACE in sys.argv and TORCH not in sys.argv:
+        with torch.profiler.profile() as profile:
+            pair = prepared()
+            for call in pair * 5:
+                call()
+        if mesh.world.rank == 0:
+            print(
+                profile.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60)
+            )
+    if mesh.world.rank == 0:
+        print(f"{name:<32}{choices} a token, us: dispatch, combine{text}", flush=True)
+
+
+def _microseconds(call: Callable[[], Any], device: ComputeDevice, mesh: RankMesh) -> float:
+    gpu = device.device.type == "cuda"
+    for number in range(WARM_UPS + CALLS):
+        if number == WARM_UPS:
+            mesh.world.gather_json(None)
+            torch.cuda.synchronize() if gpu else None
+            start = time.perf_counter()
+        call()
+    torch.cuda.synchronize() if gpu else None
+    seconds = torch.tensor([time.perf_counter() - start])
+    mesh.world.max(seconds)
+    return float(seconds) / CALLS * 1e6
+
+
+if __name__ == "__main__":
+    main()

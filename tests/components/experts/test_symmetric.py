@@ -1,0 +1,90 @@
+"""Experts that several ranks share out, which read tokens from each other's memory."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.experts.symmetric import SymmetricExperts
+from drawloom.graph import UserError
+from support.dispatchers import CHOICES, WIDTH, Results, assert_those_of_one_rank, experts_of, inputs, shared
+from support.processes import run_ranks
+from support.qwen3 import cpu_kernels
+
+MOST = 14
+
+
+@pytest.fixture(scope="module")
+def without_capacity() -> Results:
+    """What each of three ranks finds, which waits for the numbers of rows."""
+    return shared(partial(SymmetricExperts, max_tokens=MOST))
+
+
+@pytest.fixture(scope="module")
+def with_capacity() -> Results:
+    """What each of three ranks finds, with room for all rows that there can be."""
+    return shared(partial(SymmetricExperts, max_tokens=MOST, capacity=3.0))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_results_and_gradients_are_those_of_one_rank(name: str, without_capacity: Results) -> None:
+    """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
+    assert_those_of_one_rank(name, without_capacity[name])
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_room_for_more_rows_changes_nothing(name: str, with_capacity: Results, without_capacity: Results) -> None:
+    """With unused rows behind the last, results and gradients are the same to the bit."""
+    for ours, theirs in zip(with_capacity[name], without_capacity[name], strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def _refusals() -> list[str]:
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, data_shard=2, expert=2)
+        mesh.open()
+        found = []
+        # All tokens choose the first rank's expert.
+        hidden, _, probabilities = inputs([[[0, 0]] * 4] * 2, mesh.world.rank)
+        chosen = torch.tensor([[0, 0]] * 4)
+        narrow = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, capacity=1.0)
+        learned = narrow.dispatch(hidden, chosen, probabilities, 2)
+        found.append(str(learned.scale.isnan().any().item()))
+        combined: Tensor = learned.combine(learned.rows * learned.scale[:, None].nan_to_num())
+        torch.autograd.backward(combined.sum())
+        for dispatcher, count in ((narrow, 4), (SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, max_tokens=3), 4)):
+            try:
+                dispatcher.dispatch(hidden[:count], chosen[:count], probabilities[:count], 2)
+                found.append("")
+            except UserError as error:
+                found.append(str(error))
+        return found
+    finally:
+        processes.close()
+
+
+def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
+    """
+    Rows beyond the capacity make the microbatch's loss NaN, and then a message that names a capacity which is enough;
+    tokens beyond the memory are refused at once. Nothing is dropped in silence.
+    """
+    crowded, empty = run_ranks(_refusals, 2)
+    assert crowded[0] == "True" and empty[0] == "False"
+    assert "16 rows came to the experts of rank 0 of 2" in crowded[1] and "set capacity = 2.0," in crowded[1]
+    assert "rank 0 of 2 has 4 tokens, and memory for 3; set max_tokens = 4 or more" in crowded[2]
+
+
+def test_shapes_are_known_without_an_exchange() -> None:
+    """On the meta device, where stages learn what they will send, no rank waits for another."""
+    mesh: Any = type("Mesh", (), {"group": lambda self, name: type("Group", (), {"size": 2})()})()
+    module = experts_of()
+    module.dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh)
+    hidden, chosen = torch.empty(5, WIDTH, device="meta"), torch.empty(5, 2, dtype=torch.int64, device="meta")
+    assert module(hidden.double(), chosen, hidden[:, :2].double()).shape == (5, WIDTH)
