@@ -1,7 +1,7 @@
 """
 Tokens on their way to experts of other GPUs and back: `make bench-dispatch-gpu RANKS=2`.
 
-4096 tokens a GPU, 4096 wide, in bfloat16, and 64 experts, of which each token chooses 1, 2 or 8 at random. `dispatch`
+4096 tokens a GPU, 4096 wide, in bfloat16, and 16 experts, of which each token chooses 1, 2 or 8 at random. `dispatch`
 ends with rows sorted by expert, `combine` begins with such rows and ends with sums by token; both without gradients.
 torch's own is `all_to_all_vdev_2d` over NVSHMEM, which moves rows that are copied and sorted already: the copies and
 sums around it are ours, and are in its time. Microseconds of one call, the mean of many in a row, on the slowest GPU.
@@ -28,7 +28,7 @@ from drawloom.components.experts.all_to_all import AllToAllExperts  # noqa: E402
 from drawloom.components.experts.symmetric import SymmetricExperts  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 
-TOKENS, WIDTH, EXPERTS = (8, 8, 4) if TINY else (4096, 4096, 64)
+TOKENS, WIDTH, EXPERTS = (8, 8, 4) if TINY else (4096, 4096, 16)
 TORCH, TRACE = "--torch", "--trace"
 CALLS, WARM_UPS = (2, 1) if TINY else (50, 10)
 

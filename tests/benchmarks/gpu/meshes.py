@@ -5,6 +5,7 @@ Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, in
 step is forward, backward, the norm of all gradients, clipping and AdamW. Data-parallel ranks each have as many rows as
 the one GPU; those along `tensor` share their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face
 transformers with Liger's kernels, if they are installed, under torch's `fully_shard`, each layer a unit, as here. A
+token's experts are drawn at random: all ranks get even shares, as in a model whose router is balanced. A
 line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu`
 measures fine-tuning on one GPU, `make bench-capture-gpu` what CUDA graphs bring there, and `make bench-train-gpu
 RANKS=8` the meshes of a whole host, with Qwen3-8B's shape at a million tokens and Qwen3-30B-A3B.
@@ -31,6 +32,7 @@ if TINY:
 
 import attrs  # noqa: E402
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from benchmarks.gpu.pipeline import _batch, _initialise  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, SPARSE  # noqa: E402
@@ -46,6 +48,7 @@ from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
 from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
+from drawloom.components.model.decoder.router import Router  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
@@ -266,7 +269,13 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
     torch.cuda.empty_cache()
 
 
+def _random_experts(router: Router, scores: Tensor) -> Tensor:
+    """In place of the router's choice by scores (..., experts), of which an untrained one prefers a few for all."""
+    return torch.rand_like(scores).topk(router.num_experts_per_tok).indices
+
+
 def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
+    Router._choose = _random_experts  # type: ignore[assignment,method-assign]
     kernels = AutoKernels(device=device)
     kernels.open()
     config = _config(case) | {"max_position_embeddings": 40960}
