@@ -54,7 +54,7 @@ class SymmetricExperts:
         check=at_least(1),
         doc="rows that a rank makes room for, in even shares; without it the host waits for their number in each layer",
     )
-    _exchange: "Exchange | None" = attrs.field(init=False, default=None)
+    _exchanges: dict[int, "Exchange"] = attrs.field(init=False, factory=dict)
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
@@ -67,12 +67,16 @@ class SymmetricExperts:
             return LocalExperts(kernels=self.kernels).dispatch(hidden, chosen, probabilities, mine)
         if hidden.is_meta:
             return planned_dispatch(self.kernels, hidden, chosen, probabilities, mine, group.size)
-        if self._exchange is None:
-            self._exchange = Exchange(group, self.kernels, self.max_tokens or _most(len(hidden), group, hidden.device))
-        tokens, scalars, choices = self._exchange.publish(hidden.detach(), probabilities.detach(), chosen)
+        # Memory of its own for each stream: in one stream alone, exchanges are in order.
+        stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
+        if stream not in self._exchanges:
+            slots = self.max_tokens or _most(len(hidden), group, hidden.device)
+            self._exchanges[stream] = Exchange(group, self.kernels, slots)
+        exchange = self._exchanges[stream]
+        tokens, scalars, choices = exchange.publish(hidden.detach(), probabilities.detach(), chosen)
         local = self.kernels.moe_peers.choices(choices, group.rank * mine, mine)
-        routes, lost = self._exchange.limit(self.kernels.moe_routes(local, mine), self.capacity)
-        journey = Journey(self._exchange, chosen, mine, routes)
+        routes, lost = exchange.limit(self.kernels.moe_routes(local, mine), self.capacity)
+        journey = Journey(exchange, chosen, mine, routes)
         rows, scale = _Rows.apply(journey, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if lost is not None:
             # NaN if there are: the step is not learned from, even if it ends before the host knows.

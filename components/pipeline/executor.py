@@ -17,6 +17,7 @@ from drawloom.components.pipeline.runtime.layer_partition import constraint_prob
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch, has_pairs
@@ -25,7 +26,7 @@ from drawloom.components.ports.model import BatchContext, Finish, Head, StageInp
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
 from drawloom.components.ports.program import Program, RankProgram, flat
 from drawloom.components.weights.adapted import without_adapters
-from drawloom.graph import Problem, UserError, component
+from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
 
 
@@ -48,6 +49,11 @@ class Executor:
     mesh: Mesh
     neighbours: Neighbours
     device: Device
+    streams: bool = setting(
+        default=False,
+        doc="on a GPU, each stage of a rank computes in a stream of its own, so that passes that overlap in the "
+        "schedule run at the same time",
+    )
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
     _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
@@ -61,6 +67,11 @@ class Executor:
             for model in stages.neighbours("model"):
                 yield from constraint_problems(schedule, mesh, model)
                 yield from misfits_of_context(mesh, model, node.neighbours("objective"))
+            if node.settings["streams"] and stages.settings.get("capture"):
+                text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
+                yield node.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
+        if node.settings["streams"] and any(each.settings.get("kind") == "cpu" for each in node.neighbours("device")):
+            yield node.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
         for stages, loss in zip(node.neighbours("stages"), node.neighbours("objective"), strict=True):
             yield from misfits_of_reference(loss, stages)
             for other in stages.neighbours("loss"):
@@ -78,6 +89,7 @@ class Executor:
         program = self._training_program(len(microbatches))
         self.stages.cast_weights()
         runner = self._runner(self._with_references(microbatches), split_stages(program))
+        runner.streams = self._streams
         if self._captures is None:
             runner.run(program)
         else:
@@ -181,6 +193,12 @@ class Executor:
     def _captures(self) -> Captures | None:
         captured = any(stage.capture for stage in self.stages.local)
         return Captures.on(self.device.device, self.objective) if captured else None
+
+    @cached_property
+    def _streams(self) -> StageStreams | None:
+        if not self.streams or self.device.device.type != "cuda":
+            return None
+        return StageStreams.of(self.stages.local, partial(torch.cuda.Stream, self.device.device))
 
     @cached_property
     def _uploads(self) -> Uploads:

@@ -17,7 +17,7 @@ from support.qwen3 import kernels_on
 
 TOKENS, CHOICES, WIDTH, EXPERTS, ROUNDS = 700, 4, 512, 16, 60
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu(2), pytest.mark.xdist_group("meshes")]
 
 
 def _round(dispatcher: Dispatcher, number: int, rank: int) -> list[Tensor]:

@@ -352,6 +352,12 @@ def events_of_run(use: str, values: Values, place: Path) -> Any:
     return [call.arguments for call in timed.calls]
 
 
+def problems_of_executor(use: str, values: Values, place: Path) -> Any:
+    """What `check` says of an executor on a CPU."""
+    recipe = _recipe(place, executor={"use": use, **values}, device={"kind": "cpu"})
+    return [str(problem) for problem in recipe.graph.problems]
+
+
 def refused_by_plan(use: str, values: Values, place: Path) -> Any:
     """Whether a run that does not fit its GPU is refused."""
     with on_a_gpu(2_000_000):

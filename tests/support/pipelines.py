@@ -197,7 +197,8 @@ def steps_on_meshes(
     A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
     is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
     all but the last of which are followed by an update. The model has `layers` layers; with `experts` each but the
-    second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages.
+    second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
+    `streams` among them is the executor's.
     """
     device = ComputeDevice(kind=kind)
     device.open()
@@ -273,10 +274,11 @@ def _steps(
         transforms=[FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
         recompute=recompute,
-        **settings,
+        **{name: value for name, value in settings.items() if name != "streams"},
     )
     stages.open()
     executor = Executor(
+        streams=bool(settings.get("streams")),
         stages=stages,
         boundaries=stages,
         schedule=stages.schedule,

@@ -1,6 +1,7 @@
 """Runs one step's microbatches through this rank's stages, in the order of its program."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ from torch.autograd import profiler
 
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
+from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, StageInputs
@@ -56,6 +58,7 @@ class ProgramRunner:
     boundaries: StageInputs
     p2p: P2PBuffers
     state: PipelineStateHandler
+    streams: StageStreams | None = None
     each_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
@@ -76,6 +79,10 @@ class ProgramRunner:
             "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_next(final=False),
             "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(final=True),
         }
+        if self.streams is not None:
+            run, streams = self.streams.run, self.streams
+            operations = {name: partial(run, operation, self._handed) for name, operation in operations.items()}
+            streams.begin()
         for action in flat(program):
             # A traceback alone would not say which of many identical stages and microbatches it was.
             try:
@@ -90,6 +97,13 @@ class ProgramRunner:
                 error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
                 raise
         self.p2p.finish()
+        if self.streams is not None:
+            self.streams.end()
+
+    def _handed(self, action: Action) -> list[Tensor]:
+        """The tensors that another stage of this rank has left for a pass."""
+        kept: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
+        return [leaf for leaf in leaves(kept.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
 
     def losses(self, device: torch.device) -> Losses:
         """The sums over microbatches, in float64; zeros, and no named ones, on a rank without the last stage."""

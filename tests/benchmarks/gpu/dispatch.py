@@ -4,8 +4,8 @@ Tokens on their way to experts of other GPUs and back: `make bench-dispatch-gpu 
 4096 tokens a GPU, 4096 wide, in bfloat16, and 16 experts, of which each token chooses 1, 2 or 8 at random. `dispatch`
 ends with rows sorted by expert, `combine` begins with such rows and ends with sums by token; both without gradients.
 torch's own is `all_to_all_vdev_2d` over NVSHMEM, which moves rows that are copied and sorted already: the copies and
-sums around it are ours, and are in its time. Microseconds of one call, the mean of many in a row, on the slowest GPU.
-`--trace` prints what they are made of.
+sums around it are ours, and are in its time. What never waits for the host is also replayed as a CUDA graph.
+Microseconds of one call, the mean of many in a row, on the slowest GPU. `--trace` prints what they are made of.
 """
 
 import os
@@ -30,6 +30,8 @@ from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 
 TOKENS, WIDTH, EXPERTS = (8, 8, 4) if TINY else (4096, 4096, 16)
 TORCH, TRACE = "--torch", "--trace"
+GRAPHS = "capacity"
+"""What never waits for the host can be captured."""
 CALLS, WARM_UPS = (2, 1) if TINY else (50, 10)
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
@@ -126,7 +128,11 @@ def _of_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMe
 @torch.no_grad()
 def _line(name: str, choices: int, prepared: Callable[[], Pair], device: ComputeDevice, mesh: RankMesh) -> None:
     try:
-        text = "".join(f"{_microseconds(call, device, mesh):>12,.0f}" for call in prepared())
+        pair = prepared()
+        text = "".join(f"{_microseconds(call, device, mesh):>12,.0f}" for call in pair)
+        if GRAPHS in name and device.device.type == "cuda":
+            text += ", as CUDA graphs"
+            text += "".join(f"{_microseconds(_captured(call), device, mesh):>12,.0f}" for call in pair)
     except (RuntimeError, AttributeError, ImportError) as failure:  # the others are measured nevertheless
         text = f"  {type(failure).__name__}: {failure}".splitlines()[0][:120]
     if TRACE in sys.argv and TORCH not in sys.argv:
@@ -140,6 +146,16 @@ def _line(name: str, choices: int, prepared: Callable[[], Pair], device: Compute
             )
     if mesh.world.rank == 0:
         print(f"{name:<32}{choices} a token, us: dispatch, combine{text}", flush=True)
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        call()  # each stream has memory of its own, of which exchanges use two halves in turn
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def _microseconds(call: Callable[[], Any], device: ComputeDevice, mesh: RankMesh) -> float:

@@ -104,6 +104,7 @@ class Case:
     capture: bool = False
     recompute: Recompute = "none"
     dispatcher: str = "all_to_all"
+    streams: bool = False
     layers: int | None = None
 
     @property
@@ -113,8 +114,9 @@ class Case:
         peer = ", FSDP2 + transformers" if self.sizes else ", peft + transformers" if self.lora else ", transformers"
         who += peer if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
-        by = f", {self.schedule}" if "pipeline" in self.sizes else ""
+        by = f", {self.schedule}" if "pipeline" in self.sizes or self.schedule != "one_f_one_b" else ""
         who += f", {self.dispatcher}" if self.dispatcher != "all_to_all" else ""
+        who += ", a stream for each stage" if self.streams else ""
         who += f", {self.layers} layers" if self.layers else ""
         who += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
@@ -150,6 +152,18 @@ def cases(ranks: int) -> list[Case]:
         found += [Case(*shape, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
         found += [Case(*shape, {**shards, "expert": ranks}, reshard=False, dispatcher=each) for each in SYMMETRIC]
         found.append(Case(*shape, shards, reshard=False))
+    found += [
+        Case(
+            *OF_EXPERTS[1],
+            {"data_shard": ranks, "expert": ranks},
+            reshard=False,
+            dispatcher=dispatcher,
+            schedule="dual_pipe_v",
+            streams=streams,
+        )
+        for dispatcher in ("all_to_all", "symmetric, capacity 1.25")
+        for streams in (False, True)
+    ]
     found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
     found.append(_long_row(ranks, {"context": ranks}))
     pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=each) for each in SCHEDULES]
@@ -293,7 +307,8 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
     stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
     stages.open()
-    executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
+    executor = Executor(**edges, streams=case.streams, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

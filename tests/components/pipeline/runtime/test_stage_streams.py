@@ -1,0 +1,100 @@
+"""Streams of stages, of which stand-ins write down what they are given."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.pipeline.runtime.stage_streams import StageStreams
+from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
+from drawloom.components.ports.model import Stage
+from drawloom.components.ports.program import Action, flat
+
+MAIN = "main"
+
+
+@attrs.define(eq=False)
+class Stream:
+    """A stream that remembers its work and what it has waited for: by stream, how far."""
+
+    device: str = "cuda"
+    work: list[Any] = attrs.field(factory=list)
+    seen: dict[int, int] = attrs.field(factory=dict)
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Wait for all that another stream was given."""
+        self.wait_event((other, len(other.work), dict(other.seen)))
+
+    def wait_event(self, event: tuple["Stream", int, dict[int, int]]) -> None:
+        """Wait for what another stream had been given, and for what that had waited for."""
+        other, count, seen = event
+        for key, place in (*seen.items(), (id(other), count)):
+            self.seen[key] = max(place, self.seen.get(key, 0))
+
+    def record_event(self) -> tuple["Stream", int, dict[int, int]]:
+        """What this stream was given until now."""
+        return self, len(self.work), dict(self.seen)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The current stream is the last of these."""
+    stack = [Stream()]
+
+    @contextmanager
+    def stream(given: Stream) -> Iterator[None]:
+        stack.append(given)
+        yield
+        stack.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stack[-1])
+    return stack
+
+
+def stages(*modules: nn.Module) -> list[Any]:
+    """Stages with these modules."""
+    return [mock.Mock(spec=Stage, index=index, module=module) for index, module in enumerate(modules)]
+
+
+def test_a_pass_waits_for_what_another_stage_made_and_for_no_more(current: list[Stream]) -> None:
+    """
+    Under DualPipeV on one rank, each pass comes after the pass whose result it takes, and after its stage's earlier
+    ones; some forward and backward passes of an overlap do not wait for one another.
+    """
+    streams = StageStreams.of(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
+    streams.begin()
+    done: dict[tuple[str, int, int], tuple[Stream, int]] = {}
+    free, handed = 0, mock.Mock(spec=Tensor)
+
+    def carry_out(action: Action) -> None:
+        nonlocal free
+        here = current[-1]
+        kind = "F" if action.op == "F" else "B"
+        before = (kind, action.stage + (-1 if kind == "F" else 1), action.microbatch)
+        if action.op != "W" and before in done:
+            stream, place = done[before]
+            assert here.seen.get(id(stream), 0) >= place, f"{action} does not wait for {before}"
+        free += any(here.seen.get(id(other), 0) < len(other.work) for other in streams.streams.values())
+        here.work.append(action)
+        done[kind, action.stage, action.microbatch] = here, len(here.work)
+
+    for action in flat(DualPipeV().program(1, 6).rank_program(0)):
+        streams.run(carry_out, lambda _action: [handed], action)
+    streams.end()
+    assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches
+    assert all(current[0].seen[id(each)] == len(each.work) for each in streams.streams.values())
+
+
+def test_stages_that_share_parameters_share_a_stream() -> None:
+    """The gradient of a tied weight is written by one stream."""
+    tied = nn.Linear(2, 2)
+    found = StageStreams.of(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream).streams
+    assert len({id(each) for each in found.values()}) == 1
+    apart = StageStreams.of(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream).streams
+    assert apart[0] is not apart[1]
