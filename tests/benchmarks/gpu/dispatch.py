@@ -149,7 +149,7 @@ def _line(name: str, choices: int, prepared: Callable[[], Pair], device: Compute
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], None]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call()
         call()  # each stream has memory of its own, of which exchanges use two halves in turn
