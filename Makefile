@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 
 .PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
 	bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu bench-capture-gpu \
-	bench-plan bench-plan-gpu bench-dispatch-gpu
+	bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -76,6 +76,9 @@ bench-plan-gpu: .venv/test
 
 bench-dispatch-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/dispatch.py $(ONLY)
+
+bench-shelf-gpu: .venv/test
+	$(BIN)/python tests/benchmarks/gpu/shelf.py $(ONLY)
 
 bench-recompute-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/recompute.py $(ONLY)
