@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -108,7 +109,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Part(self._seconds, self._sending, self._host, self._flops, rise, dict(held))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        # torch 2.11 has no shapes for a product that is added in a wider dtype; what it is added to has them.
+        added = function is torch.ops.aten.addmm.dtype_out
+        result = kwargs["out"] if added else function(*args, **(kwargs or {}))
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         known = {each.untyped_storage()._cdata for each in given}
