@@ -113,7 +113,7 @@ def modules(row: Row) -> Iterator[str]:
 def settings(row: Row) -> Iterator[str]:
     """A key below its table, or a dotted path on a command line."""
     node, _, key = row.old.rpartition(".")
-    for name, _ in in_scope(row, key):
+    for name, _ in in_scope(row, row.old, f"[{node}]"):
         yield from search(name, rf"(?<![\w./@-]){re.escape(row.old)}(?=\s*=|`|\]|$)")
         table = ""
         for line, text in texts(name):
@@ -166,8 +166,10 @@ def defined(node: ast.AST) -> Iterable[str]:
 
 def phrases(row: Row) -> Iterator[str]:
     """What is said in words of our own."""
-    for name, _ in in_scope(row, ""):
-        yield from search(name, rf"(?i)\b{re.escape(row.old)}\b")
+    pattern = rf"(?i)\b{re.escape(row.old)}\b"
+    for name, text in in_scope(row, ""):
+        if re.search(pattern, text):  # to go through lines takes longer
+            yield from search(name, pattern)
 
 
 KINDS = {
