@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     `pytest.mark.gpu(2)` two.
     """
     folders = [Path(__file__).parent / folder for folder in FIRST]
-    items.sort(key=lambda item: [folder not in item.path.parents for folder in folders])
+    places = {path: [folder not in path.parents for folder in folders] for path in {item.path for item in items}}
+    items.sort(key=lambda item: places[item.path])
     there = torch.cuda.device_count()
     for item in items:
         for mark in item.iter_markers("gpu"):

@@ -21,7 +21,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import check_port
 from drawloom.graph.testing.ports import contract
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import implements
 from support.chat import say, tokenizer_folder
 from support.qwen3 import cpu_kernels
 from support.stores import store_of, write_dataset, write_megatron, write_table
@@ -333,7 +333,7 @@ WITH_CONTRACT = [port for port in all_ports() if has_contract(port)]
 def pairs() -> list[tuple[str, type]]:
     """Each component with each port that it fits and that has a contract."""
     specs = [spec for spec in map(CATALOGUE.find, CATALOGUE.names()) if not isinstance(spec, Problem)]
-    found = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if not mismatches(spec.cls, port)]
+    found = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if implements(spec.cls, port)]
     return [(use, port) for use, port in found if (use, port.__name__) not in EXCEPT]
 
 

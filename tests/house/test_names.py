@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 
@@ -11,20 +9,13 @@ ROOT = Path(__file__).parents[2]
 CATALOGUE = Registry.of("drawloom.components")
 
 
-@pytest.mark.parametrize("name", CATALOGUE.names())
-def test_every_file_with_a_component_holds_exactly_one(name: str) -> None:
-    """A component can be named by its file's path, and says in one line what it is."""
-    spec = CATALOGUE.find(name)
-    assert not isinstance(spec, Problem), spec
-    assert spec.doc.endswith("."), f"{name}: the docstring's first line is a sentence"
-
-
-@pytest.mark.parametrize("name", CATALOGUE.names())
-def test_every_setting_says_what_it_is(name: str) -> None:
-    """What a recipe can set has a line of documentation."""
-    spec = CATALOGUE.find(name)
-    assert not isinstance(spec, Problem), spec
-    assert not [f.name for f in spec.fields.values() if f.kind == "setting" and not f.doc]
+def test_every_file_with_a_component_holds_exactly_one() -> None:
+    """A component can be named by its file's path, and says in one line what it is, and of each setting."""
+    for name in CATALOGUE.names():
+        spec = CATALOGUE.find(name)
+        assert not isinstance(spec, Problem), spec
+        assert spec.doc.endswith("."), f"{name}: the docstring's first line is a sentence"
+        assert not [f.name for f in spec.fields.values() if f.kind == "setting" and not f.doc], name
 
 
 def test_every_folder_is_a_package() -> None:

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drawloom.kernels.rope_frequencies import (
     DynamicScaling,
@@ -25,12 +23,16 @@ from drawloom.kernels.rope_frequencies import (
 
 def theirs(kind: str, channels: int, base: float, length: int | None = None, **parameters: Any) -> tuple[Any, float]:
     """Inverse frequencies and attention factor of transformers."""
+    from transformers import Qwen3Config  # takes seconds
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = Qwen3Config(
         head_dim=channels,
         max_position_embeddings=32768,
         rope_parameters={"rope_type": kind, "rope_theta": base, **parameters},
     )
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), length)
+    found: tuple[Any, float] = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), length)
+    return found
 
 
 channels = st.integers(2, 64).map(lambda half: 2 * half)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from support.runs import drawloom, rows, write_corpus
 
@@ -60,6 +59,8 @@ def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:
 
 def test_embeddings_are_the_means_of_hidden_states(place: Path) -> None:
     """Of each document on its own, in order, as transformers computes them from the export."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     (place / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("def f(x):", "x", "y" * 99)))
     words = ("some.jsonl", "--to", "some.safetensors", "--layers", "0", "1", "--context", "20", "--rows", "2")
     outcome = drawloom(place, "embed", "runs/tiny", *words)[0]

@@ -42,7 +42,8 @@ SMALLER = {
     "chat": [("steps = 30", "steps = 4")],
     "dpo": [('name = "dpo"', 'name = "dpo"\n\n[vars]\nlength = 192')],  # both answers of a pair fit
 }
-STEPS = re.compile(r"^steps = \d+", re.MULTILINE)
+SIZES = {"steps": 4, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+SIZE = re.compile(rf"^({'|'.join(SIZES)}) = \d+", re.MULTILINE)
 
 
 @attrs.frozen
@@ -105,8 +106,8 @@ def write_recipes(folder: Path) -> None:
 
 
 def shorter(recipe: str) -> str:
-    """A recipe of a page with a few steps."""
-    return STEPS.sub("steps = 4", recipe)
+    """A recipe of a page with a few steps and a small model."""
+    return SIZE.sub(lambda found: f"{found[1]} = {SIZES[found[1]]}", recipe)
 
 
 def run_words(folder: Path, words: Sequence[str], recipes: Path, path: str) -> Outcome:

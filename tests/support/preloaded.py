@@ -14,8 +14,12 @@ from drawloom.graph.project import Project
 
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # takes a second of its own
+import_module("numpy.ma")  # torch imports it in the first step
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
     workshop.graph(workshop.load("first_run", [], [])).or_error()
+    choosing = import_module("drawloom.components.kernels.choosing")
+    for operation in choosing.OPERATIONS:
+        choosing.load(operation, "eager")  # as every run does on a CPU
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
 atexit.register(gc.unfreeze)  # or extension modules report what is left when the interpreter ends

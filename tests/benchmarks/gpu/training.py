@@ -184,7 +184,8 @@ def _blueprint(config: dict[str, Any], kernels: AutoKernels | None) -> Any:
 
 def _whole_config(config: dict[str, Any]) -> dict[str, Any]:
     """As `config.json` has it."""
-    return transformers.AutoConfig.for_model(**config).to_dict()
+    whole: dict[str, Any] = transformers.AutoConfig.for_model(**config).to_dict()
+    return whole
 
 
 def _fill(model: nn.Module) -> None:

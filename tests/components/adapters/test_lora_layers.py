@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,8 @@ def layer(**form: Any) -> LoraLinear:
 @pytest.mark.parametrize("dora", [False, True])
 def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
     """A linear layer, with and without DoRA, has PEFT's outputs, and PEFT's gradients of what it trains."""
+    import peft  # takes seconds
+
     ours = layer(dora=dora)
     base = nn.Sequential(nn.Linear(6, 5, bias=False))
     alpha: Any = 1.4

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
@@ -41,6 +39,9 @@ def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExpor
 
 def theirs(folder: Path, adapter: Path | None = None) -> Any:
     """The model of a folder in transformers, with an adapter if given."""
+    from peft import PeftModel  # takes seconds
+    from transformers import AutoModelForCausalLM
+
     kinds: Any = AutoModelForCausalLM
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers' own deprecations

@@ -4,20 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.optimization
 
 from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build
 
-optimization: Any = transformers.optimization
 THEIRS: dict[str, Any] = {
-    "constant": lambda optimizer, total: optimization.get_constant_schedule_with_warmup(optimizer, 4),
-    "linear": lambda optimizer, total: optimization.get_linear_schedule_with_warmup(optimizer, 4, total),
-    "cosine": lambda optimizer, total: optimization.get_cosine_schedule_with_warmup(optimizer, 4, total),
-    "inverse_sqrt": lambda optimizer, total: optimization.get_inverse_sqrt_schedule(optimizer, 4),
-    "wsd": lambda optimizer, total: optimization.get_wsd_schedule(optimizer, 4, 5, total, decay_type="linear"),
+    "constant": lambda theirs, *words: theirs.get_constant_schedule_with_warmup(*words),
+    "linear": lambda theirs, *words: theirs.get_linear_schedule_with_warmup(*words, 20),
+    "cosine": lambda theirs, *words: theirs.get_cosine_schedule_with_warmup(*words, 20),
+    "inverse_sqrt": lambda theirs, *words: theirs.get_inverse_sqrt_schedule(*words),
+    "wsd": lambda theirs, *words: theirs.get_wsd_schedule(*words, 5, 20, decay_type="linear"),
 }
 
 
@@ -35,8 +33,10 @@ def factors(lr: AfterWarmup, total: int) -> list[float]:
 @pytest.mark.parametrize("name", THEIRS)
 def test_factors_are_those_of_transformers(name: str) -> None:
     """Step by step, with a warm-up of 4 steps and, if there is one, a decay of 5; the same by percentages."""
+    from transformers import optimization  # takes seconds
+
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    theirs = THEIRS[name](optimizer, 20)
+    theirs = THEIRS[name](optimization, optimizer, 4)
     expected = [theirs.lr_lambdas[0](done) for done in range(20)]
     for given in ({"warmup_steps": 4, "decay_steps": 5}, {"warmup_percent": 20.0, "decay_percent": 25.0}):
         settings = {key: value for key, value in given.items() if name == "wsd" or key.startswith("warmup")}

@@ -16,7 +16,7 @@ import pytest
 from drawloom.components.trackers.aim import AimTracker, load_aim
 from drawloom.graph import ResolvedRecipe, UserError
 
-aim = load_aim()
+pytestmark = pytest.mark.usefixtures("loaded")
 RECIPE = ResolvedRecipe('[run]\nname = "test"\n', "hash")
 
 
@@ -33,6 +33,12 @@ class Second:
 
     rank: int = 1
     size: int = 2
+
+
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """Aim is imported, which takes seconds of those for which a tracker waits."""
+    load_aim()
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
 def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository without runs; creating one takes Aim a second."""
     folder = tmp_path_factory.mktemp("repository")
-    aim.Repo.from_path(str(folder), init=True)
+    load_aim().Repo.from_path(str(folder), init=True)
     return folder / ".aim"
 
 
@@ -63,7 +69,7 @@ def with_repository(empty_repository: Path, tmp_path: Path) -> None:
 
 
 def _reopened(folder: Path, run: str) -> Any:
-    return aim.Run(run, repo=str(folder), capture_terminal_logs=False, system_tracking_interval=None)
+    return load_aim().Run(run, repo=str(folder), capture_terminal_logs=False, system_tracking_interval=None)
 
 
 def _series(folder: Path, run: str) -> dict[str, dict[int, float]]:
@@ -154,7 +160,8 @@ def test_a_restart_without_a_checkpoint_reuses_the_aim_run(make: Any, tmp_path: 
     first.track(1, {"loss": 1.0})
     run = first.state_dict()["run"]
     first.close()
-    (tmp_path / ".aim" / "locks" / f"{run}.softlock").write_text(f"{aim.sdk.lock_manager.LockManager.machine_id}-1-0")
+    machine = load_aim().sdk.lock_manager.LockManager.machine_id
+    (tmp_path / ".aim" / "locks" / f"{run}.softlock").write_text(f"{machine}-1-0")
     second = make()
     second.rewind(0)
     second.track(1, {"loss": 3.0})
@@ -184,7 +191,7 @@ def test_closing_ends_the_aim_run(make: Any, tmp_path: Path) -> None:
     tracker.close()
     assert not list((tmp_path / ".aim" / "locks").iterdir())
     assert set(threading.enumerate()) == before
-    container = aim.Repo.from_path(str(tmp_path)).request_tree("meta", run, read_only=True)
+    container = load_aim().Repo.from_path(str(tmp_path)).request_tree("meta", run, read_only=True)
     assert container.subtree(("meta", "chunks", run))["end_time"] > 0
 
 
@@ -235,14 +242,14 @@ def test_what_aim_raises_is_one_warning(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step that Aim refuses is missing, the others are there."""
-    track = aim.Run.track
+    track = load_aim().Run.track
 
     def refuse(self: Any, value: float, name: str, step: int) -> None:
         if step in (2, 3):
             raise OSError("disk full")
         track(self, value, name=name, step=step)
 
-    monkeypatch.setattr(aim.Run, "track", refuse)
+    monkeypatch.setattr(load_aim().Run, "track", refuse)
     tracker = make()
     for step in range(1, 5):
         tracker.track(step, {"loss": 1.0})
@@ -270,7 +277,7 @@ def test_an_aim_that_hangs_delays_nothing(
 ) -> None:
     """With a full disk Aim hangs: tracking returns at once, closing within its limit, and there is one warning."""
     gate = threading.Event()
-    monkeypatch.setattr(aim.Run, "track", lambda *_, **__: gate.wait(20))
+    monkeypatch.setattr(load_aim().Run, "track", lambda *_, **__: gate.wait(20))
     tracker = make(queue_size=2, timeout=0.1)
     start = time.monotonic()
     for step in range(1, 100):

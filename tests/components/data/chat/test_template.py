@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, template_of
 from drawloom.graph import UserError
@@ -30,6 +29,8 @@ def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
 @pytest.mark.parametrize("text", [CHATML, TOOLS, THINKING, HEADERS, BRACKETS])
 def test_renderings_are_those_of_transformers(text: str) -> None:
     """With and without a generation prompt, tools, and text that HTML would escape."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
+
     messages = say("a <b> & 'c' ä\n", "<think>\nwhy\n</think>\n\n d ", "e", "f")
     tools = [{"name": "find", "parameters": {"q": "é<"}}]
     with process(text) as template:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drawloom.components.model.decoder.hidden_states import Collector, means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -28,6 +27,8 @@ def test_layers_are_those_of_transformers(model: Qwen3Dense) -> None:
     """The embedding's output, each layer's, and the last one's after the norm."""
     torch.manual_seed(0)
     module = whole(model)
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
+
     theirs = Qwen3ForCausalLM(Qwen3Config(**model.hugging_face_config()))
     theirs.load_state_dict({**module.state_dict()}, strict=False)
     tokens = torch.randint(SIZES["vocab_size"], (2, 7))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from drawloom.components.model.decoder.config import Qwen3MoeConfig
 from drawloom.components.model.decoder.hugging_face import config_of, read_config
@@ -15,6 +14,14 @@ from drawloom.components.model.qwen3.dense import DENSE
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import UserError
 from support.qwen3 import dense, sparse
+
+
+@pytest.fixture
+def transformers() -> Any:
+    """The package, whose import takes seconds: only workers that need it import it."""
+    import transformers
+
+    return transformers
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -28,14 +35,14 @@ def good() -> dict[str, Any]:
     return dense().hugging_face_config()
 
 
-def test_reads_what_transformers_writes(tmp_path: Path) -> None:
+def test_reads_what_transformers_writes(tmp_path: Path, transformers: Any) -> None:
     """What transformers saves of our config, in its newest form, is read as the same model."""
     transformers.Qwen3Config(**good()).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     assert read_config(DENSE, tmp_path) == dense().architecture
 
 
-def test_transformers_reads_what_we_write() -> None:
+def test_transformers_reads_what_we_write(transformers: Any) -> None:
     """Every number of the architecture arrives in transformers' config."""
     config = transformers.Qwen3Config(
         **dense(
@@ -53,7 +60,7 @@ def test_transformers_reads_what_we_write() -> None:
     assert (config.tie_word_embeddings, config.rms_norm_eps, config.max_position_embeddings) == (True, 0.5, 99)
 
 
-def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
+def test_reads_what_transformers_writes_of_experts(tmp_path: Path, transformers: Any) -> None:
     """Also of a model with experts, whose number transformers calls otherwise."""
     model = sparse(
         num_hidden_layers=4,
@@ -68,7 +75,7 @@ def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
     assert read_config(MOE, tmp_path) == model.architecture
 
 
-def test_transformers_reads_what_we_write_of_experts() -> None:
+def test_transformers_reads_what_we_write_of_experts(transformers: Any) -> None:
     """Every number of the experts arrives in transformers' config, and whether they are balanced is left to it."""
     model = sparse(
         num_hidden_layers=4,
@@ -84,7 +91,7 @@ def test_transformers_reads_what_we_write_of_experts() -> None:
     assert (config.router_aux_loss_coef, config.output_router_logits, config.intermediate_size) == (0.25, False, 50)
 
 
-def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+def test_silence_means_what_it_means_to_transformers(tmp_path: Path, transformers: Any) -> None:
     """Keys that a config of a model with experts leaves out are read as transformers reads them."""
     optional = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
     config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
@@ -149,7 +156,7 @@ STRETCHES = [
 
 
 @pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
-def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
+def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeScaling, transformers: Any) -> None:
     """The scaling of positions is read again from what we write, and from what transformers saves of that."""
     for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
         model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
@@ -159,7 +166,7 @@ def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeSc
         assert read_config(family, tmp_path / "theirs") == model.architecture
 
 
-def test_older_form_of_rope_scaling(tmp_path: Path) -> None:
+def test_older_form_of_rope_scaling(tmp_path: Path, transformers: Any) -> None:
     """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
     old = {"type": "yarn", "factor": 4.0}
     found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
@@ -168,7 +175,7 @@ def test_older_form_of_rope_scaling(tmp_path: Path) -> None:
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
 
 
-def test_llama3_is_written_with_what_transformers_has_no_defaults_for() -> None:
+def test_llama3_is_written_with_what_transformers_has_no_defaults_for(transformers: Any) -> None:
     """Bounds that were left out are in the config."""
     rope = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8)
     config: Any = transformers.Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())

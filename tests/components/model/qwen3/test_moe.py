@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.qwen3.moe import Qwen3Moe
@@ -148,6 +147,8 @@ def test_balance_is_that_of_transformers(normalised: bool) -> None:
 
 def test_balance_is_the_mean_over_layers_and_tokens() -> None:
     """Over rows and layers, it is the mean of transformers' loss for each, a row weighing as much as it has tokens."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling  # takes seconds
+
     torch.manual_seed(2)
     model = sparse(num_hidden_layers=3, mlp_only_layers=[1], router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model), random_rows(model, 3, 11)
@@ -158,7 +159,7 @@ def test_balance_is_the_mean_over_layers_and_tokens() -> None:
     losses = F.cross_entropy(given.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     for layer in given.router_logits:
         for row, logits in enumerate(layer.view(3, 11, -1)):
-            auxiliary = load_balancing_loss_func((logits,), num_experts=5, top_k=2)
+            auxiliary = modeling.load_balancing_loss_func((logits,), num_experts=5, top_k=2)
             losses = losses + 0.7 / 2 * (targets[row] != IGNORE_INDEX).sum() * auxiliary
     assert_gradients_equal(module, theirs, losses_of(module, tokens, one_document(3, 11), targets).sum(), losses)
 

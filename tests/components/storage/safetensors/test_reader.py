@@ -141,7 +141,7 @@ TEXTS = {
     "maps twice": ('{"weight_map": {"a": "x"}, "weight_map": {"a": "x"}}', "it has 'weight_map' more than once"),
     "NaN": ('{"weight_map": NaN}', "NaN is not a JSON number"),
     "nested": ('{"weight_map": ' + "[" * 100_000, "is not JSON that can be read"),
-    "too many": (json.dumps({"weight_map": {f"t{n}": "x" for n in range(10**6)}}), "parts, and more than 750000"),
+    "too many": ('{"weight_map": {' + '"t": "x", ' * 400_000 + '"t": "x"}}', "parts, and more than 750000"),
     "too long": (" " * (33 * 2**20), "more than 33554432 are not read"),
     "negative size": ('{"metadata": {"total_size": -1}, "weight_map": {"a": "x"}}', "total_size = -1"),
     "vast size": ('{"metadata": {"total_size": 1180591620717411303424}, "weight_map": {"a": "x"}}', "total_size = 118"),
