@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.mixed_documents import document_sources
+from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
 from drawloom.components.data.resumed_rows import check_rows

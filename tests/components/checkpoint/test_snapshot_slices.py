@@ -1,0 +1,106 @@
+"""Slices of tensors, saved in one layout of ranks and loaded in another."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.components.checkpoint.snapshot import assemble, is_needed, mark, needed_rows
+from drawloom.components.ports.slices import SlicedTensor, TensorSlice
+
+Cuts = list[list[int]]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
+    """Boxes that tile a shape: each dimension is cut somewhere, also into empty parts."""
+    edges = []
+    for length in shape:
+        inner = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
+        edges.append(list(itertools.pairwise([0, *inner, length])))
+    boxes = itertools.product(*edges)
+    return [TensorSlice(shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
+
+
+def numbers(shape: tuple[int, ...]) -> Tensor:
+    """A tensor of different numbers."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+@given(st.data())
+def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> None:
+    """Every slice of the new layout has the elements of the whole, from the pieces that it needs alone."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    whole = numbers(shape)
+    saved, wanted = data.draw(layouts(shape)), data.draw(layouts(shape))
+    pieces: list[Any] = [mark({"mean": whole[place.index()], "steps": torch.tensor(3)}, place) for place in saved]
+    for place in [*wanted, None]:
+        needed = [piece for piece, each in zip(pieces, saved, strict=True) if is_needed([each], place)]
+        found = assemble(needed, place)
+        expected = whole if place is None else whole[place.index()]
+        assert torch.equal(found["mean"], expected) and found["steps"].item() == 3
+        exact = [each for each in saved if place is not None and each.overlap(place)]
+        assert place is None or not place.numel or len(needed) == len(exact)
+
+
+def test_a_whole_tensor_is_cut() -> None:
+    """What one process saved is cut for a rank that shards; its other values are as they were."""
+    place = TensorSlice((4, 3), (1, 0), (2, 3))
+    found = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], place)
+    assert found["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert found["steps"] == 7 and found["step"].ndim == 0
+
+
+def test_a_slice_of_another_shape_is_given_whole() -> None:
+    """A model of other sizes gets the whole tensor, whose shape its error can name."""
+    saved = [SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (at, 0), (2, 3))) for at in (0, 2)]
+    found = assemble([{"w": each} for each in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
+    assert found["w"].shape == (4, 3)
+
+
+def test_a_missing_piece_is_an_error() -> None:
+    """Elements that no rank has saved are not made up."""
+    part = SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (0, 0), (2, 3)))
+    with pytest.raises(ValueError, match="6 of 12 elements"):
+        assemble([{"w": part}], None)
+
+
+def test_replicated_slices_are_not_counted_twice() -> None:
+    """Tensors without dimensions, and those of other dimensions, are no slices."""
+    place = TensorSlice((4,), (0,), (2,))
+    state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, place)
+    assert [type(part).__name__ for part in state.values()] == ["SlicedTensor", "Tensor", "Tensor", "str"]
+    assert mark({"w": torch.zeros(2)}, None) == {"w": pytest.approx(torch.zeros(2))}
+
+
+@given(st.data())
+def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject) -> None:
+    """A saved tensor cut to these rows has every element of the overlap, and no row at either end without one."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    saved, wanted = (data.draw(st.sampled_from(data.draw(layouts(shape)))) for _ in range(2))
+    whole = numbers(shape)
+    part = needed_rows(saved.size, [(saved, wanted)])
+    cut = part or TensorSlice.whole(saved.size)
+    assert cut.size[1:] == saved.size[1:]
+    common = saved.overlap(wanted)
+    held = whole[saved.index()][cut.index()].flatten().tolist()
+    needed = set(whole[common.index()].flatten().tolist()) if common else set()
+    assert needed <= set(held)
+    rows = whole[saved.index()][cut.index()]
+    assert all(needed & set(row.flatten().tolist()) for row in (rows[:1], rows[-1:]) if rows.numel() and part)
+
+
+def test_tensors_that_no_slice_is_cut_of_are_needed_whole() -> None:
+    """A counter, a tensor of another shape, and one with a use that wants all of it."""
+    half = TensorSlice((4, 2), (0, 0), (2, 2))
+    assert needed_rows((), [(None, half)]) is None
+    assert needed_rows((3, 2), [(None, half)]) is None
+    assert needed_rows((4, 2), [(None, half), (None, None)]) is None
+    assert needed_rows((4, 2), [(None, half)]) == half
+    assert needed_rows((4, 2), [(None, half), (None, TensorSlice((4, 2), (2, 1), (1, 1)))]) == TensorSlice(
+        (4, 2), (0, 0), (3, 2)
+    )

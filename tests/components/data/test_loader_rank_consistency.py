@@ -1,0 +1,78 @@
+"""Whether ranks that must see the same rows do."""
+
+import json
+import threading
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.data.loader import check_consistency
+from drawloom.components.ports.data import Batch
+from drawloom.graph import UserError
+
+
+@attrs.define
+class Threads:
+    """A group whose ranks are threads."""
+
+    size: int
+    given: dict[int, Any] = attrs.field(factory=dict)
+    barrier: Any = None
+
+    def gather_json(self, value: Any) -> list[Any]:
+        self.given[int(threading.current_thread().name)] = json.loads(json.dumps(value))
+        self.barrier.wait(5)
+        return [self.given[rank] for rank in range(self.size)]
+
+
+def batch(token: int) -> Batch:
+    rows = torch.full((2, 3), token)
+    return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
+
+
+def errors_of(*ranks: tuple[int, int, Batch]) -> list[str]:
+    """The error of each rank, given by its data-parallel index, number of rows and batch; "" if none."""
+    world: Any = Threads(len(ranks), barrier=threading.Barrier(len(ranks)))
+    errors = [""] * len(ranks)
+
+    def compare(rank: int) -> None:
+        try:
+            check_consistency(world, *ranks[rank])
+        except UserError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=compare, args=(rank,), name=str(rank)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_equal_batches_in_each_replica_pass() -> None:
+    """Ranks with different data-parallel indices may see different rows."""
+    assert errors_of((0, 9, batch(1)), (0, 9, batch(1)), (1, 9, batch(2)), (1, 9, batch(2))) == [""] * 4
+
+
+def test_different_batches_in_a_replica_are_an_error_on_every_rank() -> None:
+    """All ranks raise the same error, which names the two ranks that differ."""
+    errors = errors_of((0, 9, batch(1)), (1, 9, batch(2)), (0, 9, batch(1)), (1, 9, batch(3)))
+    assert errors == [errors[0]] * 4
+    assert errors[0].startswith("data: ranks 1 and 3 have the same data-parallel index 1, and see different rows")
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets", "positions", "document_ids"])
+def test_every_part_of_a_batch_counts(name: str) -> None:
+    """A difference in any tensor, or only in its shape, is an error."""
+    for tensor in (torch.tensor([[1, 1, 1], [1, 1, 2]]), torch.ones(3, 2, dtype=torch.int64)):
+        change: dict[str, Any] = {name: tensor}
+        assert errors_of((0, 9, batch(1)), (0, 9, attrs.evolve(batch(1), **change)))[0]
+
+
+def test_different_numbers_of_rows_are_an_error() -> None:
+    """Ranks with different numbers of rows are found even if their first batches agree."""
+    errors = errors_of((0, 9, batch(1)), (1, 8, batch(1)))
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("data: ranks 0 and 1 have 9 and 8 training rows")
