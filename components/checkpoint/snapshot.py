@@ -56,13 +56,13 @@ class ShardPlan:
     """
     Which part of the state this rank saves: rank 0 saves replicated state, each rank its local state.
 
-    `sharded` has the nodes whose entries are sharded, and for each the entries of which no lower rank holds the same
-    slice: what several ranks hold is saved once, by the lowest of them.
+    `sharded` has the nodes whose entries are sharded, and for each the entries, with their slices, of which no lower
+    rank holds the same slice: what several ranks hold is saved once, by the lowest of them.
     """
 
     replicated: list[str]
     local: list[str]
-    sharded: dict[str, set[str]]
+    sharded: dict[str, dict[str, TensorSlice | None]]
     rank: int
 
     @classmethod
@@ -74,9 +74,11 @@ class ShardPlan:
         earlier = group.gather_json(held)[: group.rank]
         sharded = {
             name: {
-                entry for entry, place in found.items() if not any(_has(name, entry, place, each) for each in earlier)
+                entry: place
+                for entry, place in found.items()
+                if not any(_has(name, entry, held[name][entry], each) for each in earlier)
             }
-            for name, found in held.items()
+            for name, found in slices.items()
         }
         return cls([name for name in states if name not in (*local, *held)], local, sharded, group.rank)
 
@@ -85,9 +87,8 @@ class ShardPlan:
         mine: dict[str, dict[str, Any]] = {}
         for name, node in states.items():
             if name in self.sharded:
-                places = slices_of(node) or {}
-                entries = {key: part for key, part in node.state_dict().items() if key in self.sharded[name]}
-                mine[name] = {key: mark(part, places[key]) for key, part in entries.items()}
+                places = self.sharded[name]
+                mine[name] = {key: mark(part, places[key]) for key, part in node.state_dict().items() if key in places}
             elif self.rank == 0 or name in self.local:
                 mine[name] = node.state_dict()
         tree, tensors = pack(mine)

@@ -17,9 +17,12 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import drawloom
 
@@ -28,7 +31,7 @@ FOLDERS = tuple(str(ROOT / name) + "/" for name in ("graph", "components", "kern
 RATE = 0.00123457  # a number that nothing else has
 PHASES = {"lr": "rate", "optimizer": "rate", "forward_backward": "batch", "checkpoint": "checkpoint"}
 SMALL = ("model.num_hidden_layers=1", "batch.global_size=2", "batch.micro_size=2")
-STEPS = ("trainer.steps=4", "checkpoint.every=2", "evaluate.every=100", "trainer.on_finish=[]")
+STEPS = ("trainer.steps=4", "checkpoint.every=1", "evaluate.every=100", "trainer.on_finish=[]")
 
 
 class Tracer:
@@ -40,21 +43,36 @@ class Tracer:
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self.threads = threading.local()  # a thread is on the journey of the phase that starts it
+        self.threads: dict[threading.Thread, str | None] = {}
         self.phase: str | None = None
         self.arrived = False
         self.paths: dict[CodeType, str | None] = {}
 
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace this thread and those that start in the block, each on the journey of the thread that starts it."""
+        start = threading.Thread.start
+
+        def noted(thread: threading.Thread) -> None:
+            self.threads[thread] = self._journey()
+            start(thread)
+
+        with mock.patch.object(threading.Thread, "start", noted):
+            threading.setprofile(self)
+            sys.setprofile(self)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+
+    def _journey(self) -> str | None:
+        return self.threads.get(threading.current_thread(), self.phase)
+
     def __call__(self, frame: FrameType, event: str, result: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            journey = self.phase
-        else:
-            if not hasattr(self.threads, "journey"):
-                self.threads.journey = self.phase
-            journey = self.threads.journey
         if event in ("call", "return") and (path := self._path(frame.f_code)):
             name = frame.f_code.co_qualname
-            if event == "call" and journey is not None:
+            if event == "call" and (journey := self._journey()) is not None:
                 self.found[journey][path].add(name)
             if not self.arrived and any(map(_holds, frame.f_locals.values() if event == "call" else [result])):
                 self.found["rate"][path].add(name)
@@ -82,17 +100,12 @@ def _is_rate(value: object) -> bool:
 def trace(folder: Path) -> dict[str, dict[str, set[str]]]:
     """The functions of each journey by file, from a run in a folder."""
     tracer = Tracer()
-    threading.setprofile(tracer)
-    sys.setprofile(tracer)
-    try:
+    with tracer.tracing():
         recipe = drawloom.Recipe.load("first_run", *SMALL, *STEPS, f"run.folder={folder}", f"optimizer.lr={RATE}")
         with recipe.open() as run:
             for node, journey in PHASES.items():
                 _follow(run[node], journey, tracer)
             run["trainer"].run()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
     return tracer.found
 
 
