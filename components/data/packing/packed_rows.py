@@ -53,6 +53,7 @@ class PackedRows:
     )
     _pad: int = attrs.field(init=False, default=0)
     _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
+    _fingerprints: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -85,6 +86,7 @@ class PackedRows:
     def close(self) -> None:
         """Free the index."""
         self._splits.clear()
+        self._fingerprints.clear()
 
     def check_run(self) -> None:
         """Raise UserError if there are more token ids than any model of the run has."""
@@ -127,15 +129,15 @@ class PackedRows:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def state_dict(self) -> dict[str, Any]:
-        """The fingerprint of the rows of each split and source."""
-        found = {}
-        for split in SPLITS:
-            documents = document_sources(self._splits[split].documents)
-            for source, rows in zip(documents, self.row_sources(split), strict=True):
-                kind = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
-                digest = hashlib.sha256(kind.encode()).hexdigest()
-                found[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
-        return found
+        """The fingerprint of the rows of each split and source, which are the same at every save."""
+        if not self._fingerprints:
+            for split in SPLITS:
+                documents = document_sources(self._splits[split].documents)
+                for source, rows in zip(documents, self.row_sources(split), strict=True):
+                    kind = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
+                    digest = hashlib.sha256(kind.encode()).hexdigest()
+                    self._fingerprints[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
+        return dict(self._fingerprints)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless changes are accepted."""

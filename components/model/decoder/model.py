@@ -110,8 +110,9 @@ class Decoder(TensorParallel):
         if self.span.embedding:
             hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
             kept.add(0, hidden)
-        cos, sin = self._angles(shared.positions)
-        windows = [self.architecture.window_of(int(number)) for number in self.layers]
+        architecture = self.architecture
+        cos, sin = rope_angles(shared.positions, architecture.head_dim, architecture.rope_theta, self.scaling)
+        windows = [architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
         masks = {
             window: self.kernels.attention_mask(shared.document_ids, window, shared.part, shared.cache)
@@ -125,10 +126,6 @@ class Decoder(TensorParallel):
             kept.add(self.architecture.num_hidden_layers, hidden)
             hidden = whole(hidden)
         return kept.with_last(hidden)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles of queries and keys, float32 (rows, length, head_dim // 2)."""
-        return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
 
 class CausalLM(nn.Module):
