@@ -18,6 +18,8 @@ from drawloom.graph.cli.terminal import Stream, print_text
 
 log = logging.getLogger("drawloom.run")
 
+FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 
 def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
     """`log/rank-N.log` in the run folder; makes the folder `log`. A UserError if that is a link or a file."""
@@ -46,11 +48,6 @@ class LogFile(WatchedFileHandler):
 
     def _open(self) -> Any:
         return open_log(Path(self.baseFilename))
-
-
-log = logging.getLogger("drawloom.run")
-
-FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @component(impact="safe")
