@@ -6,9 +6,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
-.PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
-	bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu bench-capture-gpu \
-	bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu
+.PHONY: train test docs figures journeys bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
+	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
+	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -27,6 +27,9 @@ docs: .venv/docs
 
 figures:
 	$(PYTHON) tests/house/figures.py
+
+journeys: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/house/journeys.py $(ONLY)
 
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)

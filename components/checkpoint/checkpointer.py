@@ -138,7 +138,7 @@ class Checkpointer:
         self._check_space(found.manifest.bytes if found else 0)
         return self._saved
 
-    @property
+    @cached_property
     def _checkpoints(self) -> Path:
         return self.folder.folder / FOLDER
 

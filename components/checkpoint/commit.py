@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
-from drawloom.components.storage import atomic_write, durable_files
+from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.storage.sha256_stream import Content
@@ -142,8 +142,8 @@ def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
     durable_files.write_file(temp / MANIFEST, manifest.write())
     durable_files.sync(temp)
     if checkpoint.exists():
-        atomic_write.rename(checkpoint, _free_name(checkpoint))
-    atomic_write.rename(temp, checkpoint)
+        durable_files.rename(checkpoint, _free_name(checkpoint))
+    durable_files.rename(temp, checkpoint)
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
@@ -152,7 +152,7 @@ def discard(checkpoints: Iterable[Path]) -> None:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)
         # renamed first: a half-removed folder would look like a corrupt checkpoint
-        atomic_write.rename(checkpoint, trash)
+        durable_files.rename(checkpoint, trash)
         durable_files.remove_folder(trash)
 
 

@@ -17,10 +17,9 @@ import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import names
-from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.regular_file import OtherContent, read_file, verified_file
 from drawloom.components.storage.sha256_stream import Content, count_blocks
 from drawloom.components.storage.strict_json import checksum, parse
-from drawloom.components.storage.verified_file import OtherContent, verified_file
 from drawloom.graph import UserError
 
 FOLDER = "checkpoints"

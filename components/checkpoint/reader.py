@@ -21,14 +21,14 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from drawloom.components.checkpoint.slices import assemble, is_needed, needed_rows
+from drawloom.components.checkpoint.snapshot import assemble, is_needed, needed_rows
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.storage.regular_file import OtherContent, VerifiedFile, verified_file
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import read_header, read_tensor
 from drawloom.components.storage.state_tree import Tree, entries, leaves, narrowed, unpack
 from drawloom.components.storage.strict_json import parse
-from drawloom.components.storage.verified_file import OtherContent, VerifiedFile, verified_file
 from drawloom.graph import UserError
 
 LARGEST_TREE = 2**28  # bytes

@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.components.storage.state_tree import entries, pack
 from drawloom.components.storage.tensor_source import bytes_of

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from drawloom.components.data.mixed_documents import document_sources
+from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.stream import row_shares, row_sources
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset

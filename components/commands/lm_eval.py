@@ -12,7 +12,7 @@ from drawloom.components.data.sources.files import package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project

@@ -11,7 +11,7 @@ from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
 from drawloom.components.planning.search import search, search_text
 from drawloom.components.planning.text import as_data, as_text
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe

@@ -16,7 +16,7 @@ from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.store.shard import id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe

@@ -9,7 +9,7 @@ from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
 from drawloom.graph.cli.terminal import print_text

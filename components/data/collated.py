@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.data.packing.packed_rows import check_rows
 from drawloom.components.data.record import row_digests
-from drawloom.components.data.resumed_rows import check_rows
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Batch, Collator, Example, Examples
 from drawloom.components.ports.model import Model

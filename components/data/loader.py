@@ -2,20 +2,48 @@
 
 import logging
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
+import torch
 
-from drawloom.components.data.curriculum import LengthStage, cut
 from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
-from drawloom.components.data.rank_consistency import check_consistency
 from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_pairs
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.run import Batching
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
+
+
+@attrs.frozen(kw_only=True)
+class LengthStage:
+    """The greatest length of documents, until a step is done, or until a number of tokens are seen."""
+
+    length: int = setting(check=at_least(2), doc="tokens after which a document is cut")
+    until_step: int | None = setting(default=None, check=at_least(1), doc="the last step with this length")
+    until_tokens: int | None = setting(
+        default=None,
+        check=at_least(1),
+        doc="the last step is the one that reaches this number of tokens, counted in full rows",
+    )
+
+    def holds(self, step: int, tokens: int) -> bool:
+        """Whether a step is in this stage or before; `tokens` are those of all earlier steps."""
+        return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
+
+
+def cut(batch: Batch, length: int) -> Batch:
+    """
+    The same tokens, with a document of its own for every `length` tokens of one.
+
+    No token is lost, and the shapes are the same: attention reaches less far back, and positions start anew.
+    """
+    positions = batch.positions % length
+    return attrs.evolve(batch, positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
+
 
 log = logging.getLogger("drawloom.data")
 
@@ -82,7 +110,9 @@ class Loader:
         step = self._step + 1
         if self._stream is None:
             self._stream = self._batches(step)
-        batches = [self.shortened(next(self._stream), step) for _ in self.batching.positions(step)]
+        batches = [next(self._stream) for _ in self.batching.positions(step)]
+        if self.lengths:
+            batches = [self.shortened(batch, step) for batch in batches]
         # once is enough: later steps follow from the same seed, rows and order
         if not self._checked:
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
@@ -188,3 +218,31 @@ class Loader:
             if (stage.until_step is None) == (stage.until_tokens is None):
                 text = f"lengths[{number}] ends at a step or after tokens, one of both"
                 yield node.problem(("lengths", number), text, "write until_step = N or until_tokens = N")
+
+
+def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> None:
+    """
+    Raise UserError on every rank if two ranks of a data-parallel index have different batches, or any two ranks
+    different numbers of rows. It is a collective of all ranks.
+    """
+    seen = world.gather_json([replica, rows, _fingerprint(batch)])
+    first_of: dict[int, int] = {}
+    for rank, (number, held, fingerprint) in enumerate(seen):
+        if held != seen[0][1]:
+            _refuse(0, rank, f"have {seen[0][1]} and {held} training rows")
+        first = first_of.setdefault(number, rank)
+        if fingerprint != seen[first][2]:
+            _refuse(first, rank, f"have the same data-parallel index {number}, and see different rows")
+
+
+def _refuse(first: int, second: int, what: str) -> NoReturn:
+    hint = "give every rank the same corpus, tokenizer and seed"
+    raise UserError(f"data: ranks {first} and {second} {what}; {hint}")
+
+
+def _fingerprint(batch: Batch) -> str:
+    digest = blake2b(digest_size=16)
+    for tensor in batch.tensors():
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -10,7 +10,7 @@ import attrs
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.graph import component
 

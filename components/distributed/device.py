@@ -1,13 +1,14 @@
-"""The device that this process computes on, and the communication backend of its ranks."""
+"""The device that this process computes on, the communication backend of its ranks, and copies for the host."""
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
 import attrs
 import torch
+from torch import Tensor
 
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, at_least, component, setting
@@ -102,3 +103,28 @@ class ComputeDevice:
                 f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write kind = 'cpu'",
                 exit_code=2,
             )
+
+
+@attrs.frozen
+class HostCopy:
+    """Tensors of any shapes by name, on their way from the device to the CPU; `arrived` is None if they are there."""
+
+    tensors: Mapping[str, Tensor]
+    arrived: torch.cuda.Event | None = None
+
+    @classmethod
+    def start(cls, tensors: Mapping[str, Tensor]) -> "HostCopy":
+        """Enqueue the copies on the current stream; tensors on the CPU are not copied, and must not change."""
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            return cls(tensors)
+        # A copy that does not block goes to pinned memory, which torch allocates for it.
+        host = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return cls(host, arrived)
+
+    def read(self) -> Mapping[str, Tensor]:
+        """The tensors on the CPU; waits for this copy alone, and not for what was enqueued after it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensors

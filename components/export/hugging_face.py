@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import AveragedWeights, Model, Stages, averaged
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.storage.atomic_write import remove_folder
+from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting
 
@@ -50,7 +50,7 @@ class HuggingFaceExport:
         """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
         if self.is_finished(step):
             return
-        run_on_rank0(self.mesh.world, lambda: remove_folder(self._target))  # the export of an earlier step
+        run_on_rank0(self.mesh.world, lambda: remove_folder_at_once(self._target))  # the export of an earlier step
         # In the run folder, which all ranks see also across machines.
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
         with averaged(self.average):

@@ -13,7 +13,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Stages
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.atomic_write import TempFolder, begin
+from drawloom.components.storage.durable_files import TempFolder, begin_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import stream
@@ -170,7 +170,7 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
     _, specs = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
     files = plan_files([_parse_specs(each) for each in specs], max_shard)  # the same on every rank
     # One rank creates the folder, and the others learn its random name.
-    temporary, folders = run_on_all(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
+    temporary, folders = run_on_all(group, lambda: begin_folder(target) if group.rank == 0 else None, share=_path)
     try:
         folder = Path(folders[0])
         run_on_all(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))

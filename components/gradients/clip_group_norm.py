@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.gradients.scaling import scale
+from drawloom.components.gradients.norm import scale
 from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.run import Step

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drawloom.components.gradients.scaling import scale
+from drawloom.components.gradients.norm import scale
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting

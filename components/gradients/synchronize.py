@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.host_copy import HostCopy
-from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
-from drawloom.components.gradients.scaling import scale
+from drawloom.components.distributed.device import HostCopy
+from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, scale, total_norm
 from drawloom.components.ports.distributed import DATA, Mesh, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses

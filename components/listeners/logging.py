@@ -1,22 +1,53 @@
 """Logging: everything to a file for each rank, step lines and warnings to the terminal of rank 0."""
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TextIO
 
 import attrs
 
-from drawloom.components.listeners.rank_log import LogFile, rank_log
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Event, RunFolder
+from drawloom.components.ports.run import Event, EventKind, RunFolder
+from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.graph import UserError, component, setting
 from drawloom.graph.cli.terminal import Stream, print_text
 
 log = logging.getLogger("drawloom.run")
 
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
+    """`log/rank-N.log` in the run folder; makes the folder `log`. A UserError if that is a link or a file."""
+    return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
+
+
+def open_log(path: Path) -> TextIO:
+    """The log file, to append to; makes the folder `log` again if it was removed. Raises UserError."""
+    make_folder(path.parent)
+    # a lone surrogate, as in a file name, must not make logging fail
+    return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
+
+
+class LogFile(WatchedFileHandler):
+    """Writes messages to a rank's log file, which is begun anew with a warning if it is removed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message; an error is reported on standard error, and does not end the run."""
+        before = self.stream
+        try:
+            super().emit(record)
+        except UserError:
+            self.handleError(record)
+        if before is not None and self.stream is not None and self.stream is not before:
+            log.warning("%s was removed during the run, and begins anew", self.baseFilename)
+
+    def _open(self) -> Any:
+        return open_log(Path(self.baseFilename))
 
 
 @component(impact="safe")
@@ -27,6 +58,8 @@ class RunLogging:
     INFO messages of `drawloom.run`, such as step lines, go to standard output, messages from `level` up to standard
     error, both on rank 0 only; every message goes to `log/rank-N.log`.
     """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ()
 
     folder: RunFolder
     mesh: Mesh
@@ -61,7 +94,7 @@ class RunLogging:
             handler.close()
 
     def on_event(self, event: Event) -> None:
-        """Do nothing: it is a listener only to be listed with the others in a trainer."""
+        """Not called: this is a listener only to be listed with the others in a trainer."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
         logger.addHandler(handler)

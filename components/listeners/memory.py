@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from typing import ClassVar
 
 import attrs
 import torch
@@ -11,7 +12,7 @@ from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryUser, memory_by_kind
 from drawloom.components.ports.model import Stages
-from drawloom.components.ports.run import Batching, Event
+from drawloom.components.ports.run import Batching, Event, EventKind
 from drawloom.graph import Every, UserError, component
 
 log = logging.getLogger("drawloom.run")
@@ -29,6 +30,8 @@ class MemoryReport:
     When memory runs out, also while the run opens, the run ends with a message instead of a traceback: what was being
     allocated, memory by kind, and the settings that would help with their present values.
     """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("run_started",)
 
     device: Device
     users: Every[MemoryUser]

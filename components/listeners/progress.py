@@ -4,13 +4,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import attrs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.run import Event, EventKind, Step
 from drawloom.graph import component
 
 COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[values]}"
@@ -27,6 +28,8 @@ class ProgressBar:
     While the bar is shown, step lines do not go to the terminal; warnings are printed above it. It is refreshed when
     steps end, without a thread.
     """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "step_ended")
 
     mesh: Mesh
     device: Device

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import LayerRange, Model
-from drawloom.components.ports.run import Batching, Event, RunInfo, Step
+from drawloom.components.ports.run import Batching, Event, EventKind, RunInfo, Step
 from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
@@ -32,6 +32,8 @@ class RunSummary:
     `drawloom run --dry-run` prints the former without a run. The best validation loss is saved, so that the summary of
     a run that was resumed is of the whole run; time and tokens are those of this process.
     """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "phase_ended", "step_ended", "run_ended")
 
     job: RunInfo
     mesh: Mesh

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Accumulator, Event, Phase, Step, Value
+from drawloom.components.ports.run import Accumulator, Event, EventKind, Phase, Step, Value
 from drawloom.graph import Every, component
 
 DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
@@ -28,6 +28,7 @@ class PhaseTimes:
 
     device: Device
     phases: Every[Phase]
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "phase_ended")
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.host_copy import HostCopy
+from drawloom.components.distributed.device import HostCopy
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Accumulator, Metric, Step, Value
 

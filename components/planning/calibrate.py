@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from drawloom.components.distributed.device_model import DeviceModel, device_model, model_of_gpu, products_in
 from drawloom.components.planning.recorder import attention_flops
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
 SECONDS = 1.0

@@ -14,7 +14,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import remedies, toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
 

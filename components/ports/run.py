@@ -210,7 +210,11 @@ class Event:
 
 @port
 class Listener(Protocol):
-    """Observes a run's events. Its exceptions are logged and do not stop the run."""
+    """
+    Observes a run's events. Its exceptions are logged and do not stop the run.
+
+    The class attribute `observes` names the kinds of events that it is sent; without it, it is sent all.
+    """
 
     def on_event(self, event: Event) -> None:
         """Handle an event."""
@@ -222,7 +226,7 @@ class Events(Protocol):
     """Sends events to listeners."""
 
     def emit(self, event: Event) -> None:
-        """Send an event to all listeners."""
+        """Send an event to the listeners that observe its kind."""
         ...
 
 

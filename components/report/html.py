@@ -10,7 +10,7 @@ from drawloom.components.ports.run import Batching, RunFolder
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
 from drawloom.graph import Every, ResolvedRecipe, component
 

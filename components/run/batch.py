@@ -1,6 +1,7 @@
 """Global and micro batch size, and which rows each data-parallel rank sees: all arithmetic with batch sizes."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -51,13 +52,13 @@ class GlobalBatch:
         for path, text, hint in _uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         """Data-parallel size: the number of parts into which the rows of a step are divided."""
         # pipeline, context and tensor ranks work on the same rows
         return self.mesh.size("data_replicate") * self.mesh.size("data_shard")
 
-    @property
+    @cached_property
     def dp_rank(self) -> int:
         """Data-parallel rank: the index of this rank's part."""
         return self.mesh.index("data_replicate") * self.mesh.size("data_shard") + self.mesh.index("data_shard")

@@ -10,7 +10,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import make_folder, open_regular_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange

@@ -10,7 +10,7 @@ from drawloom.components.ports.model import AveragedWeights, averaged
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.sampling.generate import Sampler
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError, above, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.storage.atomic_write import rename
+from drawloom.components.storage.durable_files import rename
 from drawloom.graph import UserError
 
 

@@ -1,12 +1,20 @@
 """What trackers of other programs share: a background thread that runs queued tasks in order, and one warning."""
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar
 
 import attrs
+
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import Value
+from drawloom.graph import above, at_least, inherited, setting
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -80,3 +88,67 @@ class Background:
             task()
         except Exception as error:
             self._failed(error)
+
+
+@inherited
+class TrackerInBackground(ABC):
+    """
+    Queues the finite values of steps for a thread, on rank 0, so that writing can neither delay a step nor end the run.
+
+    Steps that are not written in time are dropped, with one warning, and so is what fails. Subclasses write, in the
+    order of the run; of theirs only `_prepare` runs in the thread of the run, and may raise UserError.
+    """
+
+    called: ClassVar[str]
+
+    mesh: Mesh
+    queue_size: int = setting(default=1000, check=at_least(1), doc="most steps queued for writing")
+    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for what is queued")
+
+    _background: Background | None = attrs.field(init=False, default=None)
+    _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
+
+    def open(self) -> None:
+        """Prepare, and start the thread, on rank 0. Raises UserError where what it writes with or into is missing."""
+        if self.mesh.world.rank == 0:
+            self._prepare()
+            self._background = Background(self.called, self.queue_size, self._failed, self._end)
+
+    def close(self) -> None:
+        """Write queued values, within `timeout` seconds."""
+        background, self._background = self._background, None
+        if background is not None and not background.close(self.timeout):
+            text = f"{self.called} was not done within {self.timeout:g} s"
+            self._warn(f"{text}; some of the last steps are missing there")
+
+    def rewind(self, step: int) -> None:
+        """Begin to write the steps after this one."""
+        self._put(partial(self._begin, step))
+
+    def track(self, step: int, values: Mapping[str, Value]) -> None:
+        """Queue the finite values of a step."""
+        numbers = {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
+        self._put(partial(self._write, step, numbers))
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Load what is needed, and refuse a folder that leads elsewhere."""
+
+    @abstractmethod
+    def _begin(self, step: int) -> None:
+        """Have later steps follow this one; also in a run that writes already, and goes back."""
+
+    @abstractmethod
+    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the values of a step."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Finish what is written."""
+
+    def _put(self, task: Task) -> None:
+        if self._background is not None and not self._background.put(task):
+            self._warn(f"{self.called} does not keep up; some steps will be missing there")
+
+    def _failed(self, error: Exception) -> None:
+        self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")

@@ -10,9 +10,9 @@ from typing import ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import open_to_append
-from drawloom.components.trackers.in_background import TrackerInBackground
+from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.graph import component
 
 STEP = "step"

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Value
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import open_to_append
 from drawloom.graph import component
 
@@ -118,7 +119,7 @@ class JsonlTracker:
         file, self._file = self._file, open_to_append(self._path)
         os.close(file)
 
-    @property
+    @cached_property
     def _path(self) -> Path:
         return self.folder.folder / "metrics.jsonl"
 

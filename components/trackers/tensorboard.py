@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.trackers.in_background import TrackerInBackground
+from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.graph import UserError, component
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.trackers.in_background import TrackerInBackground
+from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.graph import ResolvedRecipe, UserError, component, setting
 
 METRICS_ALONE = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

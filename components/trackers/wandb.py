@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.trackers.in_background import TrackerInBackground
+from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.graph import ResolvedRecipe, UserError, component, setting
 
 STEP = "step"

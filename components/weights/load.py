@@ -1,5 +1,6 @@
 """Loads weights from files into modules through a mapper, one group of tensors at a time."""
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import LOSS
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
@@ -182,3 +184,29 @@ def _is_tied_copy(source: TensorSource, extra: list[str], wanted: set[str]) -> b
     specs = source.specs()
     alike = [name for name in specs if name in wanted and specs[name] == specs[extra[0]]]
     return len(extra) == 1 and any(torch.equal(source.tensor(extra[0]), source.tensor(name)) for name in alike)
+
+
+WHOLE = 2**24
+"""Bytes of a file that are hashed in full; of larger ones samples are, so that a fingerprint takes milliseconds."""
+
+SAMPLES = 256
+"""Samples of a large file, each of WHOLE / SAMPLES bytes, evenly spread, with its beginning and its end."""
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """SHA-256 of the names, sizes and sampled bytes of a folder's safetensors files, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_regular_file(path) as file:
+            digest.update(f"{path.name} {file.size}\n".encode())
+            for offset, size in _samples(file.size):
+                digest.update(file.read(offset, size))
+    return digest.hexdigest()
+
+
+def _samples(size: int) -> list[tuple[int, int]]:
+    """Offset and size of each part of a file that is hashed."""
+    if size <= WHOLE:
+        return [(0, size)]
+    part = WHOLE // SAMPLES
+    return [(place * (size - part) // (SAMPLES - 1), part) for place in range(SAMPLES)]

@@ -19,8 +19,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.atomic_write import replace_file, temporary_name
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.durable_files import replace_file, temporary_name
+from drawloom.components.storage.regular_file import OtherContent, open_regular_file, verified_file
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import tensors_in
 from drawloom.components.storage.safetensors.writer import write_tensors
@@ -28,7 +28,6 @@ from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
 from drawloom.components.storage.strict_json import checksum, dumps, parse
 from drawloom.components.storage.tensor_source import view
-from drawloom.components.storage.verified_file import OtherContent, verified_file
 from drawloom.graph import UserError
 
 FORMAT = 1

@@ -20,7 +20,7 @@ import torch
 
 from drawloom.components.checkpoint.manifest import committed, step_of
 from drawloom.components.checkpoint.reader import load_node
-from drawloom.components.checkpoint.staging.pinned_pool import Pool
+from drawloom.components.checkpoint.staging.copy_plan import Pool
 from drawloom.components.checkpoint.state_hashes import state_hashes
 from drawloom.components.listeners import profiler
 from drawloom.components.phases.report import Report

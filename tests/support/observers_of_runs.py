@@ -29,7 +29,7 @@ from drawloom.components.ports.distributed import Device, Pending, Processes, Ti
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
-from drawloom.components.trackers import aim, in_background
+from drawloom.components.trackers import aim, background
 from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
@@ -390,7 +390,7 @@ def asked_of_tracker(use: str, values: Values, place: Path) -> Any:
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
     loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
-    with mock.patch.object(in_background, "Background") as made, loaded as load:
+    with mock.patch.object(background, "Background") as made, loaded as load:
         with opened(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
             made.return_value.put.call_args.args[0]()

@@ -32,7 +32,7 @@ from drawloom.components.checkpoint.snapshot import ShardPlan
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.run import Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.components.storage import atomic_write
+from drawloom.components.storage import durable_files
 from drawloom.graph.cli.main import main
 from drawloom.graph.project import Project
 from support.crashes import is_valid
@@ -337,7 +337,7 @@ class _Watch:
             (ShardPlan, "take", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
-            (atomic_write, "rename", "rename"),
+            (durable_files, "rename", "rename"),
             (writing, "discard", "rotate"),
             (Checkpointer, "close", "end"),
         ):

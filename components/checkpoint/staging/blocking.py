@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.staging.copy_plan import plan_copies
-from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
+from drawloom.components.checkpoint.staging.copy_plan import KEPT, Pool, plan_copies
 from drawloom.graph import component, setting
 
 

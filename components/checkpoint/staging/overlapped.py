@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.staging.copy_plan import Copy, plan_copies
-from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
+from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
 from drawloom.components.checkpoint.threads import submit
 from drawloom.graph import component, setting
 

@@ -3,16 +3,15 @@
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-from drawloom.components.data.mixed_documents import document_sources
+from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
-from drawloom.components.data.resumed_rows import check_rows
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import Batch, RowSource, has_pairs
 from drawloom.components.ports.model import Model
@@ -53,6 +52,7 @@ class PackedRows:
     )
     _pad: int = attrs.field(init=False, default=0)
     _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
+    _fingerprints: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -85,6 +85,7 @@ class PackedRows:
     def close(self) -> None:
         """Free the index."""
         self._splits.clear()
+        self._fingerprints.clear()
 
     def check_run(self) -> None:
         """Raise UserError if there are more token ids than any model of the run has."""
@@ -127,15 +128,15 @@ class PackedRows:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def state_dict(self) -> dict[str, Any]:
-        """The fingerprint of the rows of each split and source."""
-        found = {}
-        for split in SPLITS:
-            documents = document_sources(self._splits[split].documents)
-            for source, rows in zip(documents, self.row_sources(split), strict=True):
-                kind = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
-                digest = hashlib.sha256(kind.encode()).hexdigest()
-                found[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
-        return found
+        """The fingerprint of the rows of each split and source, which are the same at every save."""
+        if not self._fingerprints:
+            for split in SPLITS:
+                documents = document_sources(self._splits[split].documents)
+                for source, rows in zip(documents, self.row_sources(split), strict=True):
+                    kind = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
+                    digest = hashlib.sha256(kind.encode()).hexdigest()
+                    self._fingerprints[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
+        return dict(self._fingerprints)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless changes are accepted."""
@@ -158,3 +159,32 @@ class PackedRows:
 def _name(split: Split, source: str) -> str:
     """A split, of one source if it has a name."""
     return f"{split} of {source}" if source else split
+
+
+def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:
+    """
+    Compare `rows` and `sha256` of each split, or of each source of a split, with those that a checkpoint has.
+
+    Raises UserError if one differs, or logs it if changes are accepted; KeyError if these are not of a data set.
+    """
+    if not then.keys() & now.keys():
+        raise KeyError(f"{', '.join(then)}: no split of these rows")
+    differences = ", and ".join(filter(None, (_difference(name, then, now) for name in {**then, **now})))
+    if differences and not accept_changes:
+        raise UserError(
+            f"the corpus is not the one that this run began with: {differences}; restore the old one, "
+            "use another run name, or add --accept-changes",
+            exit_code=2,
+        )
+    if differences:
+        log.warning("the corpus is not the one that this run began with: %s", differences)
+
+
+def _difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """How rows differ from those that the run began with; empty if they do not."""
+    if name not in then or name not in now:
+        return f"{name} is {'new' if name in now else 'missing'}"
+    before, after = then[name], now[name]
+    if before["rows"] != after["rows"]:
+        return f"{name} had {before['rows']} rows, and has {after['rows']}"
+    return f"{name} had other tokens in its {before['rows']} rows" if before != after else ""

@@ -21,11 +21,11 @@ import numpy as np
 
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
-from drawloom.components.data.store.progress import Progress
+from drawloom.components.data.store.processes import Progress
 from drawloom.components.data.store.shard import Shard, ShardFiles, id_dtype
 from drawloom.components.data.store.store import FORMAT, STORE, Store, fingerprint_of
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
 PLAN, LOCK = "plan.json", "lock"

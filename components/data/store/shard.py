@@ -19,8 +19,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.storage.atomic_write import replace_file
-from drawloom.components.storage.durable_files import FileWriter, new_file
+from drawloom.components.storage.durable_files import FileWriter, new_file, replace_file
 from drawloom.components.storage.regular_file import hash_file
 from drawloom.graph import UserError
 

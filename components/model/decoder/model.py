@@ -4,16 +4,71 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.hidden_states import Collector
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
-from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels, LayerRange
+from drawloom.components.ports.model import BatchContext, Finish, Head, HiddenStates, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
+
+
+@attrs.define
+class Collector:
+    """
+    Keeps hidden states of layers that are asked for.
+
+    `inputs` are those of the span's first module; `kept` has what earlier spans have kept, and then this one. `whole`
+    makes hidden states of whole rows of those that a layer gives.
+    """
+
+    inputs: Tensor
+    documents: Tensor
+    wanted: HiddenStates | None
+    kept: dict[int, Tensor]
+    whole: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(
+        cls, inputs: Any, shared: BatchContext, layers: int, whole: Callable[[Tensor], Tensor] = lambda hidden: hidden
+    ) -> "Collector":
+        """From what a span takes. Raises ValueError for a layer that a model of `layers` layers does not have."""
+        wanted = shared.hidden_states
+        if wanted is None:
+            return cls(inputs, shared.document_ids, None, {}, whole)
+        if unknown := [number for number in wanted.layers if not 0 <= number <= layers]:
+            raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
+        if shared.part is not None:
+            raise ValueError("ranks along 'context' share rows out, and hidden states are of whole rows")
+        hidden, kept = inputs if isinstance(inputs, tuple) else (inputs, {})
+        return cls(hidden, shared.document_ids, wanted, dict(kept), whole)
+
+    def add(self, layer: int, hidden: Tensor) -> None:
+        """Keep what a layer gives, (rows, length, hidden_size), if it is asked for; a later call replaces it."""
+        if self.wanted is not None and layer in self.wanted.layers:
+            count, rows = self.wanted.documents, self.whole(hidden)
+            self.kept[layer] = rows if count is None else means(rows, self.documents, count)
+
+    def with_last(self, hidden: Tensor) -> Any:
+        """What the span gives: hidden states (rows, length, hidden_size), in a pair with those that are kept."""
+        return hidden if self.wanted is None else (hidden, self.kept)
+
+
+def means(hidden: Tensor, documents: Tensor, count: int) -> Tensor:
+    """
+    Means over the tokens of each document: at least float32 (rows, count, hidden_size), zeros where there is none.
+
+    hidden: (rows, length, hidden_size); documents: int64 (rows, length), of which those from `count` on are left out.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    numbers = torch.arange(count, device=documents.device)
+    # A product and no scattered sum, so that the order of additions, and the result, is the same each time.
+    members = (documents[:, None, :] == numbers[:, None]).to(dtype)
+    return members @ hidden.to(dtype) / members.sum(-1, keepdim=True).clamp_min(1)
 
 
 class Decoder(TensorParallel):
@@ -55,8 +110,9 @@ class Decoder(TensorParallel):
         if self.span.embedding:
             hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
             kept.add(0, hidden)
-        cos, sin = self._angles(shared.positions)
-        windows = [self.architecture.window_of(int(number)) for number in self.layers]
+        architecture = self.architecture
+        cos, sin = rope_angles(shared.positions, architecture.head_dim, architecture.rope_theta, self.scaling)
+        windows = [architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
         masks = {
             window: self.kernels.attention_mask(shared.document_ids, window, shared.part, shared.cache)
@@ -70,10 +126,6 @@ class Decoder(TensorParallel):
             kept.add(self.architecture.num_hidden_layers, hidden)
             hidden = whole(hidden)
         return kept.with_last(hidden)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles of queries and keys, float32 (rows, length, head_dim // 2)."""
-        return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
 
 class CausalLM(nn.Module):

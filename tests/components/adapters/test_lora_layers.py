@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear
+from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, dora_scale
 from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -151,3 +151,18 @@ def test_the_head_of_an_adapted_layer_gives_losses_of_its_logits() -> None:
         torch.testing.assert_close(head.mean_logits(hidden).double(), logits.mean(-1), rtol=1e-4, atol=1e-5)
 
     module(tokens, shared, finish)
+
+
+def test_the_scale_is_magnitude_by_norm_of_the_changed_row() -> None:
+    """The norm is that of W + scale * B A, which is not computed; its gradient is of the magnitude alone."""
+    torch.manual_seed(0)
+    w, a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 7), (2, 7), (5, 2)))
+    magnitude = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    found = dora_scale(w, a, b, 0.3, magnitude)
+    torch.testing.assert_close(found, magnitude / (w + 0.3 * b @ a).norm(dim=1))
+    assert [grad is not None for grad in torch.autograd.grad(found.sum(), [w, a, b, magnitude], allow_unused=True)] == [
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -22,7 +22,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.run.job import NamedRun
 from drawloom.components.run.randomness import ProcessRandomness
-from drawloom.components.storage import atomic_write, durable_files
+from drawloom.components.storage import durable_files
 from drawloom.components.storage.sha256_stream import BLOCK
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer
@@ -63,16 +63,15 @@ def _fault(folder: Path, where: str, what: str, rank: int) -> tuple[str, int, An
         shared, own = StateNode({"step": 2}), LocalNode({"step": 2, "rank": mesh.world.rank})
         node = checkpointer(folder, {"shared": shared, "own": own}, mesh)
         if mesh.world.rank == rank:
-            owner = atomic_write if where == "rename" else durable_files
-            setattr(owner, where, _faulty(owner, getattr(owner, where), what))
+            setattr(durable_files, where, _faulty(getattr(durable_files, where), what))
         return _error(node), node.restore(), own.state
 
 
-def _faulty(owner: Any, call: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _faulty(call: Callable[..., Any], what: str) -> Callable[..., Any]:
     def fail(*arguments: Any) -> Any:
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        setattr(owner, call.__name__, call)
+        setattr(durable_files, call.__name__, call)
         raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
 
     return fail

@@ -8,8 +8,7 @@ import attrs
 import pytest
 from torch import Tensor
 
-from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.host_copy import HostCopy
+from drawloom.components.distributed.device import ComputeDevice, HostCopy
 from drawloom.components.phases import report
 from drawloom.components.phases.metric_totals import Measured
 from drawloom.components.phases.report import Report, step_line

@@ -1,9 +1,11 @@
 """Dispatching events to listeners."""
 
+from typing import get_args
+
 import attrs
 import pytest
 
-from drawloom.components.ports.run import Event
+from drawloom.components.ports.run import Event, EventKind
 from drawloom.components.run.events import Dispatcher
 from drawloom.graph import Every
 
@@ -37,6 +39,19 @@ def test_every_listener_gets_every_event() -> None:
     dispatcher.emit(Event("run_started"))
     dispatcher.emit(Event("run_ended"))
     assert [listener.kinds for listener in listeners.values()] == [["run_started", "run_ended"]] * 2
+
+
+def test_a_listener_is_sent_only_what_it_observes() -> None:
+    """A listener whose class names the kinds of events gets those, and no others."""
+
+    class Observer(Recorder):
+        observes = ("step_ended", "run_ended")
+
+    listener = Observer()
+    dispatcher = Dispatcher(listeners=Every({"a": listener}))
+    for kind in get_args(EventKind):
+        dispatcher.emit(Event(kind))
+    assert listener.kinds == ["step_ended", "run_ended"]
 
 
 def test_a_listener_that_raises_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

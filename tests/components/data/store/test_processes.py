@@ -7,7 +7,7 @@ import pytest
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
-from drawloom.components.data.store.progress import Progress
+from drawloom.components.data.store.processes import Progress
 from drawloom.graph import UserError
 from support.stores import Deadly, Texts
 

@@ -4,7 +4,7 @@ import threading
 
 import attrs
 
-from drawloom.components.listeners.watchdog import Watchdog
+from drawloom.components.listeners.timeouts import Watchdog
 
 
 @attrs.define

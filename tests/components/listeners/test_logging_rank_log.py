@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.listeners.rank_log import rank_log
+from drawloom.components.listeners.logging import rank_log
 
 
 @attrs.frozen

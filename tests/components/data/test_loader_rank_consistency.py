@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.rank_consistency import check_consistency
+from drawloom.components.data.loader import check_consistency
 from drawloom.components.ports.data import Batch
 from drawloom.graph import UserError
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.weights import fingerprint
-from drawloom.components.weights.fingerprint import folder_fingerprint
+from drawloom.components.weights import load
+from drawloom.components.weights.load import folder_fingerprint
 
 
 def write(folder: Path, **files: bytes) -> str:
@@ -31,10 +31,10 @@ def test_any_byte_and_any_name_count(tmp_path: Path) -> None:
 
 def test_large_files_are_sampled_over_their_whole_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a long stretch anywhere, of the first and of the last byte are seen, and few bytes are read."""
-    monkeypatch.setattr(fingerprint, "WHOLE", 1024)
+    monkeypatch.setattr(load, "WHOLE", 1024)
     content = bytes(100_000)
     found = {write(tmp_path / "one", model=content)}
     for start, end in ((0, 1), (40_000, 40_500), (99_999, 100_000)):
         found.add(write(tmp_path / "one", model=content[:start] + b"x" * (end - start) + content[end:]))
     assert len(found) == 4
-    assert sum(size for _, size in fingerprint._samples(100_000)) == 1024
+    assert sum(size for _, size in load._samples(100_000)) == 1024

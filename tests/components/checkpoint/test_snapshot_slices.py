@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.checkpoint.slices import assemble, is_needed, mark, needed_rows
+from drawloom.components.checkpoint.snapshot import assemble, is_needed, mark, needed_rows
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Cuts = list[list[int]]

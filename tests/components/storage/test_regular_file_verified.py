@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.storage import regular_file
-from drawloom.components.storage.regular_file import hash_file
+from drawloom.components.storage.regular_file import OtherContent, hash_file, verified_file
 from drawloom.components.storage.sha256_stream import BLOCK
-from drawloom.components.storage.verified_file import OtherContent, verified_file
 
 SIZE = 3 * BLOCK + 1000
 DATA = random.Random(1).randbytes(SIZE)

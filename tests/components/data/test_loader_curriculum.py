@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.components.data.curriculum import LengthStage, cut
+from drawloom.components.data.loader import LengthStage, cut
 from drawloom.components.ports.data import Batch
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.pipeline.module_buffers import fill_buffers
+from drawloom.components.pipeline.initial_values import fill_buffers
 from drawloom.graph import UserError
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.distributed.host_copy import HostCopy
+from drawloom.components.distributed.device import HostCopy
 
 
 class Arrival:

@@ -1,6 +1,6 @@
 """The progress of tokenizing."""
 
-from drawloom.components.data.store.progress import Progress, duration, megabytes
+from drawloom.components.data.store.processes import Progress, duration, megabytes
 
 
 def test_progress_is_said_at_intervals() -> None:

@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from drawloom.components.commands._curves import BLOCKS, HEIGHT, Curve, draw_svg, draw_text
+from drawloom.components.commands.lr import BLOCKS, HEIGHT, Curve, draw_svg, draw_text
 
 
 def test_columns_are_as_high_as_values() -> None:
