@@ -82,6 +82,7 @@ class _OnMeta(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q (rows, length, heads, head_dim), k and v (rows, keys, kv_heads, head_dim); gives a tensor like q."""
         mixed, lse = torch.ops.drawloom.attention(q, k, v)
         ctx.save_for_backward(q, k, v, mixed, lse, None if mask is None else mask.to(q.dtype))
         return mixed  # type: ignore[no-any-return]

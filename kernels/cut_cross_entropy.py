@@ -87,7 +87,7 @@ def cross_entropy(
     cut: Cut,
     token_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`cut_cross_entropy_eager` by any implementation; the same shapes and dtypes."""
+    """`cut_cross_entropy_eager` by any implementation: hidden (..., width), weight (vocabulary, width); same dtypes."""
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     weight_gradient = weight_gradient_of(weight)
     losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
@@ -108,6 +108,7 @@ class _CutCrossEntropy(Function):
         implementation: Implementation,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
+        """The loss and the log-sum-exp of each token, both (tokens,), at least float32."""
         local = local_targets(targets, len(weight), cut.ignore_index, cut.part)
         lse, target_logit = all_gather_lse(*implementation.forward(hidden, weight, local, cut), cut.part)
         ctx.save_for_backward(hidden, weight, targets, lse)

@@ -93,7 +93,7 @@ def fused_on_meta() -> Iterator[None]:
 
 def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | None:
     """
-    Add a summand to the gradient of a leaf (its shape) if it is `Addable`, and return None; else return it.
+    Add a summand to the gradient of a leaf of any shape if it is `Addable`, and return None; else return it.
 
     It is returned, too, where `.grad` is None and where hooks of the weight wait for it, in the dtype in which
     gradients are summed.

@@ -81,6 +81,7 @@ class _GroupedGemm(Function):
         implementation: Implementation,
         weight_gradient: WeightGradient,
     ) -> Tensor:
+        """x (rows, inputs), weight (experts, inputs, outputs) or transposed: (rows, outputs) in the dtype of x."""
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
         ctx.transposed, ctx.implementation, ctx.weight_gradient = transposed, implementation, weight_gradient

@@ -26,6 +26,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradient: WeightGradient) -> Tensor:
+        """x (..., inputs), weight (outputs, inputs), bias (outputs,), all of one dtype; gives (..., outputs)."""
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_gradient = weight_gradient
         y = F.linear(x, weight, bias)
@@ -60,6 +61,7 @@ class _Embedding(Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, weight_gradient: WeightGradient) -> Tensor:
+        """tokens int32 or int64 (...), weight (vocab_size, hidden_size); gives (..., hidden_size) in its dtype."""
         ctx.save_for_backward(tokens)
         ctx.rows = len(weight)
         ctx.weight_gradient = weight_gradient

@@ -70,6 +70,7 @@ class _LinearCrossEntropy(Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, weight_gradient: WeightGradient
     ) -> tuple[Tensor, Tensor]:
+        """The loss and the log-sum-exp of each token, both (tokens,), at least float32."""
         chunks = list(_chunks(len(hidden), len(weight)))
         losses = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
         lse = torch.empty_like(losses)

@@ -73,6 +73,7 @@ class _Permute(Function):
     def forward(
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """x (tokens, hidden_size) and probabilities (tokens, top_k), by row: (rows, hidden_size) and (rows,)."""
         ctx.save_for_backward(dest_row)
         per_token = max(dest_row.shape[1], 1)
         needed = source_choice >= 0
@@ -96,6 +97,7 @@ class _Unpermute(Function):
     def forward(
         ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> Tensor:
+        """rows (rows, hidden_size), probabilities (tokens, top_k); gives (tokens, hidden_size) in the dtype of rows."""
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, dest_row, source_choice)
         gathered = gathered_rows(rows, dest_row)
         weighted = gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)

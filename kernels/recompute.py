@@ -56,7 +56,7 @@ class Kept(Saved):
         self._version = tensor._version
 
     def value(self) -> Tensor:
-        """The tensor; RuntimeError if it was changed in place."""
+        """The tensor, of any shape and dtype; RuntimeError if it was changed in place."""
         # torch leaves this to hooks, where there are any.
         if self._tensor._version != self._version:
             what = f"{str(self._tensor.dtype).removeprefix('torch.')} {tuple(self._tensor.shape)}"

@@ -37,6 +37,7 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        """x (..., hidden_size), weight (hidden_size,) of any float dtype; gives a tensor like x."""
         rstd = _rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered

@@ -26,6 +26,7 @@ class _Rope(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool) -> Tensor:
+        """x (rows, length, heads, head_dim), cos and sin (rows, length, rotary_dim // 2); gives a tensor like x."""
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         if not in_place:

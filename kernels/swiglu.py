@@ -34,6 +34,7 @@ class _SwiGlu(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """gate and up (..., width) of one dtype; gives a tensor like gate."""
         ctx.save_for_backward(gate, up)
         return as_new_tensor(F.silu(_upcast(gate)).mul_(up).to(gate.dtype))
 
@@ -49,6 +50,7 @@ class _ScaledSwiGlu(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+        """gate and up (..., width) of one dtype, scale (...); gives a tensor (..., width) like gate."""
         ctx.save_for_backward(gate, up, scale)
         return as_new_tensor(F.silu(_upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
 

@@ -47,6 +47,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        """The parts (rows, tokens, ...) of all ranks, in their order: (rows, size * tokens, ...) in the same dtype."""
         ctx.group = group
         if part.is_meta:
             shape = part.shape[0], group.size * part.shape[1], *part.shape[2:]

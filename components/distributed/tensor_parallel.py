@@ -147,6 +147,7 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+        """What `there` makes of a tensor of any shape and dtype, in that dtype."""
         ctx.group, ctx.back = group, back
         return there(tensor, group)
 

@@ -44,7 +44,7 @@ class WeightAverage:
                 average.lerp_(parameter.to(average.dtype), share)
 
     def averages(self) -> Mapping[str, Tensor]:
-        """The averages of this rank's slices by parameter; none before the first step."""
+        """The averages (any shape, at least float32) of this rank's slices by parameter; none before the first step."""
         return self._averages
 
     def swapped(self) -> AbstractContextManager[None]:

@@ -115,7 +115,7 @@ class Executor:
         return found.get(0)
 
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
-        """The hidden states that `shared` asks for, by layer, on the last stage's rank; None on others."""
+        """The hidden states that `shared` asks for, by layer, for tokens (rows, length), on the last stage's rank."""
         found: dict[int, dict[int, Tensor]] = {}
         self.infer_each([(tokens, shared)], found.__setitem__, _kept)
         return found.get(0)

@@ -425,7 +425,7 @@ class AveragedWeights(Protocol):
     """Averages of the trained weights over steps."""
 
     def averages(self) -> Mapping[str, Tensor]:
-        """The averages of this rank's slices by parameter; none before the first step."""
+        """The averages (any shape, at least float32) of this rank's slices by parameter; none before the first step."""
         ...
 
     def swapped(self) -> AbstractContextManager[None]:
@@ -439,7 +439,7 @@ def averaged(average: AveragedWeights | None) -> AbstractContextManager[None]:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """A parameter's gradient, in place; zeros where nothing reached it, so that all ranks sum the same tensors."""
+    """A parameter's gradient (any shape), in place; zeros where nothing reached it: all ranks sum the same tensors."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad

@@ -35,6 +35,7 @@ class _Multihot(Function):
 
     @staticmethod
     def forward(ctx: Any, expert_indices: Tensor, probabilities: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        """Both (tokens, top_k); gives bool, and probabilities in their dtype, (tokens, num_experts)."""
         ctx.save_for_backward(expert_indices)
         chosen, spread = _multihot(expert_indices, probabilities, num_experts)
         ctx.mark_non_differentiable(chosen)

@@ -78,6 +78,7 @@ class _WholeLogits(Function):
         learns: bool,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
+        """hidden (tokens, width), weight (vocabulary, width), targets int64 (tokens,); loss, lse float32 (tokens,)."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         needed = learns and (needs_hidden or needs_weight)
         losses, lse, grad_logits = _grad_logits(hidden, weight, targets, ignore_index, needed)
@@ -160,6 +161,7 @@ class _InChunks(Function):
         weight_gradient: WeightGradient,
         factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """As of `_WholeLogits`, with factors of the losses' gradients, float32 (tokens,)."""
         needed = [learns and needs for needs in ctx.needs_input_grad[:2]]
         inputs = hidden, weight, targets, factors, ignore_index
         losses, lse, grad_hidden, grad_weight = _forward(*inputs, *needed, MAX_LOGITS)

@@ -59,6 +59,7 @@ class _Permute(Function):
     def forward(
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """x (tokens, hidden_size) and probabilities (tokens, top_k), by row: (rows, hidden_size) and (rows,)."""
         ctx.save_for_backward(dest_row)
         rows, of_rows, _ = _spread(x, None, probabilities, dest_row, offsets, len(choices), False)
         return rows, of_rows
@@ -77,6 +78,7 @@ class _Unpermute(Function):
     def forward(
         ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> Tensor:
+        """rows (rows, hidden_size), probabilities (tokens, top_k); gives (tokens, hidden_size) in the dtype of rows."""
         ctx.weighted, ctx.count = ctx.needs_input_grad[1], len(choices)
         ctx.save_for_backward(rows if ctx.weighted else None, probabilities, dest_row, offsets)
         return _gather(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]

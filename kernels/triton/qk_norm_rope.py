@@ -52,6 +52,7 @@ class _QkNormRope(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim); gives tensors like q and k."""
         rotated_q, rotated_k, q_rstd, k_rstd = _forward(q, k, q_weight, k_weight, eps, cos, sin)
         ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin)
         return rotated_q, rotated_k

@@ -51,6 +51,7 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        """x (..., hidden_size), weight (hidden_size,); gives a tensor like x."""
         normed, _, rstd = _forward(x, None, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
@@ -70,6 +71,7 @@ class _AddRmsNorm(Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
+        """x and residual (..., hidden_size), weight (hidden_size,); gives the norm and the sum, both like x."""
         normed, summed, rstd = _forward(x, residual, weight, eps, zero_centered)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered

@@ -43,6 +43,7 @@ class _SwiGlu(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
+        """gate and up (..., width) of one dtype, scale (...); gives a tensor like gate."""
         ctx.save_for_backward(gate, up, scale)
         return _forward(gate, up, scale)  # type: ignore[no-any-return]
 
@@ -58,6 +59,7 @@ class _SwiGluHalves(Function):
 
     @staticmethod
     def forward(ctx: Any, both: Tensor, scale: Tensor | None) -> Tensor:
+        """both (..., 2 * width), scale (...); gives (..., width) in the dtype of both."""
         ctx.save_for_backward(both, scale)
         gate, up = both.chunk(2, -1)
         return _forward(gate, up, scale)  # type: ignore[no-any-return]

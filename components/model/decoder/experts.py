@@ -57,7 +57,7 @@ class SharedExpertsMoeBlock(SparseMoeBlock):
         self.shared_experts = SwiGLU(attrs.evolve(architecture, intermediate_size=width), kernels)
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
-        """As of the experts alone."""
+        """As of the experts alone: hidden states (rows, length, hidden_size) in and out, of the parameters' dtype."""
         return super().forward(hidden, weights) + self.shared_experts(hidden)  # type: ignore[no-any-return]
 
 

@@ -46,6 +46,7 @@ def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
 class _AttachLoss(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        """A view of the tensor, of any shape and dtype; the loss has no dimensions."""
         ctx.save_for_backward(loss)
         return tensor.view_as(tensor)  # a Function must not return its input itself
 

@@ -121,6 +121,7 @@ class _Begin(torch.autograd.Function):
     # Its backward is the last of the pass, so it waits for the sends of gradients.
     @staticmethod
     def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        """The token, 0-dimensional, of an anchor like it and tensors of any shape and dtype."""
         ctx.pending_sends, ctx.count = pending_sends, len(tensors)
         return anchor.clone()
 
@@ -135,6 +136,7 @@ class _Begin(torch.autograd.Function):
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, token: Tensor, *tensors: Tensor) -> Tensor:
+        """The token, 0-dimensional; the tensors, of any shape and dtype, are sent."""
         exchange.begin(tensors, back=False)
         ctx.exchange = exchange
         return token.clone()
@@ -148,6 +150,7 @@ class _Start(torch.autograd.Function):
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, token: Tensor) -> tuple[Tensor, ...]:
+        """The token, 0-dimensional, and the received tensors, of any shape and dtype."""
         ctx.exchange = exchange
         return (token.clone(), *exchange.finish())
 
@@ -162,6 +165,7 @@ class _End(torch.autograd.Function):
     # Its backward gives the token a gradient of zero, whichever output the backward pass starts from.
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Views of the tensors, of any shape and dtype; the token is 0-dimensional."""
         ctx.token = token.new_zeros(())
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

@@ -87,6 +87,7 @@ class _WeightGrads(Function):
 
     @staticmethod
     def forward(ctx: Any, deferred: list[DeferredGrad], *weights: Tensor) -> Tensor:
+        """A tensor without dimensions or a value, on the device of the weights, which may have any shape."""
         ctx.deferred = deferred
         return weights[0].new_empty(())
 
