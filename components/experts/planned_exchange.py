@@ -36,6 +36,7 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copies: float, ranks: int) -> Tensor:
+        """A new meta tensor like the tokens (tokens, width)."""
         ctx.copies, ctx.ranks = copies, ranks
         return _travelled(tokens, copies, ranks)
 

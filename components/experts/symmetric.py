@@ -196,6 +196,7 @@ class _Rows(Function):
     def forward(
         ctx: Any, journey: Journey, tokens: Peers, scalars: Peers, hidden: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor | None]:
+        """Rows (rows, width) and their probabilities (rows,), of tokens (tokens, width), each with (choices,)."""
         ctx.journey = journey
         return journey.rows(tokens, scalars)
 
@@ -210,6 +211,7 @@ class _Sums(Function):
 
     @staticmethod
     def forward(ctx: Any, journey: Journey, results: Tensor) -> Tensor:
+        """The sums (tokens, width) of this rank's tokens, of results (rows, width)."""
         ctx.journey = journey
         return journey.sums(results, None)[0]
 
