@@ -206,6 +206,20 @@ def parts_make_the_whole(model: Model) -> None:
         expect(set(first) | set(last) == whole, f"split before layer {cut}, some parameters have other names")
 
 
+def layers_that_keep_shapes_do(model: Model) -> None:
+    """If a model says that layers give hidden states of the shape and dtype that they take, each does."""
+    if not getattr(model, "layers_keep_shapes", False):
+        return
+    tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    shared = BatchContext(torch.zeros_like(tokens), torch.zeros_like(tokens))
+    with torch.device("meta"), torch.no_grad():
+        first = model.build(LayerRange(0, 1, True, False))(tokens, shared)
+        for number in range(1, model.num_hidden_layers):
+            given = model.build(LayerRange(number, number + 1, False, False))(first, shared)
+            found, wanted = (f"{each.dtype} {tuple(each.shape)}" for each in (given, first))
+            expect(found == wanted, f"layer {number} gives {found}, and takes {wanted}")
+
+
 def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
     """Initial values are the same for any instance and slice, and others with another seed."""
     with torch.device("meta"):

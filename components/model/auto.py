@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -43,6 +43,8 @@ class AutoModel:
 
     `[stages] weights` may name other weights of the same sizes.
     """
+
+    layers_keep_shapes: ClassVar[bool] = True
 
     kernels: ExpertKernels
     tokenizer: Tokenizer | None = None

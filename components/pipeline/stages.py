@@ -163,7 +163,7 @@ class MaterializedStages:
         if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         spans, modules = self._build_all()
-        self._boundaries = ActivationSpecs(spans, self._build_for_compute)
+        self._boundaries = ActivationSpecs(spans, self._build_for_compute, self._layers_keep_shapes)
         sharded = self._shard(modules.values())
         places = {name: each.place for name, each in self._splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, places)
@@ -219,6 +219,12 @@ class MaterializedStages:
         ]
         how = self.mesh, self.precision, self.device.device, self.bucket_bytes, self._splits, self._of_experts
         self._parameters = StageParameters(self._local, self._store, *how)
+
+    @property
+    def _layers_keep_shapes(self) -> bool:
+        """Whether every layer gives what it takes: the model says so, and nothing here makes layers different."""
+        changed = bool(self.transforms or self.precision.uncast)
+        return not changed and getattr(self.model, "layers_keep_shapes", False)
 
     @property
     def store(self) -> ParameterStore | ShardedStore:

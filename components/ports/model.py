@@ -136,6 +136,10 @@ class Model(Protocol):
     normed ones that logits are made of, and with `finish` the module gives `finish(hidden, head)` instead: what it
     computes with the head's weights is then inside of this forward, where hooks and recomputation expect it. Parameter
     names hold global layer numbers, so that they are the same however the layers are split; none begins with `loss.`.
+
+    A model whose layers all give hidden states of the shape and dtype that they take may say so, by an attribute
+    `layers_keep_shapes = True`: what passes between stages then follows from its first layer, and the others need not
+    run on the meta device.
     """
 
     @property

@@ -1,10 +1,11 @@
 """
-What going backward in two passes costs: the time of both over that of one, for eight layers, beside torch's own.
+What going backward in two passes costs: the time of both over that of one, beside torch's own.
 
-The same Qwen3 stage is built of our operations and of torch's; torch.distributed.pipelining splits the latter. Rounds
-are interleaved, each ratio is that of two passes to the one just before them, and the middle one counts (quartiles in
-brackets). CPU time. Nothing is collected while the clock runs, and freed memory is kept, as an accelerator's allocator
-keeps it: otherwise the price of fresh pages, which depends on what was freed before, drowns the rest.
+The same Qwen3 stage is built of our operations and of torch's; torch.distributed.pipelining splits the latter, and
+stages of linear layers, with and without autocast, and of convolutions. Rounds are interleaved, each ratio is that of
+two passes to the one just before them, and the middle one counts (quartiles in brackets). CPU time. Nothing is
+collected while the clock runs, and freed memory is kept, as an accelerator's allocator keeps it: otherwise the price of
+fresh pages, which depends on what was freed before, drowns the rest.
 """
 
 import ctypes
@@ -63,7 +64,7 @@ class TorchKernels:
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
     def attention_mask(
-        self, documents: Tensor, window: int | None = None, cache: KeyValueCache | None = None
+        self, documents: Tensor, window: int | None = None, part: Any = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         return causal_document_mask(documents)
 
@@ -85,29 +86,18 @@ class Times:
 
 
 class Subject:
-    """Eight layers, with a way to go backward in two passes."""
+    """A stage, with a way to go backward in two passes."""
 
-    def __init__(self, kernels: Any, size: tuple[int, int, int], by_torch: bool) -> None:
-        width, rows, length = size
-        model = Qwen3Dense(
-            kernels=kernels,
-            num_hidden_layers=8,
-            hidden_size=width,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            intermediate_size=3 * width,
-            vocab_size=8,
-        )
-        self.module: nn.Module = model.build(LayerRange(0, 8, embedding=False, head=False))
-        self.parameters = list(self.module.parameters())
-        self.x = torch.randn(rows, length, width, requires_grad=True)
-        self.grad = torch.randn(rows, length, width)
-        positions = torch.arange(length).expand(rows, -1)
-        self.shared = BatchContext(positions, torch.zeros_like(positions))
+    def __init__(self, module: nn.Module, x: Tensor, *shared: Any, by_torch: bool, autocast: bool = False) -> None:
+        self.module, self.shared, self.autocast = module, shared, autocast
+        self.parameters = list(module.parameters())
+        self.x = x.requires_grad_()
+        self.grad = torch.randn_like(self.forward())
         self.two_passes = self.by_torch if by_torch else self.by_us
 
     def forward(self) -> Tensor:
-        return self.module(self.x, self.shared)  # type: ignore[no-any-return]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.module(self.x, *self.shared)  # type: ignore[no-any-return]
 
     def clear(self, fresh: bool) -> None:
         """Set gradients to none, or to zeros that are added to."""
@@ -131,6 +121,48 @@ class Subject:
             lambda: groups.extend(stage_backward_input([output], [self.grad], [self.x], iter(self.parameters))[1]),
             lambda: stage_backward_weight(iter(self.parameters), groups),
         )
+
+
+def of_qwen3(kernels: Any, size: tuple[int, int, int], by_torch: bool) -> Subject:
+    """Eight layers of Qwen3."""
+    width, rows, length = size
+    model = Qwen3Dense(
+        kernels=kernels,
+        num_hidden_layers=8,
+        hidden_size=width,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=3 * width,
+        vocab_size=8,
+    )
+    module = model.build(LayerRange(0, 8, embedding=False, head=False))
+    positions = torch.arange(length).expand(rows, -1)
+    shared = BatchContext(positions, torch.zeros_like(positions))
+    return Subject(module, torch.randn(rows, length, width), shared, by_torch=by_torch)
+
+
+def linear(width: int, tokens: int) -> tuple[nn.Module, Tensor]:
+    """Eight linear layers of torch's, and their input."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers), torch.randn(tokens, width)
+
+
+def convolutions(channels: int, size: int) -> tuple[nn.Module, Tensor]:
+    """Four convolutions, and their input: four images of size x size."""
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(4, channels, size, size)
+
+
+FOREIGN: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], bool]] = {
+    "linear 32, 64 tokens": (lambda: linear(32, 64), False),
+    "linear 128, 512 tokens": (lambda: linear(128, 512), False),
+    "linear 256, 1024 tokens": (lambda: linear(256, 1024), False),
+    "autocast 256, 256 tokens": (lambda: linear(256, 256), True),
+    "autocast 256, 1024 tokens": (lambda: linear(256, 1024), True),
+    "conv 32, 16 x 16": (lambda: convolutions(32, 16), False),
+    "conv 64, 32 x 32": (lambda: convolutions(64, 32), False),
+}
+"""By name, what makes a stage of layers that know nothing of two passes; and whether it computes in bfloat16."""
 
 
 def timed(*actions: Callable[[], Any]) -> tuple[float, ...]:
@@ -160,13 +192,13 @@ def measure(subjects: dict[str, Subject], fresh: bool) -> dict[str, Times]:
     return found
 
 
-def report(name: str, size: tuple[int, int, int], fresh: bool, times: Times) -> None:
+def report(name: str, size: str, fresh: bool, times: Times) -> None:
     """One line."""
     low, middle, high = statistics.quantiles(times.ratios(), n=4)
     whole, inputs, weights = (statistics.median(each) * 1e3 for each in (times.whole, times.inputs, times.weights))
     grads = "new" if fresh else "added to"
     print(
-        f"{name:26} width {size[0]:3} {size[1] * size[2]:4} tokens  gradients {grads:8}  "
+        f"{name:26} {size:26} gradients {grads:8}  "
         f"B {whole:6.2f}  I {inputs:6.2f}  W {weights:6.2f} ms  (I+W)/B {middle:5.3f} [{low:5.3f} {high:5.3f}]",
         flush=True,
     )
@@ -186,12 +218,17 @@ def main() -> None:
         for size in SIZES:
             for fresh in (True, False):
                 subjects = {
-                    "ours, our operations": Subject(cpu_kernels(), size, by_torch=False),
-                    "ours, torch's operations": Subject(TorchKernels(), size, by_torch=False),
-                    "torch, torch's operations": Subject(TorchKernels(), size, by_torch=True),
+                    "ours, our operations": of_qwen3(cpu_kernels(), size, by_torch=False),
+                    "ours, torch's operations": of_qwen3(TorchKernels(), size, by_torch=False),
+                    "torch, torch's operations": of_qwen3(TorchKernels(), size, by_torch=True),
                 }
                 for name, times in measure(subjects, fresh).items():
-                    report(name, size, fresh, times)
+                    report(name, f"width {size[0]}, {size[1] * size[2]} tokens", fresh, times)
+        for what, (make, autocast) in FOREIGN.items():
+            ways = {"ours": False, "torch": True}
+            subjects = {name: Subject(*make(), by_torch=way, autocast=autocast) for name, way in ways.items()}
+            for name, times in measure(subjects, fresh=False).items():
+                report(name, what, False, times)
     finally:
         gc.enable()
         gc.unfreeze()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import BatchContext, Transform
+from drawloom.components.contracts.model import layers_that_keep_shapes_do
+from drawloom.components.ports.model import BatchContext, LayerRange, Transform
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Step
 from drawloom.components.ports.staging import Stager
@@ -165,3 +166,32 @@ def test_a_broken_implementation_is_refused(implementation: Callable[[], Any], p
 def test_a_plain_implementation_passes(implementation: Callable[[], Any], port: type) -> None:
     """An implementation as a plugin may write it keeps the contract."""
     check_port(implementation, port)
+
+
+class _Span(nn.Module):
+    """An embedding, or a layer that gives float64."""
+
+    def __init__(self, embedding: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 8) if embedding else None
+
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Any:
+        return inputs.double() if self.embedding is None else self.embedding(inputs)
+
+
+class SaysThatItKeepsShapes:
+    """A model of three layers, the second of which gives another dtype than it takes."""
+
+    layers_keep_shapes = True
+    num_hidden_layers = 3
+
+    def build(self, span: LayerRange) -> nn.Module:
+        """The module of a span."""
+        return _Span(span.embedding)
+
+
+def test_a_layer_that_changes_the_dtype_breaks_its_models_word() -> None:
+    """A model may not say that its layers keep shapes where one does not."""
+    implementation: Any = SaysThatItKeepsShapes()
+    with pytest.raises(BrokenContract, match=r"layer 1 gives torch.float64 \(2, 5, 8\), and takes torch.float32"):
+        layers_that_keep_shapes_do(implementation)

@@ -63,6 +63,7 @@ class DecoderBuilder:
     """A decoder of sizes given by settings or by a Hugging Face `config.json`; its layers are dense."""
 
     family: ClassVar[Family]
+    layers_keep_shapes: ClassVar[bool] = True
 
     kernels: Kernels
     tokenizer: Tokenizer | None = None

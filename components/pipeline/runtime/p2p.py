@@ -21,12 +21,14 @@ class ActivationSpecs:
     """
     The tree of tensors that each stage takes, for microbatches of any shape.
 
-    `build` makes the module of a span on the meta device. Each module is built, and each shape run through it, once.
+    `build` makes the module of a span on the meta device. Each module is built, and each shape run through it, once; of
+    layers that all give what they take (`layers_keep_shapes`) only the first.
     """
 
     spans: Sequence[LayerRange]
     build: Callable[[LayerRange], nn.Module]
-    _modules: dict[int, nn.Module] = attrs.field(factory=dict)
+    layers_keep_shapes: bool = False
+    _modules: dict[LayerRange, nn.Module] = attrs.field(factory=dict)
     _known: dict[Key, Any] = attrs.field(factory=dict)
 
     def of(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
@@ -43,15 +45,24 @@ class ActivationSpecs:
     def _find(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         if stage == 0:
             return on_meta(tokens)
-        before = self.of(stage - 1, tokens, shared)
+        before, span = self.of(stage - 1, tokens, shared), self.spans[stage - 1]
+        # Hidden states that are asked for pass through all later stages, so there each stage gives something else.
+        if self.layers_keep_shapes and not shared.hidden_states:
+            if stage > 1 and _has_layers(self.spans[stage - 2]):
+                return before
+            span = attrs.evolve(span, last=min(span.last, span.first + 1))
         # No memory and no arithmetic: the module runs on the meta device, without a cache that it would extend.
         with torch.no_grad():
-            return on_meta(self._module(stage - 1)(before, on_meta(attrs.evolve(shared, cache=None))))
+            return on_meta(self._module(span)(before, on_meta(attrs.evolve(shared, cache=None))))
 
-    def _module(self, stage: int) -> nn.Module:
-        if stage not in self._modules:
-            self._modules[stage] = self.build(self.spans[stage])
-        return self._modules[stage]
+    def _module(self, span: LayerRange) -> nn.Module:
+        if span not in self._modules:
+            self._modules[span] = self.build(span)
+        return self._modules[span]
+
+
+def _has_layers(span: LayerRange) -> bool:
+    return span.last > span.first
 
 
 def on_meta(tree: Any) -> Any:

@@ -1,12 +1,14 @@
 """
-Deferred weight gradients of torch's own matmuls, which don't use kernels/deferred_grads.py; and accumulating them.
+Deferred weight gradients of torch's own products, which don't use kernels/deferred_grads.py; and accumulating them.
 
-`nn.Linear` and `x @ weight` leave a node `mm` or `addmm` in the autograd graph, with an edge to the weight or to its
-transpose. The weight's gradient needs only the gradient of the product and the other factor. A hook on the node
-captures the former, after all other hooks have run. A transpose, and the hooks on it, run with the weight gradients.
+`nn.Linear`, `x @ weight` and `nn.Conv2d` leave a node in the autograd graph, with an edge to the weight, or to its
+transpose or the copy that autocast makes of it. The gradients of weight and bias need only the gradient of the product
+and the other factor. A hook on the node captures the former, after all other hooks have run. Transposes and casts, and
+the hooks on them, run with the weight gradients.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from drawloom.kernels.deferred_grads import Deferral, DeferredGrad, MatrixProduct
+from drawloom.kernels.deferred_grads import Compute, Deferral, DeferredGrad, MatrixProduct
 from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, held_by
 
 Users = dict[Node | None, list[Node | None]]
@@ -96,56 +98,80 @@ class _WeightGrads(Function):
         return None, *[each.compute() for each in ctx.deferred]
 
 
-FACTORS: dict[type[Node], tuple[str, str]] = {
-    torch._C._functions.MmBackward0: ("self", "mat2"),  # type: ignore[attr-defined]
-    torch._C._functions.AddmmBackward0: ("mat1", "mat2"),  # type: ignore[attr-defined]
+@attrs.frozen
+class Edges:
+    """Which edges of a node that multiplies lead to its factors and a bias, and the names that it saves factors by."""
+
+    factors: tuple[int, int]
+    names: tuple[str, str]
+    bias: int | None = None
+
+
+CONVOLUTION: type[Node] = torch._C._functions.ConvolutionBackward0  # type: ignore[attr-defined]
+CAST: type[Node] = torch._C._functions.ToCopyBackward0  # type: ignore[attr-defined]
+
+EDGES: dict[type[Node], Edges] = {
+    torch._C._functions.MmBackward0: Edges((0, 1), ("self", "mat2")),  # type: ignore[attr-defined]
+    torch._C._functions.AddmmBackward0: Edges((1, 2), ("mat1", "mat2"), bias=0),  # type: ignore[attr-defined]
+    CONVOLUTION: Edges((0, 1), ("input", "weight"), bias=2),
 }
-"""By type of node, the names under which it saves its two factors; its last two edges lead to them."""
+
+_PASSED = {TRANSPOSE, CAST}
+"""Types of nodes between a weight and its product, which run with the weight's gradient."""
 
 
 @attrs.define(eq=False)
 class Product:
-    """A node that multiplies a weight, or its transpose, by another factor."""
+    """A node that multiplies a weight, or what nodes that are passed make of it, by another factor; and a bias."""
 
     node: Node
     weight: Tensor
     other: Saved
-    gradient: Callable[[Tensor, Tensor], Tensor]
+    gradient: Compute
+    bias: Tensor | None
 
-    def capture(self, deferred: DeferredGrad) -> RemovableHandle:
-        """Register a hook that queues the weight's gradient when that of the product is computed."""
+    def capture(self, deferral: Deferral) -> RemovableHandle:
+        """Register a hook that queues the gradients of weight and bias when that of the product is computed."""
+        of_weight, gradient, other = deferral.grad_for(self.weight), self.gradient, self.other
+        of_bias = None if self.bias is None else deferral.grad_for(self.bias)
+        summed = None if self.bias is None else bias_gradient(self.node, self.bias)
 
         def captured(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if grads[0] is not None:
-                deferred.queue(self.gradient, grads[0], self.other.value())
+                of_weight.queue(gradient, grads[0], other.value())
+                if of_bias is not None and summed is not None:
+                    of_bias.queue(summed, grads[0])
 
         return self.node.register_hook(captured)
 
 
 def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
     """
-    Defer the gradients of leaves that only matmuls use.
+    Defer the gradients of leaves that only products use.
 
     Returns the other leaves (tensors of any shape), and the hooks to remove afterwards.
     """
-    others: list[Tensor] = []
+    leaves: dict[int, Tensor] = {}
+    taken: set[int] = set()
     handles: list[RemovableHandle] = []
     for leaf, its_users in users.items():
         if type(leaf) is LEAF:
-            captured = _capture(_products(leaf, users), deferral) if type(its_users[0]) in _CANDIDATES else []
-            handles += captured
-            if not captured:
-                others.append(leaf.variable)  # type: ignore[attr-defined]
-    return others, handles
+            tensor = leaf.variable  # type: ignore[attr-defined]
+            leaves[id(tensor)] = tensor
+            products = _products(leaf, users) if type(its_users[0]) in _CANDIDATES else []
+            if captured := _capture(products, deferral):
+                handles += captured
+                taken |= {id(tensor), *(id(product.bias) for product in products)}
+    return [tensor for key, tensor in leaves.items() if key not in taken], handles
 
 
-_CANDIDATES = {*FACTORS, TRANSPOSE}
-"""Types of nodes that may be a matmul: the type of a leaf's first user rules out most leaves at once."""
+_CANDIDATES = {*EDGES, *_PASSED}
+"""Types of nodes that may be a product: the type of a leaf's first user rules out most leaves at once."""
 
 
 def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
     """Register hooks on all products; none if any has a foreign hook, which may change the weight's gradient."""
-    handles = [product.capture(deferral.grad_for(product.weight)) for product in products]
+    handles = [product.capture(deferral) for product in products]
     if all([*(handle.hooks_dict_ref() or ())] == [handle.id] for handle in handles):
         return handles
     for handle in handles:
@@ -154,48 +180,93 @@ def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandl
 
 
 def _products(leaf: Node, users: Users) -> list[Product]:
-    """The matmuls that use a leaf or its transpose; none if anything else uses it."""
+    """The products that use a leaf, its transpose or a cast of it; none if anything else uses it."""
+    if leaf.variable._backward_hooks:  # type: ignore[attr-defined]
+        return []  # the leaf's hook may need activations: then torch must see this gradient and raise an error
     products: list[Product] = []
-    for user in users[leaf]:
-        factor, nodes = (user, users[user]) if type(user) is TRANSPOSE else (leaf, [user])
-        for node in nodes:
-            product = product_of(node, factor, users)
-            if product is None or leaf.variable._backward_hooks:  # type: ignore[attr-defined]
-                return []  # the leaf's hook may need activations: then torch must see this gradient and raise an error
-            products.append(product)
+    factors = [leaf]
+    for factor in factors:  # the list grows during the loop
+        for user in users[factor]:
+            if user is not None and type(user) in _PASSED:
+                factors.append(user)
+            elif (product := product_of(user, factor, users)) is not None:
+                products.append(product)
+            else:
+                return []
     return products
 
 
 def product_of(node: Node | None, factor: Node, users: Users) -> Product | None:
-    """The matmul of a node with `factor`, a weight; None if it is another node, or can't be deferred."""
-    if node is None or (names := FACTORS.get(type(node))) is None:
+    """The product of a node with `factor`, a weight; None if it is another node, or can't be deferred."""
+    if node is None or (edges := EDGES.get(type(node))) is None:
         return None
-    factors = [child for child, _ in node.next_functions][-2:]
-    if factor not in factors or getattr(node, "_saved_alpha", 1) != 1:
+    children = [child for child, _ in node.next_functions]
+    if children.count(factor) != 1 or children.index(factor) not in edges.factors:
         return None
-    side = factors.index(factor)
-    if not _leads_on(factors[1 - side], users):
+    side = edges.factors.index(children.index(factor))
+    if getattr(node, "_saved_alpha", 1) != 1 or not _leads_on(children[edges.factors[1 - side]], users):
         return None
-    weight, other = _weight_of(node, factor, names[side]), _other_of(node, names[1 - side])
+    weight, other = _weight_of(node, factor, edges.names[side]), _other_of(node, edges.names[1 - side])
     if weight is None or other is None or weight.is_complex():
         return None
     if isinstance(other, Kept) and other.value().layout != weight.layout:
         return None
-    # A gradient with the weight's own strides is accumulated without a copy.
-    by_columns = weight.stride() == (1, len(weight))
-    return Product(node, weight, other, _GRADIENTS[side, by_columns])
+    below = None if edges.bias is None else children[edges.bias]
+    bias = None if below is None else _bias_of(node, below, users)
+    if type(node) is not CONVOLUTION:
+        # A gradient with the weight's own strides is accumulated without a copy.
+        by_columns = weight.stride() == (1, len(weight))
+        return Product(node, weight, other, _GRADIENTS[side, by_columns], bias)
+    # Asked for the bias's gradient alone, the node of a convolution computes the weight's as well.
+    if side == 0 or (below is not None and bias is None):
+        return None
+    return Product(node, weight, other, convolution_gradient(node, weight), bias)
+
+
+def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
+    """The bias of a node, a leaf that it alone uses; None if its gradient is left to autograd."""
+    if type(below) is not LEAF or users.get(below) != [node] or getattr(node, "_saved_beta", 1) != 1:
+        return None
+    leaf: Tensor = below.variable  # type: ignore[attr-defined]
+    return None if leaf._backward_hooks else leaf
+
+
+def bias_gradient(node: Node, bias: Tensor) -> Compute:
+    """What computes a bias's gradient (its shape) from that of a product."""
+    if type(node) is CONVOLUTION:
+        return _summed_over_places
+    return partial(Tensor.sum_to_size, size=bias.shape)
+
+
+def _summed_over_places(grad: Tensor) -> Tensor:
+    """The gradient (channels,) of the bias of a convolution, of that of its output (rows, channels, ...)."""
+    return grad.sum([0, *range(2, grad.ndim)])
+
+
+def convolution_gradient(node: Any, weight: Tensor) -> Compute:
+    """What computes the gradient of a convolution's weight from that of its output and its input."""
+    where = node._saved_stride, node._saved_padding, node._saved_dilation
+    how = node._saved_transposed, node._saved_output_padding, node._saved_groups
+    like = weight.detach()  # its shape and strides count, and not its values
+
+    def gradient(grad: Tensor, x: Tensor) -> Tensor:
+        asked = [False, True, False]
+        found: Tensor = torch.ops.aten.convolution_backward(grad, x, like, None, *where, *how, asked)[1]
+        return found
+
+    return gradient
 
 
 def _weight_of(node: Node, factor: Node, name: str) -> Tensor | None:
-    """The weight or its transpose, with its graph; None if a transpose would have to be recomputed for that."""
+    """The weight or what was made of it, with its graph; None if that would have to be recomputed."""
     if type(factor) is LEAF:
         leaf: Tensor = factor.variable  # type: ignore[attr-defined]
         return leaf
     variable = getattr(node, f"_raw_saved_{name}")
     if variable.unpack_hook is not None and not isinstance(held_by(variable), Kept):
         return None
-    transposed: Tensor = getattr(node, f"_saved_{name}")
-    return transposed
+    made: Tensor = getattr(node, f"_saved_{name}")
+    return made
 
 
 def _other_of(node: Node, name: str) -> Saved | None:
@@ -205,8 +276,10 @@ def _other_of(node: Node, name: str) -> Saved | None:
 
 
 def _leads_on(node: Node | None, users: Users) -> bool:
-    """Whether autograd runs a matmul's backward for its other factor alone, without a request for the weight's."""
-    return node is not None and not (type(node) in (LEAF, TRANSPOSE) and node in users)
+    """Whether autograd runs a product's backward for its other factor alone, without a request for the weight's."""
+    while node is not None and type(node) in _PASSED and node in users:
+        node = node.next_functions[0][0]
+    return node is not None and not (type(node) is LEAF and node in users)
 
 
 _GRADIENTS: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor]] = {

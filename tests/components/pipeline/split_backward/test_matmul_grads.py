@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
@@ -82,6 +83,87 @@ def test_complex_matmuls_are_not_deferred() -> None:
     x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
     w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
     assert defer_products(users_of([x @ w], [x]), Deferral())[0] == [w]
+
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "of one dimension": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 5)),
+    "in groups, with strides": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2), (2, 4, 7, 6)),
+    "dilated, without a bias": (lambda: nn.Conv2d(4, 6, 2, dilation=2, bias=False), (2, 4, 5, 6)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 3, 4)),
+    "of three dimensions": (lambda: nn.Conv3d(4, 6, 2), (1, 4, 3, 3, 3)),
+    "of one row": (lambda: nn.Conv1d(4, 6, 3), (4, 5)),
+}
+
+
+class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which gradients of input, weight and bias each backward pass of a convolution is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            self.masks.append(args[-1])
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
+    """The first pass finds the input's gradient alone, and the second those of weight and bias, each once."""
+    make, shape = CONVOLUTIONS[name]
+    layer, x = make(), torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    grad, parameters = torch.randn_like(y), list(layer.parameters())
+    expected = torch.autograd.grad(y, [x, *parameters], grad)
+    split, y = SplitBackward(), layer(x)
+    with Asked() as first:
+        found = split.backward_input([y], [grad], [x])
+    with Asked() as second:
+        split.backward_weight()
+    assert (first.masks, second.masks) == ([[True, False, False]], [[False, True, False]])
+    torch.testing.assert_close([*found, *(each.grad for each in parameters)], [*expected])
+
+
+def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
+    """A hook of the bias needs its gradient in the first pass, which would compute the weight's a first time."""
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5, requires_grad=True)
+    assert layer.bias is not None
+    layer.bias.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
+    leaves, handles = defer_products(users_of([layer(x)], [x]), Deferral())
+    assert {*map(id, leaves)} == {*map(id, layer.parameters())}
+    assert not handles
+
+
+def test_the_bias_of_a_matmul_is_deferred_with_its_weight() -> None:
+    """The bias is no leaf that the first pass is asked for, unless something else uses it, or it has a hook."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    assert defer_products(users_of([layer(x)], [x]), Deferral())[0] == []
+    assert [*map(id, defer_products(users_of([layer(x) * layer.bias], [x]), Deferral())[0])] == [id(layer.bias)]
+    layer.bias.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
+    assert [*map(id, defer_products(users_of([layer(x)], [x]), Deferral())[0])] == [id(layer.bias)]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6, bias=False), nn.Conv1d(4, 4, 1, bias=False)])
+def test_weights_that_autocast_casts_are_deferred(layer: nn.Module) -> None:
+    """The first pass is asked for no weight, the second adds the cast of a bfloat16 product, as a full pass does."""
+    layer = layer.float()
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return s.layer(s.layer(x).tanh())  # type: ignore[no-any-return]  # one cast in two places
+
+    stage, inputs = Stage(forward, layer=layer), [torch.randn(2, 4, 6, dtype=torch.float32, requires_grad=True)]
+    assert defer_products(users_of(stage(*inputs), inputs), Deferral())[0] == []
+    same(in_two(stage, inputs), in_one(stage, inputs))
+
+
+def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
+    """Where both factors are weights that were cast, a request for neither would not run the product's backward."""
+    u, v = (nn.Parameter(torch.randn(4, 4, dtype=torch.float32)) for _ in range(2))
+    x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    y = x + u.bfloat16() @ v.bfloat16().t()
+    assert {*map(id, defer_products(users_of([y], [x]), Deferral())[0])} == {id(u), id(v)}
 
 
 Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
