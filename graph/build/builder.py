@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -60,14 +59,13 @@ class GraphBuilder:
         if isinstance(found, Problem):
             self.incomplete.append(attrs.evolve(found, node=name, place=use.place))
             return None
-        settings: dict[str, Any] = {}
-        node = self.nodes[name] = Node(name, table, found, owner, MappingProxyType(settings))
+        node = self.nodes[name] = Node(name, table, found, owner)
         for module, install in found.traits.needs.items():
             # find_spec does not import: the package may take seconds, and `check` does not need it.
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"
                 node.add_problem("DL202", text, f"pip install '{install}'")
-        self._settings.resolve(node, settings)
+        self._settings.resolve(node)
         return node
 
 
@@ -83,27 +81,30 @@ class EdgeResolver:
 
     def resolve_all(self, node: Node) -> None:
         """Resolve the edges of a node, and of the nodes that are written inline in it."""
+        items = node.table.items
         for field in node.spec.edges:
-            self._resolve_edge(node, field)
-
-    def _resolve_edge(self, node: Node, field: Field) -> None:
-        item = node.table.items.get(field.name)
-        if item is None:
-            return self._autowire(node, field)
-        if field.kind in ("one", "optional"):
-            targets = self._resolve(node, field, self._substitute(node, item, field), (field.name,))
-            if len(targets) == 1:
-                node.connect(field.name, Edge((targets[0],), items=((field.name,),)))
-        elif field.kind == "mapping":
-            self._connect_mapping(node, field, item)
-        else:
-            self._connect_list(node, field, item)
+            item = items.get(field.name)
+            if item is None:
+                if field.required:
+                    self._autowire(node, field)
+            elif field.kind in ("one", "optional"):
+                path = (field.name,)
+                value = self._substitute(node, item, field)
+                targets = self._direct(field, value) or self._resolve(node, field, value, path)
+                if len(targets) == 1:
+                    node.connect(field.name, Edge(targets, (), (path,)))
+            elif field.kind == "mapping":
+                self._connect_mapping(node, field, item)
+            else:
+                self._connect_list(node, field, item)
 
     def _substitute(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
         """The value of an edge, with a variable substituted."""
-        if isinstance(item, Leaf) and isinstance(item.value, str) and item.value.startswith(VARIABLE):
-            return self.settings.variable(node, item.value, (field.name,))
-        return item.value if isinstance(item, Leaf) else item
+        if not isinstance(item, Leaf):
+            return item
+        value = item.value
+        is_variable = isinstance(value, str) and value[:1] == "$" and value.startswith(VARIABLE)
+        return self.settings.variable(node, value, (field.name,)) if is_variable else value
 
     def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
         values = self._substitute(node, item, field)
@@ -116,9 +117,10 @@ class EdgeResolver:
         targets: list[str] = []
         items: list[KeyPath] = []
         for number, value in enumerate(values):
-            found = self._resolve(node, field, value, (field.name, number), many=True)
-            targets += found
-            items += [(field.name, number)] * len(found)
+            path = (field.name, number)
+            for target in self._direct(field, value) or self._resolve(node, field, value, path, many=True):
+                targets.append(target)
+                items.append(path)
         self._report_duplicates(node, field, targets, items)
         # A group "@group.*" adds several targets for one element, so elements are counted, not targets.
         incomplete = len({path[1] for path in items}) < len(values)
@@ -145,19 +147,25 @@ class EdgeResolver:
         paths = tuple((field.name, key) for key in targets)
         node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
-    def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> list[str]:
+    def _direct(self, field: Field, value: Any) -> tuple[str, ...]:
+        """The node that a written edge names, if it is one that fits: most edges are. Otherwise empty."""
+        name = value[1:] if isinstance(value, str) and value[:1] == "@" else ""
+        target = self.nodes.get(name)
+        return (name,) if target is not None and implements_any(target.spec.cls, field.ports) else ()
+
+    def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> tuple[str, ...]:
         """The names of the nodes that one written edge leads to, if they implement the field's port."""
-        if isinstance(value, str) and value.startswith("@"):
-            names = self._named(node, field, value[1:], path, many)
+        if isinstance(value, str) and value[:1] == "@":
+            names = self._named(node, value[1:], path, many)
         elif isinstance(value, dict | Table):
             names = self._inline(node, field, value, path)
         elif value is INVALID:
-            return []
+            return ()
         else:
             hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
             node.add_problem("DL311", f"{dotted(path)} takes a node, not {describe(value)}", hint, path)
-            return []
-        return [name for name in names if self._accepts(node, field, name, path)]
+            return ()
+        return tuple(name for name in names if self._accepts(node, field, name, path))
 
     def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         holder = node.table.items[field.name]
@@ -172,7 +180,7 @@ class EdgeResolver:
         self.resolve_all(made)
         return [made.name]
 
-    def _named(self, node: Node, field: Field, name: str, path: KeyPath, many: bool) -> list[str]:
+    def _named(self, node: Node, name: str, path: KeyPath, many: bool) -> list[str]:
         if name in self.nodes:
             return [name]
         group = name.removesuffix(".*")
@@ -203,8 +211,6 @@ class EdgeResolver:
         return True
 
     def _autowire(self, node: Node, field: Field) -> None:
-        if not field.required:
-            return
         if field.kind != "one":
             shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
             return node.add_problem(

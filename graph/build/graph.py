@@ -1,6 +1,6 @@
 """The graph of a recipe: nodes and edges, their order, and the checks of the graph as a whole."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -9,6 +9,7 @@ import attrs
 from drawloom.graph.build.builder import GraphBuilder
 from drawloom.graph.build.node import Edge, Node, NodeView
 from drawloom.graph.component import Flow
+from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe.layers import leaves
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -25,8 +26,11 @@ class Graph:
     nodes: Mapping[str, Node]
     root: str = ""
     problems: tuple[Problem, ...] = ()
+    _orders: dict[tuple[str, ...], list[str]] = attrs.field(factory=dict)
+    """Topological orders by roots: a check and the container ask for the same."""
 
     @classmethod
+    @paused_collection()
     def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is given, nodes that it does not need are warnings."""
         builder = GraphBuilder(recipe, registry)
@@ -87,19 +91,26 @@ class Graph:
         Nodes in `without` are included, but not what they need. In a dependency cycle, some node comes before what it
         needs.
         """
+        asked = tuple(roots)
+        if without:
+            return self._order(asked, without)
+        if asked not in self._orders:
+            self._orders[asked] = self._order(asked, without)
+        return list(self._orders[asked])
+
+    def _order(self, roots: Sequence[str], without: Container[str]) -> list[str]:
         # Depth-first with an explicit stack: a chain of nodes may be longer than Python's recursion limit.
         order: dict[str, None] = {}
         entered: set[str] = set()
-        stack = [(name, False) for name in reversed(list(roots))]
+        stack = [*reversed(roots)]
         while stack:
-            name, ready = stack.pop()
-            if ready:
-                order[name] = None
-            elif name not in entered:
+            name = stack[-1]
+            if name in entered:  # all that it needs is behind
+                order[stack.pop()] = None
+            else:
                 entered.add(name)
-                stack.append((name, True))
-                needs = () if name in without else self.needs(name)
-                stack += [(need, False) for need in reversed(needs) if need not in order]
+                if name not in without:
+                    stack += [need for need in reversed(self.nodes[name].needs) if need not in entered]
         return list(order)
 
     def restricted_to(self, roots: Iterable[str]) -> "Graph":
@@ -108,10 +119,12 @@ class Graph:
         # An edge may be missing because the table that it leads to could not become a node.
         broken = not all(self.is_complete(node) for node in nodes.values())
         problems = tuple(p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes))
-        return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems)
+        return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems, orders={})
 
     def find_cycle(self) -> list[str]:
         """A dependency cycle, with its first node repeated at the end; empty if there is none."""
+        if self._is_acyclic():
+            return []
         done: set[str] = set()
         for start in self.nodes:
             # The path from `start` in order, each node with its unvisited needs; not recursive, as a chain may be long.
@@ -124,6 +137,17 @@ class Graph:
                 trail[name] = iter(self.needs(name))
                 name = self._next(trail, done)
         return []
+
+    def _is_acyclic(self) -> bool:
+        order = self.topological_order([self.root]) if self.root in self.nodes else []
+        if len(order) < len(self.nodes):
+            order = self.topological_order(self.nodes)
+        behind: set[str] = set()
+        for name in order:
+            if not behind.issuperset(self.nodes[name].needs):
+                return False
+            behind.add(name)
+        return True
 
     def _next(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
         """The next node of a depth-first walk, after leaving the nodes whose needs are done."""
@@ -142,10 +166,10 @@ class Graph:
             text = "dependency cycle: " + " -> ".join(cycle)
             yield Problem("DL320", text, "remove one of these edges", cycle[0], self._place_of_edge(*cycle[:2]))
         for node in self.nodes.values():
-            for name, edge in node.edges.items():
-                if node.spec.fields[name].kind == "ordered":
-                    yield from check_sequence(node, name, edge, self.nodes)
-            if hasattr(node.spec.cls, "constraints") and self.is_complete(node):
+            for field in node.spec.sequences:
+                if (edge := node.edges.get(field.name)) is not None:
+                    yield from check_sequence(node, field.name, edge, self.nodes)
+            if node.spec.has_constraints and self.is_complete(node):
                 yield from _constraints(node, self.view(node.name))
 
     def _place_of_edge(self, name: str, target: str) -> Place:

@@ -1,7 +1,6 @@
 """Nodes and edges: what the tables of a recipe become before anything is built."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ class Edge(NamedTuple):
     incomplete: bool = False
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Node:
     """
     One table with `use`: its component, its settings as values, its edges, and its problems.
@@ -40,20 +39,21 @@ class Node:
     table: Table
     spec: Spec
     owner: str = ""
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
     problems: list[Problem] = attrs.field(factory=list, init=False)
+    _settings: dict[str, Any] = attrs.field(factory=dict, init=False)
     _edges: dict[str, Edge] = attrs.field(factory=dict, init=False)
-    edges: Mapping[str, Edge] = attrs.field(init=False)
-    """Edges by field, without those that have problems or are left out."""
+    needs: tuple[str, ...] = attrs.field(default=(), init=False)
+    """The nodes that its edges lead to, in order and without duplicates."""
 
-    @edges.default
-    def _edges_by_field(self) -> Mapping[str, Edge]:
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Values by setting, with defaults filled in; without those that have problems."""
+        return MappingProxyType(self._settings)
+
+    @property
+    def edges(self) -> Mapping[str, Edge]:
+        """Edges by field, without those that have problems or are left out."""
         return MappingProxyType(self._edges)
-
-    @cached_property
-    def needs(self) -> tuple[str, ...]:
-        """The nodes that its edges lead to, in order and without duplicates."""
-        return tuple(dict.fromkeys(target for edge in self.edges.values() for target in edge.targets))
 
     @property
     def invalid(self) -> bool:
@@ -71,9 +71,15 @@ class Node:
             return locate(self.table, path, key=key)
         return self.place
 
+    def set(self, key: str, value: Any) -> None:
+        """Set the value of a setting."""
+        self._settings[key] = value
+
     def connect(self, key: str, edge: Edge) -> None:
         """Set an edge."""
         self._edges[key] = edge
+        needs = (*self.needs, *edge.targets)
+        self.needs = tuple(dict.fromkeys(needs)) if needs[1:] else needs
 
     def add_problem(
         self, code: str, text: str, hint: str = "", path: KeyPath = (), *, key: bool = False, place: Place | None = None

@@ -23,18 +23,18 @@ class SettingsResolver:
     vars: dict[str, Leaf]
     values: Values = attrs.field(factory=Values)
 
-    def resolve(self, node: Node, settings: dict[str, Any]) -> None:
-        """Fill in `settings`, of which the node has a read-only view; invalid values become problems of the node."""
-        for key in node.table.items:
+    def resolve(self, node: Node) -> None:
+        """Fill in the settings of a node; invalid values become problems of the node."""
+        items = node.table.items
+        for key, item in items.items():
             field = node.spec.fields.get(key)
-            if field is None or field.kind in ("every", "recipe"):
-                if key != "use":
-                    self._unknown(node, key, field)
-            elif field.kind == "setting":
-                self._set(node, field, settings)
+            if field is not None and field.kind == "setting":
+                self._set(node, field, item)
+            elif key != "use" and (field is None or not field.is_edge):
+                self._unknown(node, key, field)
         for field in node.spec.settings:
-            if field.name not in node.table.items:
-                self._set_default(node, field, settings)
+            if field.name not in items:
+                self._set_default(node, field)
 
     def _unknown(self, node: Node, key: str, field: Field | None) -> None:
         if field is not None:
@@ -47,8 +47,7 @@ class SettingsResolver:
             hint = f"write {key} at the top of the file, before the first [table]"
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
-    def _set(self, node: Node, field: Field, settings: dict[str, Any]) -> None:
-        item = node.table.items[field.name]
+    def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
         plain = self.plain(node, item, (field.name,))
         if plain is INVALID:
             return
@@ -65,7 +64,7 @@ class SettingsResolver:
             written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
             node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", problem.hint, path, place=place)
         if not problems:
-            settings[field.name] = value
+            node.set(field.name, value)
 
     def _variable_place(self, item: Leaf | Table) -> Place | None:
         """The position of the variable that is the whole value, if there is one."""
@@ -73,9 +72,9 @@ class SettingsResolver:
         found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
         return found.place if found else None
 
-    def _set_default(self, node: Node, field: Field, settings: dict[str, Any]) -> None:
+    def _set_default(self, node: Node, field: Field) -> None:
         if not field.required:
-            settings[field.name] = field.default_value()
+            node.set(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
         node.add_problem("DL305", text, f"write {field.name} = ...", ())
@@ -87,7 +86,7 @@ class SettingsResolver:
         elif isinstance(item, Table):
             item = item.items
         if isinstance(item, str):
-            return self._plain_string(node, item, path)
+            return self._plain_string(node, item, path) if item[:1] in ("@", "$") else item
         if isinstance(item, list):
             parts = [self.plain(node, part, (*path, number)) for number, part in enumerate(item)]
             return INVALID if any(part is INVALID for part in parts) else parts
@@ -97,8 +96,6 @@ class SettingsResolver:
         return item
 
     def _plain_string(self, node: Node, text: str, path: KeyPath) -> Any:
-        if text[:1] not in ("@", "$"):
-            return text
         if text[:2] in ("@@", "$$"):
             return text[1:]
         if text.startswith(VARIABLE):

@@ -133,7 +133,8 @@ class _ListEdit:
             new += [*self.before.get(index, ()), *kept, *self.after.get(index, ())]
         removed = [self.old.value[index] for index in sorted(self.removed)]
         elements = [origin for _, origin in new]
-        return Leaf([value for value, _ in new], self.layer, self.path, self.old, tuple(elements), tuple(removed))
+        values, (*above, key) = [value for value, _ in new], self.path
+        return Leaf(values, self.layer, tuple(above), str(key), self.old, tuple(elements), tuple(removed))
 
     @property
     def _name(self) -> str:

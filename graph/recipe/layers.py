@@ -1,6 +1,7 @@
 """Recipes merged over one another: a tree of tables and leaves, each leaf with the values that it overrides."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import attrs
@@ -60,18 +61,25 @@ class Origin(NamedTuple):
 @attrs.define(eq=False)
 class Leaf:
     """
-    A value that is not a table, with the layer and path that set it and the leaf that it overrides.
+    A value that is not a table, with the layer, table and key that set it and the leaf that it overrides.
 
-    If it is a list that was made by editing the overridden one, `elements` has the origin of each element, and
+    `within` is the path of the table, which all its leaves share: a recipe has thousands of leaves.
+    If the value is a list that was made by editing the overridden one, `elements` has the origin of each element, and
     `removed` what the edit removed.
     """
 
     value: Any
     layer: Layer
-    path: KeyPath
+    within: KeyPath
+    key: str
     overridden: "Leaf | None" = None
     elements: tuple[Origin, ...] | None = None
     removed: tuple[Any, ...] = ()
+
+    @property
+    def path(self) -> KeyPath:
+        """The path of the value in its layer."""
+        return (*self.within, self.key)
 
     @property
     def place(self) -> Place:
@@ -109,7 +117,7 @@ class Table:
     layer: Layer
     path: KeyPath
     items: "dict[str, Leaf | Table]" = attrs.field(factory=dict)
-    discarded: dict[str, str] = attrs.field(factory=dict)
+    discarded: Mapping[str, str] = MappingProxyType({})
 
     @property
     def place(self) -> Place:
@@ -132,22 +140,25 @@ class Table:
 
     def merge(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
         """Merge a layer over this table: tables merge, other values replace, a changed `use` discards settings."""
-        self._clear_for(data.get("use"))
+        if self.items:
+            self._clear_for(data.get("use"))
+        items = self.items
         for key, value in data.items():
-            below = self.items.get(key)
+            below = items.get(key)
             if isinstance(value, dict):
+                where = (*path, key)
                 if not isinstance(below, Table):  # a table replaces a value, whose history ends here
-                    below = self.items[key] = Table(layer, (*path, key))
-                below.merge(value, layer, (*path, key))
+                    below = items[key] = Table(layer, where)
+                below.merge(value, layer, where)
             else:
-                self.items[key] = Leaf(value, layer, (*path, key), below if isinstance(below, Leaf) else None)
+                items[key] = Leaf(value, layer, path, key, below if isinstance(below, Leaf) else None)
 
     def _clear_for(self, use: object) -> None:
         old = self.use
         # The settings of one component mean nothing to another.
         if use is None or old is None or old.value == use:
             return
-        self.discarded |= {key: str(old.value) for key in self.items if key != "use"}
+        self.discarded = {**self.discarded, **{key: str(old.value) for key in self.items if key != "use"}}
         self.items = {"use": old}
 
     def remove(self, path: KeyPath) -> bool:
@@ -161,7 +172,7 @@ class Table:
     def copy(self) -> "Table":
         """A deep copy, which shares the immutable leaves."""
         items = {key: item.copy() if isinstance(item, Table) else item for key, item in self.items.items()}
-        return Table(self.layer, self.path, items, dict(self.discarded))
+        return Table(self.layer, self.path, items, self.discarded)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> "Table":

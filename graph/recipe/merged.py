@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import TOO_MANY, Place, Problem, did_you_mean, nearest
 from drawloom.graph.recipe.edits import EDIT, apply_edits
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
@@ -58,6 +59,7 @@ def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
     return _merge(source, Table(layers[0], ()), layers)
 
 
+@paused_collection()
 def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> MergedRecipe:
     problems: list[Problem] = []
     for layer in layers:

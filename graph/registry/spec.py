@@ -75,6 +75,16 @@ class Spec:
         return tuple(field for field in self.fields.values() if field.is_edge)
 
     @cached_property
+    def sequences(self) -> tuple[Field, ...]:
+        """The edges whose order is checked."""
+        return self._of("ordered")
+
+    @cached_property
+    def has_constraints(self) -> bool:
+        """Whether the component checks settings and neighbours together."""
+        return hasattr(self.cls, "constraints")
+
+    @cached_property
     def every_fields(self) -> tuple[Field, ...]:
         """The fields that the container fills with every node of a port."""
         return self._of("every")

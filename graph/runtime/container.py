@@ -11,6 +11,7 @@ import attrs
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Edge, Node
 from drawloom.graph.component import Every, Ordered
+from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
@@ -140,18 +141,22 @@ class Container(Mapping[str, Any]):
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
 
+    @paused_collection()
     def build(self) -> None:
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
         self._objects = {}
         # What only a given object would need is not built.
         needed = self.graph.topological_order(self.roots, without=self.given)
         self._check_given(set(needed) - self.given.keys())
+        began = perf_counter()
         for name in needed:
             if name in self.given:
                 self._objects[name] = self.given[name]
             else:
-                with timed(self.timings, name, "build"):
-                    self._objects[name] = self._construct(self.graph.nodes[name])
+                self._objects[name] = self._construct(self.graph.nodes[name])
+                ended = perf_counter()
+                self.timings.append(Timing(name, "build", began, ended - began))
+                began = ended
         self._fill_all()
 
     def _check_given(self, users: Set[str]) -> None:
@@ -171,11 +176,12 @@ class Container(Mapping[str, Any]):
         values = {
             name: value if type(value) in IMMUTABLE else copy.deepcopy(value) for name, value in node.settings.items()
         }
-        for field in node.spec.edges:
-            if (edge := node.edges.get(field.name)) is not None:
-                values[field.name] = self._edge(field, edge)
-        values |= {field.name: Every() for field in node.spec.every_fields}
-        values |= dict.fromkeys((field.name for field in node.spec.recipe_fields), self.recipe)
+        for key, edge in node.edges.items():
+            values[key] = self._edge(node.spec.fields[key], edge)
+        for field in node.spec.every_fields:
+            values[field.name] = Every()
+        for field in node.spec.recipe_fields:
+            values[field.name] = self.recipe
         try:
             return node.spec.cls(**values)
         except Exception as error:
@@ -183,10 +189,10 @@ class Container(Mapping[str, Any]):
             raise
 
     def _edge(self, field: Field, edge: Edge) -> Any:
+        if field.kind in ("one", "optional"):
+            return self._objects[edge.targets[0]]
         objects = [self._objects[name] for name in edge.targets]
         match field.kind:
-            case "one" | "optional":
-                return objects[0]
             case "mapping":
                 return dict(zip(edge.keys, objects, strict=True))
             case "ordered":
@@ -196,11 +202,12 @@ class Container(Mapping[str, Any]):
     def _fill_all(self) -> None:
         # By class, not by object: matching a class with a port is slow, and many nodes share a class.
         kinds = {type(item) for item in self._objects.values()}
-        for name in self._objects.keys() - self.given.keys():
-            for field in self.graph.nodes[name].spec.every_fields:
+        nodes = [self.graph.nodes[name] for name in self._objects if name not in self.given]
+        for node in [node for node in nodes if node.spec.every_fields]:
+            for field in node.spec.every_fields:
                 fitting = {kind for kind in kinds if _fits(kind, field.ports)}
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
-                getattr(self._objects[name], field.attribute).fill(members)
+                getattr(self._objects[node.name], field.attribute).fill(members)
 
     def __enter__(self) -> "Container":
         try:

@@ -56,11 +56,11 @@ def _node_of(spec: Spec, settings: Mapping[str, Any]) -> Node:
     """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
     plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
     recipe = MergedRecipe.of({"it": {"use": spec.use, **plain}}, "build")
-    converted: dict[str, Any] = {}
-    node = Node(spec.use, recipe.tree.items["it"], spec, settings=converted)  # type: ignore[arg-type]
-    SettingsResolver({}).resolve(node, converted)
+    node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
+    SettingsResolver({}).resolve(node)
     for key in settings.keys() - plain.keys():
-        converted[key], problems = Values().structure(None, spec.fields[key].type)
+        value, problems = Values().structure(None, spec.fields[key].type)
+        node.set(key, value)
         for problem in problems:
             node.add_problem(problem.code, f"{key}: {problem.text}", problem.hint)
     return node

@@ -4,11 +4,12 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from itertools import repeat
+from itertools import chain
 from typing import Any
 
 import tomli
 
+from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import KeyPath, Place, Problem, RecipeError
 from drawloom.graph.toml.positions import SourceMap
 
@@ -52,10 +53,11 @@ def decode(content: bytes) -> str:
         raise ValueError(f"line {line}, column {column} is not UTF-8") from error
 
 
+@paused_collection()
 def parse(text: str, source: str = "") -> dict[str, Any]:
     """The tree of a TOML text. Raises RecipeError with one problem, placed in `source`."""
-    most_dots = max(map(str.count, text.split("\n"), repeat(".")))
-    if most_dots >= PARTS and (long := _first(_LONG_KEY, text)) is not None:
+    has_long = any(len(line) > 2 * PARTS and line.count(".") >= PARTS for line in text.split("\n"))
+    if has_long and (long := _first(_LONG_KEY, text)) is not None:
         raise _error(source, text, long, f"a key of more than {PARTS} parts")
     try:
         data = tomli.loads(text)
@@ -66,10 +68,10 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
         raise _too_deep(source, text) from error
     except ValueError as error:  # a decimal number of more digits than Python converts
         raise _too_long(source, text) from error
-    for depth, parts in _collections(data):
+    for depth, parts in enumerate(_levels(data)):
         if depth > DEPTH:
             raise _too_deep(source, text)
-        if any(type(part) is int and part.bit_length() > DIGITS * 4 for part in parts):
+        if [part for part in parts if type(part) is int and part.bit_length() > DIGITS * 4]:
             raise _too_long(source, text)
     return data
 
@@ -97,17 +99,15 @@ def _first(pattern: re.Pattern[str], text: str) -> int | None:
     return next((found.start(1) for found in pattern.finditer(text) if found[1] is not None), None)
 
 
-def _collections(data: dict[str, Any]) -> Iterator[tuple[int, Collection[Any]]]:
-    """The values of every table and array, with its depth. Not recursive, since the depth may be great."""
-    stack: list[tuple[int, Collection[Any]]] = [(0, data.values())]
-    while stack:
-        depth, parts = stack.pop()
-        yield depth, parts
-        for part in parts:
-            if type(part) is dict:
-                stack.append((depth + 1, part.values()))
-            elif type(part) is list:
-                stack.append((depth + 1, part))
+def _levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
+    """The values at each depth of tables and arrays. Not recursive, since the depth may be great."""
+    parts: Collection[Any] = data.values()
+    while True:
+        yield parts
+        inside = [part.values() if type(part) is dict else part for part in parts if type(part) in (dict, list)]
+        if not inside:
+            return
+        parts = list(chain.from_iterable(inside))
 
 
 def _position(text: str, offset: int) -> tuple[int, int]:
