@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -37,7 +37,7 @@ def _kept(both: Any, _head: Head) -> Any:
     return both[1]
 
 
-@component
+@component(impact="safe")
 class Executor:
     """Runs programs on this rank's stages; on one rank, that is the plain training loop."""
 
@@ -48,6 +48,7 @@ class Executor:
     mesh: Mesh
     neighbours: Neighbours
     device: Device
+    ends_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
     _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
@@ -57,6 +58,7 @@ class Executor:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems of schedule, mesh, model and loss together."""
+        yield from misfits_of_ends(node, cls.ends_on_every_rank)
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
             for model in stages.neighbours("model"):
                 yield from constraint_problems(schedule, mesh, model)
@@ -70,8 +72,13 @@ class Executor:
 
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from."""
-        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
-        self._links = self.neighbours.links("pipeline", {hop for hop in pairwise(owners) if hop[0] != hop[1]})
+        hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
+        self._links = self.neighbours.links("pipeline", hops)
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
+        """The rank that runs each stage."""
+        return self.schedule.stage_to_rank(self.mesh.size("pipeline"))
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
@@ -195,7 +202,7 @@ class Executor:
 
     def _forward_program(self, microbatches: int) -> RankProgram:
         if microbatches not in self._forward:
-            program = forward_only(self.schedule.stage_to_rank(self.mesh.size("pipeline")), microbatches)
+            program = forward_only(self._owners, microbatches)
             self._forward[microbatches] = self._lowered(program)
         return self._forward[microbatches]
 
@@ -231,6 +238,18 @@ def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
         if getattr(adapter.component, "thaws", False):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
+
+
+def misfits_of_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
+    """Schedules whose stages are not those of the executor; `everywhere`, if each rank has both ends of the model."""
+    for schedule in executor.neighbours("schedule"):
+        placed = getattr(schedule.component, "ends_on_every_rank", False)
+        if placed and not everywhere:
+            text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
+            yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
+        elif everywhere and not placed:
+            text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
+            yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
 def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeView]) -> Iterator[Problem]:

@@ -52,7 +52,11 @@ class PipelineState(Protocol):
 
 @port
 class Schedule(Protocol):
-    """A pure function from (ranks, microbatches) to a program, for any numbers of them."""
+    """
+    A pure function from (ranks, microbatches) to a program, for any numbers of them.
+
+    With `ends_on_every_rank`, of its class, stages are layers alone, and each rank has the embedding and the head, too.
+    """
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank that holds each stage; every rank holds as many."""

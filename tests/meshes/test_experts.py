@@ -39,7 +39,7 @@ MESHES = [
     Meshed({"tensor": 2, "data_shard": 2}, [PLAIN], (5, 1)),
     Meshed({"context": 2, "data_shard": 2, "expert": 2}, [PLAIN], (8, 4)),
     Meshed({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
-    Meshed({"data_shard": 2, "expert": 2}, of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v")),
+    Meshed({"data_shard": 2, "expert": 2}, of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v", "circular")),
     Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [MUON]),
 ]
 

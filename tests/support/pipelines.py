@@ -25,6 +25,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
+from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
@@ -267,7 +268,7 @@ def _steps(
         **settings,
     )
     stages.open()
-    executor = Executor(
+    executor = (CircularExecutor if name == "circular" else Executor)(
         stages=stages,
         boundaries=stages,
         schedule=stages.schedule,

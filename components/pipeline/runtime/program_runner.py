@@ -93,12 +93,7 @@ class ProgramRunner:
 
     def losses(self, device: torch.device) -> Losses:
         """The sums over microbatches, in float64; zeros, and no named ones, on a rank without the last stage."""
-        whole = self.state.global_state()
-        if "loss" not in whole:
-            return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
-        # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
-        sums = {name: each.double().sum(0) for name, each in whole["sums"].items()}
-        return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
+        return losses_of(self.state, device)
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -173,6 +168,16 @@ class ProgramRunner:
     def _receive_backward(self, action: Action) -> None:
         like = floating(leaves(self._activations(action.stage + 1, action.microbatch)))
         self.p2p.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
+
+
+def losses_of(state: PipelineStateHandler, device: torch.device) -> Losses:
+    """The sums over the microbatches of a state, in float64; zeros, and no named ones, of an empty one."""
+    whole = state.global_state()
+    if "loss" not in whole:
+        return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
+    # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
+    sums = {name: each.double().sum(0) for name, each in whole["sums"].items()}
+    return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
 
 
 def _peer(action: Action) -> int:
