@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.context import ContextPart
 from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
+from drawloom.components.pipeline.program.lowering import expect_same, lower, program_for, with_shard_actions
 from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
@@ -196,7 +196,9 @@ class Executor:
     def _training_program(self, microbatches: int) -> RankProgram:
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
-            program = self.schedule.program(self.mesh.size("pipeline"), microbatches)
+            rank, ranks = self.mesh.index("pipeline"), self.mesh.size("pipeline")
+            program = program_for(self.schedule, rank, ranks, microbatches)
+            expect_same(program, rank, self.mesh.group("pipeline"))
             self._training[microbatches] = self._lowered(program)
         return self._training[microbatches]
 

@@ -1,6 +1,6 @@
 """Schedules, programs, their executor, and the state of a step: whole, or by microbatch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -64,6 +64,15 @@ class Schedule(Protocol):
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """The actions of each rank, in order."""
+        ...
+
+
+@runtime_checkable
+class PartialSchedule(Protocol):
+    """A schedule that knows what some ranks do without what the others do, so that a rank builds what it needs."""
+
+    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+        """The same program with the actions of these ranks at least; others may have none."""
         ...
 
 

@@ -10,15 +10,15 @@ the last one.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import breadth_first, loop
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
 from drawloom.graph import at_least, component, setting
 
 
 @component(impact="safe")
-class Circular:
+class Circular(RowSchedule):
     """MaxText's circular pipeline: in each repeat all microbatches pass through all ranks once."""
 
+    newest_first: ClassVar[bool] = True
     ends_on_every_rank: ClassVar[bool] = True
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="repeats, each a stage on every rank")
 
@@ -26,6 +26,6 @@ class Circular:
         """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        return breadth_first(self.stage_to_rank(ranks), ranks, microbatches)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        return breadth_first(self.stages_per_rank, microbatches)
