@@ -23,7 +23,7 @@ from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
-from drawloom.components.ports.program import Program, RankProgram, flat
+from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component
 from drawloom.graph.build.node import NodeView
@@ -50,8 +50,8 @@ class Executor:
     device: Device
     ends_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
-    _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
-    _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
+    _training: dict[int, tuple[list[Action], frozenset[int]]] = attrs.field(init=False, factory=dict)
+    _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     # by the length of rows: on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
 
@@ -82,9 +82,9 @@ class Executor:
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
-        program = self._training_program(len(microbatches))
+        program, split = self._training_program(len(microbatches))
         self.stages.cast_weights()
-        runner = self._runner(self._with_references(microbatches), split_stages(program))
+        runner = self._runner(self._with_references(microbatches), split)
         if self._captures is None:
             runner.run(program)
         else:
@@ -193,27 +193,30 @@ class Executor:
     def _uploads(self) -> Uploads:
         return Uploads(self.device.device)
 
-    def _training_program(self, microbatches: int) -> RankProgram:
+    def _training_program(self, microbatches: int) -> tuple[list[Action], frozenset[int]]:
+        """The actions of a step, and the stages whose backward they do in two parts."""
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
             rank, ranks = self.mesh.index("pipeline"), self.mesh.size("pipeline")
             program = program_for(self.schedule, rank, ranks, microbatches)
             expect_same(program, rank, self.mesh.group("pipeline"))
-            self._training[microbatches] = self._lowered(program)
+            actions = self._lowered(program)
+            self._training[microbatches] = actions, split_stages(actions)
         return self._training[microbatches]
 
-    def _forward_program(self, microbatches: int) -> RankProgram:
+    def _forward_program(self, microbatches: int) -> list[Action]:
         if microbatches not in self._forward:
             program = forward_only(self._owners, microbatches)
             self._forward[microbatches] = self._lowered(program)
         return self._forward[microbatches]
 
-    def _lowered(self, program: Program) -> RankProgram:
+    def _lowered(self, program: Program) -> list[Action]:
+        """This rank's actions with messages; parts of an overlap one after another."""
         line = lower(program, self.mesh.index("pipeline"))
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, each in shards.items() if not each.by_block}
         by_microbatch = {index for index, each in shards.items() if each.by_microbatch}
-        return with_shard_actions(line, gathered, shards.keys(), by_microbatch)
+        return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:
@@ -268,6 +271,6 @@ def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeVie
             yield mesh.problem("context", f"ranks along 'context' share rows out, and {why}", "write context = 1")
 
 
-def split_stages(program: RankProgram) -> set[int]:
-    """The stages whose backward a rank's program does in two parts."""
-    return {action.stage for action in flat(program) if action.op == "I"}
+def split_stages(actions: Iterable[Action]) -> frozenset[int]:
+    """The stages whose backward a rank's actions do in two parts."""
+    return frozenset(action.stage for action in actions if action.op == "I")
