@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from drawloom.components.distributed.expert_parallel import ExpertParallel
+from drawloom.components.pipeline.program.lowering import program_for
 from drawloom.components.pipeline.runtime.layer_partition import build_schedule
-from drawloom.components.ports.program import flat
+from drawloom.components.ports.program import BACKWARD_INPUT
 from drawloom.graph import Problem, UserError
 from drawloom.graph.build.node import NodeView
 
@@ -49,8 +50,8 @@ def _splits(schedule: NodeView, mesh: NodeView) -> bool:
     """Whether a schedule takes stages backward in two parts; False if it has problems of its own."""
     built, ranks = build_schedule(schedule), mesh.settings.get("pipeline", 1)
     try:
-        program = None if built is None else built.program(ranks, 2 * ranks)
+        # In a schedule that knows ranks alone, all of them split or none.
+        program = None if built is None else program_for(built, 0, ranks, 2 * ranks)
     except UserError:
         return False
-    lines = [] if program is None else [program.rank_program(rank) for rank in range(ranks)]
-    return any(action.op == "I" for line in lines for action in flat(line))
+    return program is not None and bool((program.op == BACKWARD_INPUT).any())

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.context import ContextPart
 from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
+from drawloom.components.pipeline.program.lowering import expect_same, lower, program_for, with_shard_actions
 from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
@@ -24,7 +24,7 @@ from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
-from drawloom.components.ports.program import Program, RankProgram, flat
+from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
@@ -38,7 +38,7 @@ def _kept(both: Any, _head: Head) -> Any:
     return both[1]
 
 
-@component
+@component(impact="safe")
 class Executor:
     """Runs programs on this rank's stages; on one rank, that is the plain training loop."""
 
@@ -54,15 +54,17 @@ class Executor:
         doc="on a GPU, each stage of a rank computes in a stream of its own, so that passes that overlap in the "
         "schedule run at the same time",
     )
+    ends_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
-    _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
-    _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
+    _training: dict[int, tuple[list[Action], frozenset[int]]] = attrs.field(init=False, factory=dict)
+    _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     # by the length of rows: on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems of schedule, mesh, model and loss together."""
+        yield from misfits_of_ends(node, cls.ends_on_every_rank)
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
             for model in stages.neighbours("model"):
                 yield from constraint_problems(schedule, mesh, model)
@@ -81,14 +83,19 @@ class Executor:
 
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from."""
-        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
-        self._links = self.neighbours.links("pipeline", {hop for hop in pairwise(owners) if hop[0] != hop[1]})
+        hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
+        self._links = self.neighbours.links("pipeline", hops)
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
+        """The rank that runs each stage."""
+        return self.schedule.stage_to_rank(self.mesh.size("pipeline"))
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
-        program = self._training_program(len(microbatches))
+        program, split = self._training_program(len(microbatches))
         self.stages.cast_weights()
-        runner = self._runner(self._with_references(microbatches), split_stages(program))
+        runner = self._runner(self._with_references(microbatches), split)
         runner.streams = self._streams
         if self._captures is None:
             runner.run(program)
@@ -204,25 +211,30 @@ class Executor:
     def _uploads(self) -> Uploads:
         return Uploads(self.device.device)
 
-    def _training_program(self, microbatches: int) -> RankProgram:
+    def _training_program(self, microbatches: int) -> tuple[list[Action], frozenset[int]]:
+        """The actions of a step, and the stages whose backward they do in two parts."""
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
-            program = self.schedule.program(self.mesh.size("pipeline"), microbatches)
-            self._training[microbatches] = self._lowered(program)
+            rank, ranks = self.mesh.index("pipeline"), self.mesh.size("pipeline")
+            program = program_for(self.schedule, rank, ranks, microbatches)
+            expect_same(program, rank, self.mesh.group("pipeline"))
+            actions = self._lowered(program)
+            self._training[microbatches] = actions, split_stages(actions)
         return self._training[microbatches]
 
-    def _forward_program(self, microbatches: int) -> RankProgram:
+    def _forward_program(self, microbatches: int) -> list[Action]:
         if microbatches not in self._forward:
-            program = forward_only(self.schedule.stage_to_rank(self.mesh.size("pipeline")), microbatches)
+            program = forward_only(self._owners, microbatches)
             self._forward[microbatches] = self._lowered(program)
         return self._forward[microbatches]
 
-    def _lowered(self, program: Program) -> RankProgram:
+    def _lowered(self, program: Program) -> list[Action]:
+        """This rank's actions with messages; parts of an overlap one after another."""
         line = lower(program, self.mesh.index("pipeline"))
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, each in shards.items() if not each.by_block}
         by_microbatch = {index for index, each in shards.items() if each.by_microbatch}
-        return with_shard_actions(line, gathered, shards.keys(), by_microbatch)
+        return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:
@@ -251,6 +263,18 @@ def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
 
 
+def misfits_of_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
+    """Schedules whose stages are not those of the executor; `everywhere`, if each rank has both ends of the model."""
+    for schedule in executor.neighbours("schedule"):
+        placed = getattr(schedule.component, "ends_on_every_rank", False)
+        if placed and not everywhere:
+            text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
+            yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
+        elif everywhere and not placed:
+            text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
+            yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
+
+
 def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeView]) -> Iterator[Problem]:
     """Models that need whole rows, which ranks along `context` do not have."""
     if mesh.settings.get("context", 1) == 1:
@@ -265,6 +289,6 @@ def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeVie
             yield mesh.problem("context", f"ranks along 'context' share rows out, and {why}", "write context = 1")
 
 
-def split_stages(program: RankProgram) -> set[int]:
-    """The stages whose backward a rank's program does in two parts."""
-    return {action.stage for action in flat(program) if action.op == "I"}
+def split_stages(actions: Iterable[Action]) -> frozenset[int]:
+    """The stages whose backward a rank's actions do in two parts."""
+    return frozenset(action.stage for action in actions if action.op == "I")

@@ -77,6 +77,14 @@ def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
             yield stages.problem("capture", text, f"write capture = false, or dropout = 0.0 in [{adapter.name}]")
 
 
+def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+    """Costs of embedding and head in layers, where no stage has them instead of layers."""
+    for key in ("embedding_layer_cost", "head_layer_cost"):
+        if stages.settings[key] and getattr(schedule.component, "ends_on_every_rank", False):
+            text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
+            yield stages.problem(key, text, f"write {key} = 0")
+
+
 def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
     """A loss that is a module itself: its parameters belong to the stages."""
     if issubclass(loss.component, nn.Module):

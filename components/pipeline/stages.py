@@ -21,13 +21,14 @@ from drawloom.components.pipeline.parameter_store import ParameterStore, compute
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
-from drawloom.components.pipeline.runtime.layer_partition import partition_layers
+from drawloom.components.pipeline.runtime.layer_partition import partition_layers, with_ends_apart
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, shard
 from drawloom.components.pipeline.sliced_store import SlicedStore
 from drawloom.components.pipeline.stage_checks import (
     NO_DISPATCHER,
     WRITE_DISPATCHER,
+    costs_of_ends,
     gathers_by_block,
     losses_that_are_modules,
     misfits_of_capture,
@@ -146,6 +147,7 @@ class MaterializedStages:
             yield from losses_that_are_modules(node, loss)
         for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
             yield from undivided_backwards(node, schedule, mesh)
+            yield from costs_of_ends(node, schedule)
         yield from idle_policies(node)
         yield from misfits_of_capture(node)
 
@@ -197,10 +199,13 @@ class MaterializedStages:
     def _build_all(self) -> tuple[list[LayerRange], dict[int, nn.Module]]:
         """The spans of all stages, and this rank's modules on the meta device, by stage."""
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
-        spans = self._split(len(owners))
+        spans, mine = self._split(len(owners)), stages_of(self.mesh.index("pipeline"), owners)
+        if getattr(self.schedule, "ends_on_every_rank", False):
+            spans = with_ends_apart(spans)
+            mine = [0, *(index + 1 for index in mine), len(spans) - 1]
         if self.adapters:
             adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
-        return spans, {index: self._build(spans[index]) for index in stages_of(self.mesh.index("pipeline"), owners)}
+        return spans, {index: self._build(spans[index]) for index in mine}
 
     def _hold(self, spans: Sequence[LayerRange], modules: Mapping[int, nn.Module]) -> None:
         """Make these modules, whose parameters the store has, this rank's stages."""

@@ -143,6 +143,9 @@ class Planner:
     def plan(self) -> Plan:
         """The plan of all ranks."""
         schedule = self.objects[self.nodes.schedule]
+        if getattr(schedule, "ends_on_every_rank", False):
+            text = "a plan does not know of embedding and head on every rank; that with schedule.use = "
+            raise UserError(f'{self.nodes.schedule}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
         rows, microbatches = self.nodes.microbatches(self.mesh)
         try:
             program = schedule.program(self.mesh.size("pipeline"), microbatches)

@@ -115,7 +115,7 @@ class StageMeter:
                 outputs = runner.forward(0, inputs, shared, batch)
             if stage.index == 0 and not runner.last:
                 self._hidden = on_meta(outputs)
-            shapes = [on_meta(leaf) for leaf in floating(leaves(outputs))]
+            shapes = [on_meta(leaf) for leaf in floating(outputs)]
             del inputs, outputs
             found["F"] = recorder.end()
             for op, run in self._backwards(runner, split):

@@ -1,6 +1,6 @@
 """Schedules, programs, their executor, and the state of a step: whole, or by microbatch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -52,7 +52,11 @@ class PipelineState(Protocol):
 
 @port
 class Schedule(Protocol):
-    """A pure function from (ranks, microbatches) to a program, for any numbers of them."""
+    """
+    A pure function from (ranks, microbatches) to a program, for any numbers of them.
+
+    With `ends_on_every_rank`, of its class, stages are layers alone, and each rank has the embedding and the head, too.
+    """
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank that holds each stage; every rank holds as many."""
@@ -60,6 +64,15 @@ class Schedule(Protocol):
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """The actions of each rank, in order."""
+        ...
+
+
+@runtime_checkable
+class PartialSchedule(Protocol):
+    """A schedule that knows what some ranks do without what the others do, so that a rank builds what it needs."""
+
+    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+        """The same program with the actions of these ranks at least; others may have none."""
         ...
 
 

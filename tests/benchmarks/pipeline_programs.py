@@ -1,15 +1,19 @@
 """
 How long a rank takes to build its own program, sends and receives included, beside torch.distributed.pipelining.
 
-CPU time of this process. Torch builds every rank's program on each rank; at 256 ranks that takes minutes, so it is
-asked for 64, where its time grows with the square of the number of actions already.
+CPU time of this process, and by how many MB its memory has grown at most. A rank's own program follows from its own
+actions and its neighbours', except for the schedules that search (`auto`, `v_half`), which build that of all ranks.
+Torch builds every rank's program on each rank; at 256 ranks that takes minutes, so it is asked for 64, where its time
+grows with the square of the number of actions already.
 """
 
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
 
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower, program_for
+from drawloom.components.ports.pipeline import PartialSchedule
 from drawloom.components.ports.program import flat
 from support.schedules import NAMES, schedule
 from support.torch_schedules import made
@@ -35,7 +39,8 @@ def timed(build: Callable[[], int]) -> tuple[int, float]:
 
 def ours(name: str, ranks: int, microbatches: int) -> int:
     """Build the line of a rank in the middle; how many actions and messages it has."""
-    return len([*flat(lower(schedule(name).program(ranks, microbatches), ranks // 2))])
+    rank = ranks // 2
+    return len([*flat(lower(program_for(schedule(name), rank, ranks, microbatches), rank))])
 
 
 def torchs(name: str, ranks: int, microbatches: int) -> int:
@@ -45,14 +50,25 @@ def torchs(name: str, ranks: int, microbatches: int) -> int:
     return len(found.pipeline_order_with_comms[ranks // 2])
 
 
+def peak() -> int:
+    """The most MB that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+SIZES = ((64, 256), (256, 1024), (1024, 4096))
+
+
 def main() -> None:
-    """Print a row for each schedule."""
-    print(f"{'own program of one rank':28}{'ranks':>6}{'microbatches':>14}{'actions':>9}{'CPU s':>8}")
-    for name in NAMES:
-        for ranks, microbatches in ((64, 256), (256, 1024)):
+    """Print a row for each schedule; those that build all ranks' programs last, as they take most memory."""
+    before = peak()
+    print(f"{'own program of one rank':28}{'ranks':>6}{'microbatches':>14}{'actions':>9}{'CPU s':>8}{'MB':>6}")
+    for name in sorted(NAMES, key=lambda name: not isinstance(schedule(name), PartialSchedule)):
+        for ranks, microbatches in SIZES if isinstance(schedule(name), PartialSchedule) else SIZES[:1]:
             count, seconds = timed(lambda n=name, r=ranks, m=microbatches: ours(n, r, m))  # type: ignore[misc]
-            print(f"{name:28}{ranks:6}{microbatches:14}{count:9}{seconds:8.3f}", flush=True)
+            grown = peak() - before
+            print(f"{name:28}{ranks:6}{microbatches:14}{count:9}{seconds:8.3f}{grown:6}", flush=True)
+    for name in NAMES:
         if name in BESIDE:
             began = time.process_time()
             count = torchs(BESIDE[name], 64, 256)
-            print(f"  {'torch':26}{64:6}{256:14}{count:9}{time.process_time() - began:8.3f}", flush=True)
+            print(f"{f'{name}, torch':28}{64:6}{256:14}{count:9}{time.process_time() - began:8.3f}", flush=True)

@@ -263,6 +263,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "precision": {"parameter": "bfloat16"},
     },
     # With casts, which are what the ports of stages are about.
+    "pipeline.circular.executor": lambda folder: {
+        "schedule": {"use": "pipeline.schedules.circular"},
+        "executor": {"use": "pipeline.circular.executor"},
+    },
     "pipeline.stages": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
     "checkpoint.staging.none": lambda folder: {"staging": {"use": "checkpoint.staging.none"}},

@@ -42,7 +42,7 @@ MESHES = [
     Meshed({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
     Meshed(
         {"data_shard": 2, "expert": 2},
-        [*of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v"), ("dual_pipe_v", *SYMMETRIC[1:])],
+        [*of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v", "circular"), ("dual_pipe_v", *SYMMETRIC[1:])],
     ),
     Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [MUON]),
 ]

@@ -29,14 +29,14 @@ MESHES = [
     Meshed(
         "pipelines of replicas",
         {"data_replicate": 2},
-        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
     ),
     Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
     Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
     Meshed(
         "pipelines of shards, reduced by microbatch",
         {"data_shard": 2},
-        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
         settings={"sync_each_microbatch": True},
     ),
     Meshed(
@@ -54,13 +54,17 @@ MESHES = [
     Meshed(
         "pipelines of tensors",
         {"tensor": 2},
-        [("one_f_one_b", 4, True, False, "dft"), ("zero_bubble_v", 4, False, False, "muon")],
+        [
+            ("one_f_one_b", 4, True, False, "dft"),
+            ("zero_bubble_v", 4, False, False, "muon"),
+            ("circular", 4, False, False, "plain"),
+        ],
     ),
     Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     Meshed(
         "pipelines of contexts",
         {"context": 2},
-        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
         (6, 4),
     ),
 ]

@@ -39,6 +39,12 @@ def assert_same(run: Path, other: Path) -> None:
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
 
 
+def scheduled(name: str) -> list[str]:
+    """The words that choose a schedule, and the executor that runs it."""
+    executor = ["executor.use=pipeline.circular.executor"] if name == "circular" else []
+    return [f"schedule.use=pipeline.schedules.{name}", *executor]
+
+
 QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares steps of all of them
 
 
@@ -49,7 +55,7 @@ QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares 
 def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str) -> None:
     """Two ranks, with a tied embedding on both, train as one, for every schedule; export and sample too."""
     name = schedule.rpartition(".")[2]
-    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", f"schedule.use={schedule}"]
+    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", *scheduled(name)]
     outcomes = drawloom(place, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert_same(place / "runs/one", place / "runs" / name)
@@ -84,6 +90,39 @@ def test_a_run_without_tied_weights_resumes_bit_exactly_on_another_layout(place:
         states = [load_node(run / "checkpoints/step-6", node) for run in runs]
         ours, theirs = (state_hashes(dict(sorted(state.items()))) for state in states)
         assert ours == theirs and len(ours) > 30
+
+
+def test_circular_runs_continue_in_other_recipes_and_their_own_bit_exactly(place: Path) -> None:
+    """
+    A run that stops and resumes has the bits of one that does not; a checkpoint moves to another executor and back.
+
+    Checkpoint and export have every tensor under its usual name, as those of one rank.
+    """
+    run, files = place / "runs/round", ["checkpoint.every=2", "checkpoint.keep=9", "run.name=round"]
+    words = [*COMMON, *files, "mesh.pipeline=2", *scheduled("circular")]
+
+    def resumed(step: int, ranks: int, words: Sequence[str]) -> None:
+        if step:
+            take_back(run, step)
+        outcomes = drawloom(place, *words, ranks=ranks)
+        assert {outcome.code for outcome in outcomes} == {0}, outcomes
+
+    resumed(0, 2, words)
+    assert_same(place / "runs/one", run)
+    learned, exported = series(run, *LEARNED), weights(run)
+    resumed(4, 2, words)
+    assert series(run, *LEARNED) == learned and weights(run) == exported
+    resumed(2, 1, [*COMMON, *files])
+    assert_same(place / "runs/one", run)
+    resumed(4, 2, words)
+    assert_same(place / "runs/one", run)
+    names = [load_node(place / "runs" / name / "checkpoints/step-6", "stages").keys() for name in ("one", "round")]
+    assert names[0] == names[1]
+
+
+def weights(run: Path) -> list[bytes]:
+    """The bytes of the exported weights."""
+    return [path.read_bytes() for path in sorted((run / "export").glob("*.safetensors"))]
 
 
 def test_commands_read_a_checkpoint_of_two_ranks(place: Path) -> None:

@@ -26,6 +26,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
+from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
@@ -277,7 +278,7 @@ def _steps(
         **{name: value for name, value in settings.items() if name != "streams"},
     )
     stages.open()
-    executor = Executor(
+    executor = (CircularExecutor if name == "circular" else Executor)(
         streams=bool(settings.get("streams")),
         stages=stages,
         boundaries=stages,

@@ -21,12 +21,13 @@ Buffer = Literal["shift", "state_io", "circ_storage"]
 
 @attrs.frozen
 class Move:
-    """A move into another stage's buffer; `place` is a column of `state_io`, or a microbatch of `circ_storage`."""
+    """A move of a microbatch's tensor into another stage's buffer; `column` is that of `state_io`."""
 
     source: int
     target: int
     buffer: Buffer
-    place: int = 0
+    microbatch: int
+    column: int = 0
 
 
 def early_moves(table: Timetable, iteration: int) -> list[Move]:
@@ -49,17 +50,17 @@ def late_moves(table: Timetable, iteration: int) -> list[Move]:
 
 def _state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
     for stage in range(1, table.stages):
-        if table.moves_up(iteration, stage):
-            yield Move(stage, stage - 1, "state_io", iteration % table.columns)
+        if (microbatch := table.moves_up(iteration, stage)) is not None:
+            yield Move(stage, stage - 1, "state_io", microbatch, iteration % table.columns)
 
 
 def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
     """Moves of an iteration's outputs to the next stage, and of the last stage's to the first if that needs it now."""
     for stage in range(table.stages - 1):
-        if table.item(iteration, stage) is not None:
-            yield Move(stage, stage + 1, "shift")
-    if not table.uses_circ_storage and table.reenters(iteration) is not None:
-        yield Move(table.stages - 1, 0, "shift")
+        if (item := table.item(iteration, stage)) is not None:
+            yield Move(stage, stage + 1, "shift", item.microbatch)
+    if not table.uses_circ_storage and (item := table.reenters(iteration)) is not None:
+        yield Move(table.stages - 1, 0, "shift", item.microbatch)
 
 
 @attrs.define(eq=False)
@@ -82,41 +83,41 @@ class Buffers:
 
     @classmethod
     def of(cls, table: Timetable, local_stages: range, inputs: Sequence[Tensor]) -> "Buffers":
-        """Buffers before the first iteration, with the inputs of these stages in order, each (...)."""
-        columns = table.columns
-        return cls(
-            table,
-            local_stages,
-            [list(inputs[place * columns : (place + 1) * columns]) for place in range(len(local_stages))],
-        )
+        """Buffers before the first iteration, with the inputs of these stages' shares in order, each (...)."""
+        given = iter(inputs)
+        rows: list[list[Tensor | None]] = []
+        for stage in local_stages:
+            row: list[Tensor | None] = [next(given) for _ in table.share(stage)]
+            rows.append(row + [None] * (table.columns - len(row)))
+        return cls(table, local_stages, rows)
 
     def take_input(self, iteration: int, stage: int) -> Tensor:
         """Remove and return the input (any shape) of a stage in an iteration in which it is not in the bubble."""
-        if stage == 0 and iteration < self.table.microbatches:
+        if stage == 0 and iteration < self.table.slots:
             return self._pop(0, iteration % self.table.columns)
         if stage == 0 and self.table.uses_circ_storage:
-            return self.circ_storage.pop(iteration % self.table.microbatches)
+            return self.circ_storage.pop(iteration % self.table.slots)
         return self.shift.pop(stage)
 
     def take(self, move: Move, *, late: bool) -> Tensor:
         """The tensor (any shape) that a move takes from one of these stages."""
         if move.buffer == "state_io":
-            return self._pop(move.source, move.place)
+            return self._pop(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]
 
     def put(self, move: Move, value: Tensor) -> None:
         """Put the tensor (any shape) of a move into a buffer of one of these stages."""
         if move.buffer == "state_io":
-            self.state_io[move.target - self.local_stages.start][move.place] = value
+            self.state_io[move.target - self.local_stages.start][move.column] = value
         elif move.buffer == "shift":
             self.shift[move.target] = value
         else:
-            self.circ_storage[move.place] = value
+            self.circ_storage[move.microbatch] = value
 
     def put_finished(self, iteration: int) -> None:
         """Put an output that leaves the pipeline in this iteration into the last stage's free slot of `state_io`."""
         last = self.table.stages - 1
-        if last in self.outputs and self.table.is_finished(iteration):
+        if last in self.outputs and self.table.finished(iteration) is not None:
             self.state_io[-1][iteration % self.table.columns] = self.outputs[last]
 
     def results(self) -> list[Tensor]:

@@ -1,25 +1,16 @@
 """One forward pass of a circular pipeline on this rank: iterations, and the moves of tensors between them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import attrs
-import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.circular.buffers import Buffers, Move, early_moves, late_moves
-from drawloom.components.pipeline.circular.ring import (
-    Exchange,
-    PendingSends,
-    Ring,
-    TensorMeta,
-    arrive,
-    begin_token,
-    end_token,
-    start,
-)
-from drawloom.components.pipeline.circular.stacked_blocks import BlockRunner, SideOutputs, Task
-from drawloom.components.pipeline.circular.timetable import Item, Timetable
+from drawloom.components.pipeline.circular.ring import Exchange, PendingSends, Ring, TensorMeta, arrive, start
+from drawloom.components.pipeline.circular.timetable import Timetable
+
+RunBlock = Callable[[int, int, Tensor], Tensor]
+"""Runs a block, by its number among those of all stages, on a microbatch's tensor (...); gives one of its shape."""
 
 
 @attrs.frozen
@@ -33,37 +24,28 @@ class _MovesInFlight:
 
 @attrs.define(eq=False)
 class ForwardPass:
-    """The state of a pass over all microbatches; `shared` has a value for each microbatch."""
+    """
+    The state of a pass over all microbatches, before its first iteration and after each.
+
+    `metas` has what passes between stages for each microbatch. `token` is the autograd token, on which the last
+    exchange depends.
+    """
 
     table: Timetable
     ring: Ring
-    runner: BlockRunner
-    shared: Sequence[Any]
-    meta: TensorMeta
+    run_block: RunBlock
+    metas: Sequence[TensorMeta]
     buffers: Buffers
     pending_sends: PendingSends
     token: Tensor
-    sides: dict[tuple[int, int, int], SideOutputs] = attrs.field(init=False, factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        table: Timetable,
-        ring: Ring,
-        local_stages: range,
-        runner: BlockRunner,
-        inputs: Tensor,
-        shared: Sequence[Any],
-        weights: Sequence[Tensor],
-    ) -> "ForwardPass":
-        """A pass before its first iteration: inputs (local microbatches, ...), weights of any shape."""
-        pending_sends, meta = PendingSends(), TensorMeta(inputs.shape[1:], inputs.dtype, inputs.device)
-        token = begin_token(pending_sends, inputs.device, [inputs, *weights])
-        return cls(
-            table, ring, runner, shared, meta, Buffers.of(table, local_stages, inputs.unbind()), pending_sends, token
-        )
+    def run(self) -> list[Tensor]:
+        """All iterations; the outputs (...) of this rank's share of microbatches, in their order."""
+        for iteration in range(self.table.iterations):
+            self._iterate(iteration)
+        return self.buffers.results()
 
-    def iterate(self, iteration: int) -> None:
+    def _iterate(self, iteration: int) -> None:
         """Run every stage that is not in the bubble once, and move its output on."""
         # Early moves travel while the stages compute.
         in_flight = self._begin(early_moves(self.table, iteration), late=False)
@@ -73,37 +55,15 @@ class ForwardPass:
         self.buffers.put_finished(iteration)
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
-    def results(self) -> Tensor | tuple[Tensor, SideOutputs]:
-        """The pipeline's outputs on this rank, (local microbatches, ...), with side outputs if blocks have any."""
-        outputs = torch.stack(end_token(self.pending_sends, self.token, self.buffers.results()))
-        names = next(iter(self.sides.values()), {})
-        return (outputs, {name: self._stacked(name) for name in names}) if names else outputs
-
     def _work(self, iteration: int) -> dict[int, Tensor]:
-        """The outputs of the stages that are not in the bubble."""
-        local_stages = self.buffers.local_stages
-        items = {stage: item for stage in local_stages if (item := self.table.item(iteration, stage)) is not None}
-        if not items:
-            return {}
-        tasks = [self._task(iteration, stage, item) for stage, item in items.items()]
-        outputs, sides = self.runner.run(tasks)
-        for task, item, output, side in zip(tasks, items.values(), outputs, sides, strict=True):
-            self._check(output)
-            if side:
-                self.sides[task.repeat, task.stage, item.microbatch] = side
-        return dict(zip(items, outputs, strict=True))
-
-    def _task(self, iteration: int, stage: int, item: Item) -> Task:
-        given, shared = self.buffers.take_input(iteration, stage), self.shared[item.microbatch]
-        return Task(stage - self.buffers.local_stages.start, item.repeat, given, shared)
-
-    def _check(self, output: Tensor) -> None:
-        if (output.shape, output.dtype) != (self.meta.shape, self.meta.dtype):
-            given = f"{str(self.meta.dtype).removeprefix('torch.')} {tuple(self.meta.shape)}"
-            gives = f"{str(output.dtype).removeprefix('torch.')} {tuple(output.shape)}"
-            raise ValueError(
-                f"a block's output has the shape and dtype of its input, but this one took {given} and gave {gives}"
-            )
+        """The outputs (...) of the stages that are not in the bubble."""
+        outputs = {}
+        for stage in self.buffers.local_stages:
+            if (item := self.table.item(iteration, stage)) is not None:
+                block = item.repeat * self.table.stages + stage
+                given = self.buffers.take_input(iteration, stage)
+                outputs[stage] = self.run_block(block, item.microbatch, given)
+        return outputs
 
     def _begin(self, moves: Sequence[Move], *, late: bool) -> _MovesInFlight:
         """Take the tensors that move from this rank's stages, and send those that leave the rank."""
@@ -118,8 +78,9 @@ class ForwardPass:
                 incoming.append(move)
         if not outgoing and not incoming:
             return _MovesInFlight(local, incoming, None)
-        to, sources = [self._rank(move.target) for move, _ in outgoing], [self._rank(move.source) for move in incoming]
-        exchange = Exchange(self.ring, self.pending_sends, to, sources, self.meta)
+        to = [(self._rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
+        sources = [(self._rank(move.source), self.metas[move.microbatch]) for move in incoming]
+        exchange = Exchange(self.ring, self.pending_sends, to, sources)
         self.token = start(exchange, self.token, [value for _, value in outgoing])
         return _MovesInFlight(local, incoming, exchange)
 
@@ -133,15 +94,3 @@ class ForwardPass:
 
     def _rank(self, stage: int) -> int:
         return stage // len(self.buffers.local_stages)
-
-    def _stacked(self, name: str) -> Tensor:
-        """A side output of all blocks of this rank: (repeats, local stages, microbatches, ...)."""
-        table, local_stages = self.table, self.buffers.local_stages
-        places = [
-            (repeat, stage, microbatch)
-            for repeat in range(table.repeats)
-            for stage in range(len(local_stages))
-            for microbatch in range(table.microbatches)
-        ]
-        flat = torch.stack([self.sides[place][name] for place in places])
-        return flat.view(table.repeats, len(local_stages), table.microbatches, *flat.shape[1:])

@@ -4,8 +4,8 @@ Messages as autograd nodes: the gradient of a sent tensor is received from the r
 All messages of a rank at one time are one exchange. Its start and its arrival are two nodes, so that computation
 between them, in either pass, hides the latency. If no sent tensor needs a gradient, or no received tensor is used,
 autograd would leave the exchange out of the backward pass, while the other rank waits for it. So a scalar, the autograd
-token, runs through all starts and arrivals, from the parameters to the outputs: a rank's backward pass makes every
-exchange again, in reverse.
+token, runs through all starts and arrivals, and the backward pass begins at it, too: it makes every exchange again, in
+reverse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Ring:
 
 @attrs.frozen
 class TensorMeta:
-    """The shape, dtype and device of all tensors that pass from stage to stage."""
+    """The shape, dtype and device of a tensor that passes from stage to stage."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,37 +61,34 @@ class PendingSends:
 
 @attrs.define(eq=False)
 class Exchange:
-    """Tensors that are sent to and received from neighbours, by their index in the ring."""
+    """Tensors that are sent to and received from neighbours: pairs of an index in the ring and what the tensor is."""
 
     ring: Ring
     pending_sends: PendingSends
-    to: Sequence[int]
-    sources: Sequence[int]
-    meta: TensorMeta
+    to: Sequence[tuple[int, TensorMeta]]
+    sources: Sequence[tuple[int, TensorMeta]]
     _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
     def begin(self, tensors: Sequence[Tensor], *, back: bool) -> None:
-        """Post sends of tensors of one shape (...), and receives, without waiting; `back` is for gradients."""
+        """Post sends of tensors (any shapes), and receives, without waiting; `back` is for gradients."""
         to, sources = (self.sources, self.to) if back else (self.to, self.sources)
-        links, boxes = self.ring.links, [self.meta.empty() for _ in sources]
+        links, boxes = self.ring.links, [(source, meta.empty()) for source, meta in sources]
         # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.
-        self._receiving = [(links[source].receive(box), box) for source, box in zip(sources, boxes, strict=True)]
+        self._receiving = [(links[source].receive(box), box) for source, box in boxes]
         pairs = zip(to, tensors, strict=True)
-        self.pending_sends.add([links[peer].send(tensor.detach().contiguous()) for peer, tensor in pairs])
+        self.pending_sends.add([links[peer].send(tensor.detach().contiguous()) for (peer, _), tensor in pairs])
 
     def finish(self) -> list[Tensor]:
-        """Wait for the receives; the received tensors, all of one shape (...)."""
+        """Wait for the receives; the received tensors, of any shapes."""
         incoming, self._receiving = self._receiving, []
         for message, _ in incoming:
             message.wait()
         return [box for _, box in incoming]
 
 
-def begin_token(pending_sends: PendingSends, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
-    """The autograd token, 0-dimensional, dependent on `tensors` (any shape), which may be asked for gradients."""
-    # A leaf that requires a gradient keeps the token in the graph even if no other tensor requires one.
-    anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
-    return _apply(_Begin, pending_sends, anchor, *tensors)[0]
+def begin_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
+    """The autograd token, 0-dimensional; whatever is computed with it is part of the graph."""
+    return _apply(_Begin, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
 def start(exchange: Exchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -105,12 +102,6 @@ def arrive(exchange: Exchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
     return token, came
 
 
-def end_token(pending_sends: PendingSends, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors (any shape), now dependent on the token: a backward pass from any of them makes all exchanges."""
-    pending_sends.clear()
-    return list(_apply(_End, token, *tensors))
-
-
 def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
     """The results of an autograd node, always as a tuple."""
     given = node.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -120,17 +111,16 @@ def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor
 class _Begin(torch.autograd.Function):
     # Its backward is the last of the pass, so it waits for the sends of gradients.
     @staticmethod
-    def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        """The token, 0-dimensional, of an anchor like it and tensors of any shape and dtype."""
-        ctx.pending_sends, ctx.count = pending_sends, len(tensors)
+    def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor) -> Tensor:
+        """The token, 0-dimensional, of an anchor like it."""
+        ctx.pending_sends = pending_sends
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.pending_sends.clear()
-        count: int = ctx.count
-        return (None,) * (2 + count)
+        return None, None
 
 
 class _Start(torch.autograd.Function):
@@ -159,17 +149,3 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.exchange.begin(gradients, back=True)
         return None, gradient
-
-
-class _End(torch.autograd.Function):
-    # Its backward gives the token a gradient of zero, whichever output the backward pass starts from.
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Views of the tensors, of any shape and dtype; the token is 0-dimensional."""
-        ctx.token = token.new_zeros(())
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return (ctx.token, *gradients)

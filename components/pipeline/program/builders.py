@@ -1,6 +1,8 @@
 """Programs built from rows of op codes, as in the figures of papers: microbatch numbers follow from the order."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +94,29 @@ def build_program(
     return program if (microbatch < microbatches).all() else program.select(microbatch < microbatches)
 
 
+class RowSchedule(ABC):
+    """A schedule in which each rank's row follows from its number; with `newest_first` backwards are in reverse."""
+
+    newest_first: ClassVar[bool] = False
+
+    @abstractmethod
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+
+    @abstractmethod
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """The actions of every rank, in order."""
+        return self.program_of(range(ranks), ranks, microbatches)
+
+    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+        """The same program with the actions of some ranks alone."""
+        rows = [self.row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
+        return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)
+
+
 def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
     """Local stage, op, microbatch and whether it overlaps the previous action, for each action of a row."""
     op_codes, overlaps = _split_overlaps(op_codes)
@@ -170,12 +195,10 @@ def interleaved(
     return row if lag is None else row + [W] * min(lag, len(backwards))
 
 
-def breadth_first(stage_to_rank: tuple[int, ...], ranks: int, microbatches: int) -> Program:
-    """Breadth-first: all microbatches through one stage after another, then all backward."""
-    stages = range(len(stage_to_rank) // ranks)
-    row = [forward(local_stage) for local_stage in stages for _ in range(microbatches)]
-    row += [backward(local_stage) for local_stage in reversed(stages) for _ in range(microbatches)]
-    return build_program([row] * ranks, stage_to_rank, microbatches, newest_first=True)
+def breadth_first(stages: int, microbatches: int) -> Row:
+    """Each rank's row of breadth-first: all microbatches through one stage after another, then all backward."""
+    row = [forward(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
+    return row + [backward(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
 
 
 def forward_only(stage_to_rank: Sequence[int], microbatches: int) -> Program:

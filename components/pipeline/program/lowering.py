@@ -6,16 +6,26 @@ produces it, and so precedes the action that consumes it, which ends later. A ra
 that concerns it. Hence it can't deadlock, even if a send blocks until it is received; between two ranks, messages are
 received in the order in which they are sent; and a receive precedes the action during which its message arrives, so
 that it is posted by then.
+
+A rank of an executor derives its order from its own actions and those of its neighbours alone, which takes as long for
+a thousand ranks as for three. Between two ranks messages still have one order in each direction, the sender's, in which
+it produces them. As the times are other ones on each rank, that is no global order any more: sends must not block. They
+do not, because each direction between two ranks has a communicator of its own, on which a receive waits for nothing but
+earlier messages of the same direction.
 """
 
 from collections import defaultdict
 from collections.abc import Set
+from hashlib import sha256
+from itertools import pairwise
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.timing import Costs, Timing, time
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.pipeline import PartialSchedule, Schedule
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -29,6 +39,7 @@ from drawloom.components.ports.program import (
     flat,
     group_overlaps,
 )
+from drawloom.graph import UserError
 
 ASSUMED_COSTS = Costs(comm=0.25)
 """Costs assumed for the global order: a message takes a quarter of a forward."""
@@ -38,10 +49,41 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
     """
     One rank's program with its messages; raises Deadlock if the program can't finish.
 
-    All ranks must pass the same program and costs, for each computes the global order by itself.
+    If all ranks pass the whole program and the same costs, their orders are parts of one. With `program_for` a rank
+    passes what concerns it, and sends must not block.
     """
     program = with_whole_backwards(program)
     return with_messages(program, time(program, costs), rank)
+
+
+def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+    """
+    What a rank needs of a program to lower its own part: its actions, and those of ranks that it has messages with.
+
+    Of a schedule that does not know them alone, it is the whole program.
+    """
+    if not isinstance(schedule, PartialSchedule):
+        return schedule.program(ranks, microbatches)
+    hops = pairwise(schedule.stage_to_rank(ranks))
+    return schedule.program_of({rank, *(each for hop in hops if rank in hop for each in hop)}, ranks, microbatches)
+
+
+def expect_same(program: Program, rank: int, group: Group) -> None:
+    """UserError unless the ranks whose actions this one has in its program have the same ones in theirs."""
+    digests = group.gather_json(_digest(program, rank)) if group.size > 1 else []
+    for other, theirs in enumerate(digests):
+        here = program.rows(other)
+        if here.start < here.stop and _digest(program, other) != theirs:
+            raise UserError(
+                f"rank {other} of the pipeline has other actions than rank {rank} expects of it: the schedules of the "
+                "two ranks differ, in a setting or in their code"
+            )
+
+
+def _digest(program: Program, rank: int) -> str:
+    rows = program.rows(rank)
+    columns = program.stage[rows], program.op[rows], program.microbatch[rows], program.overlaps_previous[rows]
+    return sha256(b"".join(column.tobytes() for column in columns)).hexdigest()
 
 
 def with_shard_actions(

@@ -27,7 +27,7 @@ from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Stage
 from drawloom.components.ports.pipeline import Loss
-from drawloom.components.ports.program import RankProgram, flat
+from drawloom.components.ports.program import Action
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.graph import UserError
 
@@ -53,7 +53,7 @@ class Slot:
         self._passes["forward"] = self.record(self._forward)
         if not self.runner.last:
             output, _ = self._passes["forward"].outputs
-            self._grads = [torch.zeros_like(leaf) for leaf in floating(leaves(output))]
+            self._grads = [torch.zeros_like(leaf) for leaf in floating(output)]
         for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
             self._passes[name] = self.record(partial(self._backward, name))
 
@@ -251,14 +251,14 @@ class Captures:
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
-    def begin(self, program: RankProgram) -> None:
+    def begin(self, actions: Iterable[Action]) -> None:
         """
         Before the first microbatch of a step: record what is missing. UserError for what can't be recorded.
 
         No messages are under way then. To make a graph may wait for all that the GPU does, also for a message of a rank
         that waits for one of this rank.
         """
-        most = most_in_flight(program)
+        most = most_in_flight(actions)
         if any(graphs.lacks(most[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # what steps have freed is of no use for the pools of slots
         self._sums.attach()
@@ -275,11 +275,11 @@ class Captures:
             self._sums.learn(graphs.stage.module.parameters())
 
 
-def most_in_flight(program: RankProgram) -> Counter[int]:
+def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
     """By stage, the most microbatches that have run forward and not backward, their weight gradients included."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    for action in flat(program):
+    for action in actions:
         now[action.stage] += (action.op == "F") - (action.op in ("B", "W"))
         most[action.stage] = max(most[action.stage], now[action.stage])
     return most

@@ -1,6 +1,8 @@
 """Partition of layers over stages, and checks that a schedule, a mesh and a model fit one another."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import attrs
 
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.pipeline import Schedule
@@ -63,3 +65,10 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
         LayerRange(end - size, end, embedding=stage == 0, head=stage == stages - 1)
         for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
+
+
+def with_ends_apart(spans: Sequence[LayerRange]) -> list[LayerRange]:
+    """The same layers, with embedding and head as spans of their own before and after them."""
+    layers = [attrs.evolve(span, embedding=False, head=False) for span in spans]
+    end = spans[-1].last
+    return [LayerRange(0, 0, embedding=True, head=False), *layers, LayerRange(end, end, embedding=False, head=True)]

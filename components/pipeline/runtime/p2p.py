@@ -140,9 +140,11 @@ class P2PBuffers:
 
     def receive(self, key: MessageKey, peer: int, like: Any) -> None:
         """Begin to receive a tree of tensors of the shapes and dtypes of `like`, which may be on the meta device."""
-        tree = transform(lambda leaf: self._empty(leaf), like)
         link = self.links[peer]
-        self._receiving[key] = tree, [link.receive(leaf) for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+        # A tensor, or a list of some, is what mostly comes; to walk a tree takes microseconds.
+        tree = self._empty(like) if isinstance(like, Tensor) else transform(self._empty, like)
+        tensors = [tree] if isinstance(like, Tensor) else [each for each in leaves(tree) if isinstance(each, Tensor)]
+        self._receiving[key] = tree, [link.receive(each) for each in tensors]
 
     def wait_recv(self, key: MessageKey) -> Any:
         """The received tree, once all of its tensors have arrived."""

@@ -1,6 +1,6 @@
 """Runs one step's microbatches through this rank's stages, in the order of its program."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, StageInputs
 from drawloom.components.ports.pipeline import Losses
-from drawloom.components.ports.program import Action, RankProgram, flat
+from drawloom.components.ports.program import Action
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
 
@@ -63,8 +63,8 @@ class ProgramRunner:
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
 
-    def run(self, program: RankProgram) -> None:
-        """Do everything in the program, in order; parts of an overlap one after another, each sending when it can."""
+    def run(self, actions: Iterable[Action]) -> None:
+        """Do all actions, in order: parts of an overlap are one after another, each sending when it can."""
         operations: dict[str, Callable[[Action], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
@@ -83,7 +83,7 @@ class ProgramRunner:
             run, streams = self.streams.run, self.streams
             operations = {name: partial(run, operation, self._handed) for name, operation in operations.items()}
             streams.begin()
-        for action in flat(program):
+        for action in actions:
             # A traceback alone would not say which of many identical stages and microbatches it was.
             try:
                 if profiler._is_profiler_enabled:  # a range costs microseconds, of which an action has few to lose
@@ -107,12 +107,7 @@ class ProgramRunner:
 
     def losses(self, device: torch.device) -> Losses:
         """The sums over microbatches, in float64; zeros, and no named ones, on a rank without the last stage."""
-        whole = self.state.global_state()
-        if "loss" not in whole:
-            return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
-        # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
-        sums = {name: each.double().sum(0) for name, each in whole["sums"].items()}
-        return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
+        return losses_of(self.state, device)
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -154,7 +149,8 @@ class ProgramRunner:
                 f"{action.peer} of the pipeline expects: {problem}; a stage gives what its module gives on the meta "
                 "device, so check autocast, and shapes or dtypes that depend on values"
             )
-        self.p2p.send(_peer(action), [leaf for leaf in leaves(payload) if isinstance(leaf, Tensor)])
+        tensors = [payload] if isinstance(payload, Tensor) else [each for each in leaves(payload) if _is_tensor(each)]
+        self.p2p.send(_peer(action), tensors)
 
     def _run_backward(self, action: Action) -> None:
         self._store_grads(action, self.stages[action.stage].backward(action.microbatch, self._output_grads(action)))
@@ -182,11 +178,25 @@ class ProgramRunner:
 
     def _send_backward(self, action: Action) -> None:
         grads = self._grads.pop((action.stage - 1, action.microbatch))
-        self._send(action, grads, floating(leaves(self._activations(action.stage, action.microbatch))))
+        self._send(action, grads, floating(self._activations(action.stage, action.microbatch)))
 
     def _receive_backward(self, action: Action) -> None:
-        like = floating(leaves(self._activations(action.stage + 1, action.microbatch)))
+        like = floating(self._activations(action.stage + 1, action.microbatch))
         self.p2p.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
+
+
+def losses_of(state: PipelineStateHandler, device: torch.device) -> Losses:
+    """The sums over the microbatches of a state, in float64; zeros, and no named ones, of an empty one."""
+    whole = state.global_state()
+    if "loss" not in whole:
+        return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
+    # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
+    sums = {name: each.double().sum(0) for name, each in whole["sums"].items()}
+    return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def _peer(action: Action) -> int:

@@ -1,7 +1,6 @@
 """What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -57,17 +56,18 @@ class StageRunner:
 
         Without a batch the last stage gives what `finish` makes of the last hidden states and the head.
         """
+        # Evaluation keeps nothing for a backward pass, and recomputes nothing.
+        keeps = torch.is_grad_enabled()
         split = SplitBackward() if self.split else None
-        with accumulating() if split is None else split.forward(), self._recomputing():
-            outputs = self._run(microbatch, inputs, shared, batch, finish)
-        # Evaluation keeps nothing for a backward pass.
-        if torch.is_grad_enabled():
-            self._in_flight[microbatch] = InFlight(floating(leaves(inputs)), floating(leaves(outputs)), split)
-        return transform(detach, outputs)
-
-    def _recomputing(self) -> AbstractContextManager[Any]:
-        """The policy of this forward pass; a context of its own, so that the next one may have another."""
-        return recomputing(self.stage.recompute if torch.is_grad_enabled() else "none")
+        with accumulating() if split is None else split.forward():
+            if keeps and self.stage.recompute != "none":
+                with recomputing(self.stage.recompute):
+                    outputs = self._run(microbatch, inputs, shared, batch, finish)
+            else:
+                outputs = self._run(microbatch, inputs, shared, batch, finish)
+        if keeps:
+            self._in_flight[microbatch] = InFlight(floating(inputs), floating(outputs), split)
+        return outputs.detach() if isinstance(outputs, Tensor) else transform(detach, outputs)
 
     def _run(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
@@ -104,7 +104,8 @@ class StageRunner:
         pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
-        self._end_of_backward()
+        if self._reduces_next:
+            self._end_of_backward()
         return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
@@ -121,7 +122,7 @@ class StageRunner:
         _split(self._in_flight.pop(microbatch)).backward_weight()
         if self._reduces_next:
             self._shards.reduce()
-        self._end_of_backward()
+            self._end_of_backward()
 
     def unshard(self) -> None:
         """Start to gather the stage's sharded parameters."""
@@ -137,8 +138,7 @@ class StageRunner:
         self._reduces_next = True
 
     def _end_of_backward(self) -> None:
-        if self._reduces_next:
-            self._shards.reduced()
+        self._shards.reduced()
         self._reduces_next = False
 
     @property
@@ -159,9 +159,11 @@ def _ones(losses: list[Tensor]) -> list[Tensor]:
     return [torch.ones_like(loss) for loss in losses]
 
 
-def floating(tree_leaves: list[Any]) -> list[Tensor]:
-    """The leaves that have gradients: tensors of any shape, of real or complex floating-point numbers."""
-    return [leaf for leaf in tree_leaves if _floats(leaf)]
+def floating(tree: Any) -> list[Tensor]:
+    """The leaves of a tree that have gradients: tensors of any shape, of real or complex floating-point numbers."""
+    if isinstance(tree, Tensor):  # what mostly passes between stages: a few microseconds matter there
+        return [tree] if tree.is_floating_point() or tree.is_complex() else []
+    return [leaf for leaf in leaves(tree) if _floats(leaf)]
 
 
 def _floats(leaf: Any) -> bool:
@@ -175,6 +177,8 @@ def detach(leaf: Any) -> Any:
 
 def as_input(tree: Any) -> Any:
     """The output of the stage before, as the start of this stage's own graph."""
+    if isinstance(tree, Tensor):
+        return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
     return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)
 
 

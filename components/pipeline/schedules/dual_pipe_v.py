@@ -5,25 +5,22 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 and figure 5 (D
 symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines of `_row`.
 """
 
-from drawloom.components.pipeline.program.builders import B0, B1, F0, F1, I0, I1, Row, W, build_program, overlap, vee
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import B0, B1, F0, F1, I0, I1, Row, RowSchedule, W, overlap, vee
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class DualPipeV:
+class DualPipeV(RowSchedule):
     """Forwards overlap backwards, on a V (DualPipeV)."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return vee(ranks)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
         # The eight steps need 2 p microbatches; build_program drops the surplus.
-        enough = max(microbatches, 2 * ranks)
-        rows = [_row(rank, ranks, enough) for rank in range(ranks)]
-        return build_program(rows, self.stage_to_rank(ranks), microbatches)
+        return _row(rank, ranks, max(microbatches, 2 * ranks))
 
 
 def _row(r: int, p: int, m: int) -> Row:

@@ -5,20 +5,22 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Every rank holds all microbatches.
 """
 
-from drawloom.components.pipeline.program.builders import B0, F0, build_program, loop
-from drawloom.components.ports.program import Program
+from typing import ClassVar
+
+from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, loop
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class GPipe:
+class GPipe(RowSchedule):
     """All forwards, then all backwards."""
+
+    newest_first: ClassVar[bool] = True
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return loop(ranks)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        row = [F0] * microbatches + [B0] * microbatches
-        return build_program([row] * ranks, self.stage_to_rank(ranks), microbatches, newest_first=True)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        return [F0] * microbatches + [B0] * microbatches

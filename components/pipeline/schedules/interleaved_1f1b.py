@@ -6,13 +6,12 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 not be equal: any number of microbatches will do.
 """
 
-from drawloom.components.pipeline.program.builders import backward, build_program, interleaved, loop
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward, interleaved, loop
 from drawloom.graph import at_least, component, setting
 
 
 @component(impact="safe")
-class Interleaved1F1B:
+class Interleaved1F1B(RowSchedule):
     """One forward, one backward, over several stages on each rank."""
 
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
@@ -21,7 +20,6 @@ class Interleaved1F1B:
         """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        rows = [interleaved(rank, ranks, self.stages_per_rank, microbatches, backward, lead=2) for rank in range(ranks)]
-        return build_program(rows, self.stage_to_rank(ranks), microbatches)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        return interleaved(rank, ranks, self.stages_per_rank, microbatches, backward, lead=2)

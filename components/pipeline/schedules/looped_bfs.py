@@ -5,21 +5,23 @@ Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023. The bubble is th
 stages on a rank; every rank holds all microbatches.
 """
 
-from drawloom.components.pipeline.program.builders import breadth_first, loop
-from drawloom.components.ports.program import Program
+from typing import ClassVar
+
+from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
 from drawloom.graph import at_least, component, setting
 
 
 @component(impact="safe")
-class LoopedBreadthFirst:
+class LoopedBreadthFirst(RowSchedule):
     """All microbatches through one stage after another, then all backward."""
 
+    newest_first: ClassVar[bool] = True
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        return breadth_first(self.stage_to_rank(ranks), ranks, microbatches)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        return breadth_first(self.stages_per_rank, microbatches)

@@ -7,13 +7,12 @@ Warming up with twice as many forwards, rank r holds 2 (p - r) - 1, and no rank 
 long as a forward.
 """
 
-from drawloom.components.pipeline.program.builders import B0, F0, Row, build_program, loop
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, loop
 from drawloom.graph import component, setting
 
 
 @component(impact="safe")
-class OneFOneB:
+class OneFOneB(RowSchedule):
     """One forward, one backward (PipeDream-Flush); on one rank, the plain training loop."""
 
     hide_latency: bool = setting(default=False, doc="twice the warm-up, so that messages have time on their way")
@@ -22,12 +21,8 @@ class OneFOneB:
         """The rank of each stage."""
         return loop(ranks)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
         lead = 2 if self.hide_latency else 1
-        rows = [_row(min(lead * (ranks - 1 - rank), microbatches), microbatches) for rank in range(ranks)]
-        return build_program(rows, self.stage_to_rank(ranks), microbatches)
-
-
-def _row(warmup: int, microbatches: int) -> Row:
-    return [F0] * warmup + [F0, B0] * (microbatches - warmup) + [B0] * warmup
+        warmup = min(lead * (ranks - 1 - rank), microbatches)
+        return [F0] * warmup + [F0, B0] * (microbatches - warmup) + [B0] * warmup

@@ -13,11 +13,11 @@ Here each op follows directly on the neighbour's, so that no activation waits:
 With messages that take time, a better order is searched for in the same memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, build_program, vee
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, vee
 from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule, peak_activations
 from drawloom.components.pipeline.program.policy_search import best_policy
 from drawloom.components.pipeline.program.timing import Costs, time
@@ -29,7 +29,7 @@ PERIOD = 6
 
 
 @component(impact="safe")
-class VMin:
+class VMin(RowSchedule):
     """A third of the memory of 1F1B, and about its bubble (V-Min)."""
 
     comm: float = setting(
@@ -40,10 +40,13 @@ class VMin:
         """The rank of each stage."""
         return vee(ranks)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        rows = [_row(_block(rank, ranks), microbatches) for rank in range(ranks)]
-        published = build_program(rows, self.stage_to_rank(ranks), microbatches)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order, for messages that take no time."""
+        return _row(_block(rank, ranks), microbatches)
+
+    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+        """The program with the actions of some ranks at least; an order that is searched for has those of all."""
+        published = super().program_of(range(ranks) if self.comm else wanted, ranks, microbatches)
         if not self.comm:
             return published
         sizes, costs = (1.0,) * (2 * ranks), Costs(comm=self.comm)

@@ -5,13 +5,12 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2
 interleaved form. Rank r defers r weight gradients, so that every rank holds as much as rank 0 of 1F1B.
 """
 
-from drawloom.components.pipeline.program.builders import backward_input, build_program, interleaved, loop
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleaved, loop
 from drawloom.graph import at_least, component, setting
 
 
 @component(impact="safe")
-class ZeroBubble1P:
+class ZeroBubble1P(RowSchedule):
     """1F1B with split backwards (ZB-H1), plain or interleaved; as much memory, a third of the bubble."""
 
     stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
@@ -20,10 +19,6 @@ class ZeroBubble1P:
         """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        rows = [
-            interleaved(rank, ranks, self.stages_per_rank, microbatches, backward_input, lead=1, lag=rank)
-            for rank in range(ranks)
-        ]
-        return build_program(rows, self.stage_to_rank(ranks), microbatches)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        return interleaved(rank, ranks, self.stages_per_rank, microbatches, backward_input, lead=1, lag=rank)

@@ -6,22 +6,18 @@ forwards and defers 2 r weight gradients, so that every rank holds 2 p - 1 micro
 action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import backward_input, build_program, interleaved, loop
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleaved, loop
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class ZeroBubbleH2:
+class ZeroBubbleH2(RowSchedule):
     """No bubble except the skew of the ranks' starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return loop(ranks)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        rows = [
-            interleaved(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank) for rank in range(ranks)
-        ]
-        return build_program(rows, self.stage_to_rank(ranks), microbatches)
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        return interleaved(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank)

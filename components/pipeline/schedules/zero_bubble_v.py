@@ -5,26 +5,22 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, build_program, vee
-from drawloom.components.ports.program import Program
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, vee
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class ZeroBubbleV:
+class ZeroBubbleV(RowSchedule):
     """Zero bubble on a V (ZBV)."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return vee(ranks)
 
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
-        # The rows below need 2 p - 1 microbatches; build_program drops the surplus.
-        enough = max(microbatches, 2 * ranks - 1)
-        return build_program(
-            [_row(rank, ranks, enough) for rank in range(ranks)], self.stage_to_rank(ranks), microbatches
-        )
+    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        """The op codes of one rank, in order."""
+        # The row below needs 2 p - 1 microbatches; build_program drops the surplus.
+        return _row(rank, ranks, max(microbatches, 2 * ranks - 1))
 
 
 def _row(r: int, p: int, m: int) -> Row:

@@ -31,8 +31,8 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
 
     Takes about 1 us a node. It is computed for each microbatch, as the next one's graph may reach other leaves.
     """
-    stops = [get_gradient_edge(tensor).node for tensor in inputs]
-    roots = [(get_gradient_edge(output).node, 0) for output in outputs]
+    stops = [_node_of(tensor) for tensor in inputs]
+    roots = [(_node_of(output), 0) for output in outputs]
     users: Users = {node: [] for node in (None, *stops)}
     nodes: list[Node | None] = [None]
     for node in nodes:  # a breadth-first search: the list grows during the loop
@@ -45,6 +45,12 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
     for node in {None, *stops}:
         del users[node]
     return users
+
+
+def _node_of(tensor: Tensor) -> Node:
+    """The node that made a tensor (any shape), or that adds up the gradient of a leaf."""
+    # torch finds the first, too, but takes microseconds.
+    return tensor.grad_fn or get_gradient_edge(tensor).node
 
 
 CHUNK_BYTES = 2**22

@@ -97,3 +97,23 @@ def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: li
     every = map(str, drawloom.Recipe.load(recipe, "stages.capture=true", *words).graph.problems)
     found = [text for text in every if "captured" in text or "CUDA graph" in text]
     assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
+CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
+
+
+@pytest.mark.parametrize(
+    ("words", "whys"),
+    [
+        (CIRCULAR, []),
+        (CIRCULAR[:1], ["[executor] [schedule] places embedding and head on every rank"]),
+        (CIRCULAR[1:], ["[schedule] [executor] runs one program for all ranks"]),
+        ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
+        ((*CIRCULAR, "stages.head_layer_cost=2"), ["none has fewer layers for them; write head_layer_cost = 0"]),
+        ((*CIRCULAR, "mesh.tensor=2", "model.vocab_size=320"), []),
+    ],
+)
+def test_what_the_circular_pipeline_does_not_do_is_refused(words: tuple[str, ...], whys: list[str]) -> None:
+    """Schedule and executor belong together; CUDA graphs, and costs of ends that no stage has, are refused."""
+    found = [str(each) for each in drawloom.Recipe.load("pipeline", *words).graph.problems]
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found

@@ -6,10 +6,10 @@ from drawloom.components.pipeline.circular.buffers import Move, early_moves, lat
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 TABLES = [
-    Timetable(stages, rounds * stages, repeats, latency)
+    Timetable(stages, microbatches, repeats, latency)
     for stages in range(1, 5)
     for latency in (1, 2)
-    for rounds in range(latency, 5)
+    for microbatches in (1, stages, stages + 1, 2 * stages, 3 * stages - 1, 4 * stages)
     for repeats in (1, 2, 3)
 ]
 
@@ -40,13 +40,13 @@ def test_every_stage_finds_its_input(table: Timetable) -> None:
             outputs[stage] = (item.microbatch, value[1] + 1)
         for moves, values in ((early_moves(table, iteration), before), (late_moves(table, iteration), outputs)):
             for move in moves:
+                assert move.buffer == "state_io" or move.microbatch == values[move.source][0]
                 if move.buffer == "shift":
                     assert move.target not in shift
                     shift[move.target] = values[move.source]
                 elif move.buffer == "circ_storage":
-                    assert move.place == values[move.source][0]
-                    assert move.place not in storage
-                    storage[move.place] = values[move.source]
+                    assert move.microbatch not in storage
+                    storage[move.microbatch] = values[move.source]
         before = outputs
     assert not shift
     assert not storage
@@ -65,8 +65,8 @@ def test_moves_go_to_neighbours_alone(table: Timetable) -> None:
 def test_moves_of_a_known_iteration() -> None:
     """3 stages, 6 microbatches, 2 repeats: inputs move up, and the first output reenters through circ_storage."""
     table = Timetable(3, 6, 2)
-    assert early_moves(table, 0) == [Move(1, 0, "state_io", 0), Move(2, 1, "state_io", 0)]
-    assert early_moves(table, 3) == [Move(1, 0, "state_io", 1), Move(2, 0, "circ_storage", 0)]
-    assert late_moves(table, 0) == [Move(0, 1, "shift")]
-    assert late_moves(table, 4) == [Move(0, 1, "shift"), Move(1, 2, "shift")]
+    assert early_moves(table, 0) == [Move(1, 0, "state_io", 2, 0), Move(2, 1, "state_io", 4, 0)]
+    assert early_moves(table, 3) == [Move(1, 0, "state_io", 5, 1), Move(2, 0, "circ_storage", 0)]
+    assert late_moves(table, 0) == [Move(0, 1, "shift", 0)]
+    assert late_moves(table, 4) == [Move(0, 1, "shift", 4), Move(1, 2, "shift", 3)]
     assert late_moves(Timetable(3, 6, 2, latency=2), 4) == []

@@ -1,102 +1,56 @@
-"""A forward pass on several ranks, each with its stages."""
-
-from collections.abc import Sequence
+"""A forward pass with all stages in one process, and the same blocks one after another."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.p2p_links import p2p_links, ring
-from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of
-from drawloom.components.pipeline.circular.ring import Ring
-from support.circular import Block, Outcome, Setup, assert_same, gradient, loss_of, sequential, split
-from support.processes import run_ranks
+from drawloom.components.pipeline.circular.buffers import Buffers
+from drawloom.components.pipeline.circular.one_pass import ForwardPass
+from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, begin_token
+from drawloom.components.pipeline.circular.timetable import Timetable
+
+TABLES = [
+    Timetable(stages, microbatches, repeats, latency)
+    for stages in (1, 2, 3, 4)
+    for latency in (1, 2)
+    for microbatches in (1, 2, 3, 5, 8)
+    for repeats in (1, 2, 3)
+]
 
 
-class Wider(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x], -1)
+def made(table: Timetable, weights: Tensor, inputs: list[Tensor]) -> ForwardPass:
+    """A pass whose blocks have a weight each, and add the number of the microbatch."""
+    cpu, sends, stages = torch.device("cpu"), PendingSends(), range(table.stages)
+    metas = [TensorMeta(each.shape, each.dtype, cpu) for each in inputs]
+
+    def run_block(block: int, microbatch: int, given: Tensor) -> Tensor:
+        return torch.sin(given) * weights[block] + microbatch
+
+    buffers = Buffers.of(table, stages, inputs)
+    return ForwardPass(table, Ring(), run_block, metas, buffers, sends, begin_token(sends, cpu))
 
 
-class Rounding(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
+def of(table: Timetable) -> tuple[Tensor, list[Tensor]]:
+    """Weights of all blocks, and inputs of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(table.stages * table.repeats, generator=generator, dtype=torch.float64)
+    lengths = (2 + number % 3 for number in range(table.microbatches))
+    inputs = [torch.randn(length, generator=generator, dtype=torch.float64) for length in lengths]
+    return weights.requires_grad_(), [each.requires_grad_() for each in inputs]
 
 
-@pytest.mark.parametrize(
-    ("kind", "gave"), [(Wider, r"float64 \(2, 6\)"), (Rounding, r"float32 \(2, 3\)")], ids=["wider", "rounding"]
-)
-def test_blocks_that_change_shape_or_dtype_are_refused(kind: type[Block], gave: str) -> None:
-    """A block's output must have the shape and dtype of its input; the error names both."""
-    with pytest.raises(ValueError, match=rf"took float64 \(2, 3\) and gave {gave}"):
-        CircularPipeline([kind()], 1)(Setup(1, 1).inputs())
-
-
-def _on_ranks(setups: list[Setup]) -> list[Outcome]:
-    """The results of each pipeline on this rank."""
-    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
-    processes.open()
-    size = processes.world_size
-    place = Ring(processes.rank, size, p2p_links(processes, "pipeline", [list(range(size))], ring(size)))
-    found = [_share(setup, place) for setup in setups]
-    processes.close()
-    return found
-
-
-def _share(setup: Setup, ring: Ring) -> Outcome:
-    """Outputs and gradients of this rank's microbatches and blocks."""
-    pipeline = setup.pipeline(setup.blocks(), ring)
-    inputs = setup.inputs().chunk(ring.size)[ring.rank].clone().requires_grad_()
-    outputs, sides = split(pipeline(inputs, setup.shared()))
-    loss = loss_of(outputs, sides, ring.rank * len(inputs))
-    weight = pipeline.get_parameter("block.mix.weight")
-    if setup.sharing:
-        torch.autograd.backward(loss)
-        found = gradient(inputs), gradient(weight)
-    else:  # asking for some gradients only must not leave a neighbour waiting
-        found = torch.autograd.grad(loss, (inputs, weight))  # type: ignore[assignment]
-    table = {name: side.detach().flatten(0, 1) for name, side in sides.items()}
-    return Outcome(outputs.detach(), found[0], found[1].flatten(0, 1), table)
-
-
-def _together(setup: Setup, shares: Sequence[Outcome]) -> Outcome:
-    """The results of all ranks, joined."""
-    places = [
-        place
-        for rank in range(len(shares))
-        for place in blocks_of(setup.stages, setup.repeats, Ring(rank, len(shares)))
-    ]
-    order = torch.argsort(torch.tensor(places))
-    names = shares[0].sides
-    return Outcome(
-        torch.cat([share.outputs for share in shares]),
-        torch.cat([share.inputs for share in shares]),
-        torch.cat([share.weights for share in shares])[order],
-        {name: torch.cat([share.sides[name] for share in shares])[order] for name in names},
-    )
-
-
-SHARDED = {
-    2: [
-        Setup(2, 2, 1),
-        Setup(2, 2, 2, sharing=True),
-        Setup(2, 4, 3, remat="everything"),
-        Setup(2, 4, 2, delayed=True),
-        Setup(2, 6, 2, delayed=True, sharing=True, remat="all_but_products"),
-        Setup(4, 8, 2, sharing=True),
-        Setup(4, 8, 2, delayed=True, remat="everything"),
-        Setup(4, 4, 2, batched=False),
-    ],
-    3: [Setup(3, 6, 2, sharing=True), Setup(3, 9, 2, delayed=True), Setup(6, 6, 2)],
-}
-"""By ranks, pipelines with storage and without, delayed and not, with one stage a rank and two."""
-
-
-@pytest.mark.parametrize("ranks", SHARDED)
-def test_stages_can_be_sharded_over_ranks(ranks: int) -> None:
-    """Ranks with shards of the stack and of the microbatches give together what one rank gives."""
-    found = run_ranks(_on_ranks, ranks, SHARDED[ranks])
-    for setup, shares in zip(SHARDED[ranks], zip(*found, strict=True), strict=True):
-        assert_same(_together(setup, shares), sequential(setup))
+@pytest.mark.parametrize("table", TABLES, ids=repr)
+def test_outputs_and_gradients_are_those_of_the_blocks_in_order(table: Timetable) -> None:
+    """A pipeline of any size computes what its blocks compute in sequence, for microbatches of any shapes."""
+    weights, inputs = of(table)
+    expected = []
+    for number, each in enumerate(inputs):
+        for weight in weights:
+            each = torch.sin(each) * weight + number
+        expected.append(each)
+    wanted = torch.autograd.grad(sum(each.square().sum() for each in expected), [weights, *inputs])  # type: ignore[arg-type]
+    run = made(table, weights, inputs)
+    found = run.run()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.autograd.backward([*(each.square().sum() for each in found), run.token])
+    torch.testing.assert_close([weights.grad, *(each.grad for each in inputs)], list(wanted), rtol=1e-12, atol=1e-12)

@@ -1,7 +1,25 @@
 """Lowering: messages in programs."""
 
-from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+
+from drawloom.components.pipeline.program.lowering import (
+    expect_same,
+    lower,
+    program_for,
+    with_shard_actions,
+    with_whole_backwards,
+)
 from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.ports.pipeline import PartialSchedule
+from drawloom.components.ports.program import OPS, RankProgram, flat
+from drawloom.graph import UserError
+from support.schedules import NAMES, variants
 
 
 def lowered(text: str, rank: int) -> str:
@@ -81,3 +99,99 @@ def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_sho
         "0UNSHARD0 0F0 0F1 0F2 0REDUCE_SCATTER0 0B0 0I1 0F3 0REDUCE_SCATTER1 0W1 0REDUCE_SCATTER3 0B3 0I2 0F4 "
         "0REDUCE_SCATTER2 0W2 0REDUCE_GRAD4 0B4"
     )
+
+
+def run_without_blocking(lines: Sequence[RankProgram]) -> list[str]:
+    """
+    What the ranks wait for at the end, if sends never block and each direction between two ranks is a queue.
+
+    Raises AssertionError where a receive gets another message than it names.
+    """
+    queues: dict[tuple[int, int], deque[str]] = defaultdict(deque)
+    posted: dict[tuple[int, int], list[str]] = defaultdict(list)  # receives that wait, by sender and receiver
+    arrived: set[str] = set()
+    left = [deque(flat(line)) for line in lines]
+    own = [{(action.stage, action.op, action.microbatch) for action in flat(line)} for line in lines]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(left):
+            while actions:
+                action = actions[0]
+                key = f"{action.stage}{action.op}{action.microbatch}"
+                if action.op.startswith("SEND"):
+                    other = action.stage + (1 if action.op == "SEND_F" else -1)
+                    name = f"{other}{action.op.replace('SEND', 'RECV')}{action.microbatch}"
+                    queues[rank, action.peer or 0].append(name)
+                elif action.op.startswith("RECV"):
+                    posted[action.peer or 0, rank].append(key)
+                else:
+                    needs = "RECV_F" if action.op == "F" else "RECV_B"
+                    waits = action.op != "W" and (action.stage, needs, action.microbatch) in own[rank]
+                    if waits and f"{action.stage}{needs}{action.microbatch}" not in arrived:
+                        break
+                actions.popleft()
+                moved = True
+                for ends, waiting in posted.items():
+                    while waiting and queues[ends]:
+                        name = queues[ends].popleft()
+                        assert name == waiting.pop(0)
+                        arrived.add(name)
+    return [str(actions[0]) for actions in left if actions]
+
+
+LAYOUTS = [(1, 3), (2, 1), (2, 5), (3, 4), (4, 8), (5, 3), (6, 14)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_program_fit_together(name: str) -> None:
+    """
+    From its own actions and its neighbours', each rank has its part of the program, with messages in the same order on
+    both sides, so that all ranks come to an end; schedules that know some ranks alone build no more than these.
+    """
+    for made, (ranks, microbatches) in product(variants(name, 3), LAYOUTS):
+        whole = with_whole_backwards(made.program(ranks, microbatches))
+        lines = []
+        for rank in range(ranks):
+            part = program_for(made, rank, ranks, microbatches)
+            lines.append(lower(part, rank))
+            computes = [str(action) for action in flat(lines[-1]) if action.op in OPS]
+            assert computes == [str(action) for action in flat(whole.rank_program(rank))]
+            if isinstance(made, PartialSchedule) and name != "v_min":
+                near = {each for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for each in hop} | {rank}
+                assert {other for other in range(ranks) if len(part.stage[part.rows(other)])} == near
+        assert run_without_blocking(lines) == []
+
+
+class Group:
+    """Two ranks, of which the other says that its program has this digest."""
+
+    size, rank = 2, 0
+
+    def __init__(self, theirs: str) -> None:
+        self.theirs = theirs
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value, self.theirs]
+
+
+def test_ranks_with_other_programs_are_found() -> None:
+    """What a rank expects of its neighbour is compared with what that does, and a difference names both."""
+    program, other = (read_program(text) for text in ("0: 0F0 0B0\n1: 1F0 1B0\n", "0: 0F0 0B0\n1: 1F0 1I0 1W0\n"))
+    digests = []
+
+    class Kept(Group):
+        def gather_json(self, value: Any) -> list[Any]:
+            digests.append(value)
+            return [value, value]
+
+    for each in (program, other):
+        kept: Any = Kept("")
+        with suppress(UserError):
+            expect_same(each, 1, kept)
+    same, different = (Group(digest) for digest in digests)
+    group: Any = same
+    expect_same(program, 0, group)
+    group = different
+    with pytest.raises(UserError, match="rank 1 of the pipeline has other actions than rank 0 expects of it"):
+        expect_same(program, 0, group)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.runtime.layer_partition import partition_layers
+from drawloom.components.pipeline.runtime.layer_partition import partition_layers, with_ends_apart
 
 
 def sizes(*arguments: int) -> list[int]:
@@ -38,3 +38,11 @@ def test_every_layer_is_in_one_stage(layers: int, stages: int) -> None:
     assert [layer for span in spans for layer in range(span.first, span.last)] == list(range(layers))
     assert [span.embedding for span in spans] == [True] + [False] * (stages - 1)
     assert [span.head for span in spans] == [False] * (stages - 1) + [True]
+
+
+def test_ends_apart_leave_the_layers_as_they_are() -> None:
+    """Embedding and head are spans without layers, before and after all others, which have neither."""
+    spans = with_ends_apart(partition_layers(7, 3))
+    assert [(span.first, span.last) for span in spans] == [(0, 0), (0, 3), (3, 5), (5, 7), (7, 7)]
+    assert [span.embedding for span in spans] == [True, False, False, False, False]
+    assert [span.head for span in spans] == [False, False, False, False, True]

@@ -1,0 +1,132 @@
+"""The circular pipeline as an executor; tests/meshes/test_steps.py compares its steps with those of one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.loss.next_token import NextToken
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.pipeline.circular import executor as circular
+from drawloom.components.pipeline.circular.executor import CircularExecutor
+from drawloom.components.pipeline.circular.stage_passes import StagePasses
+from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.program import flat
+from drawloom.graph import UserError
+from support import pipelines
+from support.processes import run_ranks
+from support.qwen3 import cpu_kernels
+
+RANKS, REPEATS = 2, 2
+Work = tuple[str, int, int]
+"""An op, a stage, and a microbatch."""
+
+
+def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list[Any]:
+    """What `use` makes of an executor of four layers and of this rank, for each value of its setting `delayed`."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=processes.world_size)
+        mesh.open()
+        sizes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 20, "hidden_size": 16, "head_dim": 8}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+        model = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **sizes)
+        objective, schedule = NextToken(), pipelines.schedule("circular", stages_per_rank=REPEATS)
+        common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
+        stages = MaterializedStages(
+            model=model, loss=objective, precision=DtypePolicy(parameter="float64"), job=pipelines.Job(), **common
+        )
+        stages.open()
+        parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": objective, "neighbours": mesh}
+        found = []
+        for delayed in delays:
+            executor = CircularExecutor(**parts, **common, delayed=delayed)
+            executor.open()
+            found.append(use(executor, mesh.index("pipeline")))
+            for _, parameter in stages.named():
+                parameter.grad = None
+        return found
+    finally:
+        processes.close()
+
+
+def works(executor: CircularExecutor, _rank: int) -> list[Work]:
+    """What a rank does with four microbatches in a step, in order, and how many messages it waits for at a time."""
+    done: list[Work] = []
+
+    class Watched(StagePasses):
+        def run(self, stage: int, microbatch: int, given: torch.Tensor) -> torch.Tensor:
+            done.append(("F", stage, microbatch))
+            return super().run(stage, microbatch, given)
+
+        def run_backward(self, stage: int, microbatch: int, grad: torch.Tensor) -> torch.Tensor | None:
+            done.append(("B", stage, microbatch))
+            return super().run_backward(stage, microbatch, grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(circular, "StagePasses", Watched)
+        executor.train(pipelines.batches(4))
+    return done
+
+
+def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model() -> None:
+    """
+    A rank's layers run in the order of `pipeline.schedules.circular`, forwards and backwards, delayed or not.
+
+    Embedding and head run on each rank for half of the microbatches.
+    """
+    program = pipelines.schedule("circular", stages_per_rank=REPEATS).program(RANKS, 4)
+    for rank, found in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
+        wanted = [(action.op, action.stage + 1, action.microbatch) for action in flat(program.rank_program(rank))]
+        mine = range(2 * rank, 2 * rank + 2)
+        last = RANKS * REPEATS + 1
+        for done in found:
+            assert [work for work in done if work[1] not in (0, last)] == wanted
+            ends = [*(("F", 0, n) for n in mine), *(("F", last, n) for n in mine)]
+            assert sorted(work for work in done if work[1] in (0, last)) == sorted(
+                [*ends, *(("B", *each[1:]) for each in ends)]
+            )
+
+
+def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
+    """Of a step its sums and losses by microbatch, and whether gradients were added."""
+    found = executor.train(pipelines.batches(3))
+    state = found.state
+    by_microbatch = None if state is None else (state["loss"].tolist(), state["weight"].tolist())
+    grads = [stage.module for stage in executor.stages.local]
+    return (
+        [float(found.total), float(found.weight)],
+        by_microbatch,
+        any(each.grad is not None for module in grads for each in module.parameters()),
+    )
+
+
+def test_the_last_rank_has_the_losses_of_all() -> None:
+    """Each microbatch's loss and weight are on the rank of the last layer, though other ranks compute some of them."""
+    [(first, _, _)], [(sums, by_microbatch, trained)] = run_ranks(on_ranks, RANKS, losses, False)
+    assert first == [0.0, 0.0] and trained
+    wanted = [float(batch.weights.double().sum()) for batch in pipelines.batches(3)]
+    assert by_microbatch[1] == pytest.approx(wanted)
+    assert sums == pytest.approx([sum(by_microbatch[0]), sum(wanted)])
+
+
+def refusal(executor: CircularExecutor, _rank: int) -> str:
+    """What is said of a loss of hidden states of several layers."""
+    object.__setattr__(executor, "objective", pipelines.StatesLoss())
+    with pytest.raises(UserError) as caught:
+        executor.train(pipelines.batches(2))
+    return str(caught.value)
+
+
+def test_stages_that_give_several_tensors_are_refused() -> None:
+    """What travels is one tensor; a loss of several layers' hidden states is refused with an executor to write."""
+    [[found]] = run_ranks(on_ranks, 1, refusal, False)
+    assert "gives a tuple" in found and 'use = "pipeline.executor"' in found

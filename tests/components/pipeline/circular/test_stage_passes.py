@@ -1,0 +1,61 @@
+"""Passes of stages as nodes of one graph."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.pipeline.circular.stage_passes import StagePasses
+
+
+class Shards:
+    """Parameters that data-parallel ranks share, gathered by stage and reduced by microbatch."""
+
+    by_block = False
+    by_microbatch = True
+
+
+class Runner:
+    """A stage that triples what it is given, and notes what it is told."""
+
+    last = False
+
+    def __init__(self) -> None:
+        self.stage: Any = self
+        self.shards = Shards()
+        self.told: list[Any] = []
+
+    def unshard(self) -> None:
+        self.told.append("unshard")
+
+    def reduce_next(self, final: bool) -> None:
+        self.told.append(final)
+
+    def forward(self, microbatch: int, inputs: Any, *_: Any) -> Any:
+        self.told.append(f"F{microbatch}")
+        return (3 * inputs).detach()
+
+    def backward(self, microbatch: int, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.told.append(f"B{microbatch}")
+        return [3 * grads[0]]
+
+
+class Inputs:
+    """A microbatch."""
+
+    shared = batch = finish = None
+
+
+@pytest.mark.parametrize("by_microbatch", [False, True])
+def test_shards_are_gathered_first_and_reduced_with_the_last_backward(by_microbatch: bool) -> None:
+    """A stage is gathered once; its last backward pass is told to be final, and others reduce if they are to."""
+    runner: Any = Runner()
+    runner.shards.by_microbatch = by_microbatch
+    inputs: Any = [Inputs(), Inputs()]
+    passes = StagePasses({1: runner}, inputs, torch.zeros((), requires_grad=True))
+    given = torch.ones(2, requires_grad=True)
+    outputs = [passes.forward(1, number, given) for number in range(2)]
+    torch.autograd.backward(torch.stack(outputs).sum())
+    assert given.grad is not None and given.grad.tolist() == [6, 6]
+    first = [False] if by_microbatch else []
+    assert runner.told == ["unshard", "F0", "F1", *first, "B1", True, "B0"]
