@@ -12,11 +12,11 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel, products_in
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import CostTable, Deadlock
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import RankView, link
 from drawloom.components.planning.stage_costs import StageCosts, StageMeter
-from drawloom.components.planning.step_time import StepTime, step_time
+from drawloom.components.planning.step_time import StepTime, cost_table, step_time
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.memory import memory_by_kind
@@ -74,6 +74,7 @@ class Plan:
     length: int
     microbatches: int
     costs: Mapping[int, StageCosts]
+    table: CostTable
     memory: Sequence[RankMemory]
     time: StepTime
     tokens: int
@@ -154,6 +155,8 @@ class Planner:
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
         tokens = self.nodes.global_size * self.nodes.length
+        exchanges = [view.exchange(self.device) for view in views]
+        table = cost_table(costs, exchanges, self._message(costs))
         frozen = {
             name
             for view in views
@@ -169,8 +172,9 @@ class Planner:
             length=self.nodes.length,
             microbatches=microbatches,
             costs=costs,
+            table=table,
             memory=memory,
-            time=step_time(program, costs, [view.exchange(self.device) for view in views], self._message(costs)),
+            time=step_time(program, table, costs, exchanges),
             tokens=tokens,
             flops=_flops(self._counted, tokens, self.nodes.length, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
