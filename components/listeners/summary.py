@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,8 +14,7 @@ from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.run import Batching, Event, RunInfo, Step
-from drawloom.components.report.ettr import Ettr, ettr_of
-from drawloom.graph import Every, UserError, component
+from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
 
@@ -32,8 +30,7 @@ class RunSummary:
     Logs what a run consists of when it starts, and what has come of it when it ends.
 
     `drawloom run --dry-run` prints the former without a run. The best validation loss is saved, so that the summary of
-    a run that was resumed is of the whole run, as its effective training time is, which log and metrics tell; other
-    times and tokens are those of this process.
+    a run that was resumed is of the whole run; time and tokens are those of this process.
     """
 
     job: RunInfo
@@ -115,21 +112,11 @@ class RunSummary:
             speed = f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
             steps = f"steps {self._first} to {self._last}"
             yield "trained", f"{steps} in {timedelta(seconds=round(seconds))}: {self._tokens:,} tokens, {speed} overall"
-        if self.mesh.world.rank == 0 and (effective := _effective(self.job.path)) is not None:
-            yield "ettr", str(effective)
         if self._best:
             yield "best", f"validation loss {self._best['loss']:.4f} after step {self._best['step']}"
         folder = self.job.path
         names = [path.name for path in folder.iterdir() if path.name not in HIDDEN] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
-
-
-def _effective(folder: Path) -> Ettr | None:
-    """The effective training time of the whole run, all its processes; None if its files do not tell."""
-    try:
-        return ettr_of(folder)
-    except UserError:
-        return None
 
 
 def _tokens_of(rows: PackedDataset) -> str:

@@ -8,12 +8,11 @@ between processes, which the log of all of them tells.
 """
 
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import attrs
 
-from drawloom.components.report.events import RunLog, read_log
-from drawloom.components.report.metrics import Metrics, read_metrics
+from drawloom.components.report.events import RunLog
+from drawloom.components.report.metrics import Metrics
 
 TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -47,8 +46,3 @@ def ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
     if (wall := (last - first).total_seconds()) <= 0:
         return None
     return Ettr(float(metrics.seconds[-1]), wall, log.lost, log.starts)
-
-
-def ettr_of(folder: Path) -> Ettr | None:
-    """That of a run folder; None if it has no log or no times of steps. UserError if one of its files can't be read."""
-    return ettr(read_log(folder), read_metrics(folder))

@@ -3,7 +3,14 @@
 import json
 from pathlib import Path
 
-from drawloom.components.report.ettr import ettr_of
+from drawloom.components.report.ettr import Ettr, ettr
+from drawloom.components.report.events import read_log
+from drawloom.components.report.metrics import read_metrics
+
+
+def ettr_of(folder: Path) -> Ettr | None:
+    """That of a run folder."""
+    return ettr(read_log(folder), read_metrics(folder))
 
 
 def write(folder: Path, steps: int, log: list[tuple[int, str]]) -> Path:
