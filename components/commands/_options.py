@@ -19,6 +19,11 @@ def integer(least: int = 1) -> Callable[[str], int]:
     return parse
 
 
+def integers(text: str) -> list[int]:
+    """Positive integers with commas between them. Raises ArgumentTypeError."""
+    return [integer()(part) for part in text.split(",")]
+
+
 def temperature(text: str) -> float:
     """A temperature of sampling, finite and not negative. Raises ArgumentTypeError."""
     try:

@@ -2,12 +2,17 @@
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 
+import attrs
+
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
-from drawloom.components.planning.plan import plan
+from drawloom.components.planning.checkpoint_interval import Interval, interval
+from drawloom.components.planning.nodes import Nodes
+from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
 from drawloom.components.planning.search import search, search_text
 from drawloom.components.planning.text import as_data, as_text
@@ -28,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", action="store_true", help=help)
     help = "with --ranks: the best ten meshes, microbatches, schedules and policies of recomputation"
     parser.add_argument("--search", action="store_true", help=help)
+    help = "mean hours between failures of one node: propose how often to save a checkpoint"
+    parser.add_argument("--mtbf", type=_positive, metavar="HOURS", help=help)
+    help = "with --mtbf: seconds for which a save keeps the run waiting; estimated from its bytes if left out"
+    parser.add_argument("--save-seconds", type=_positive, metavar="SECONDS", help=help)
     parser.add_argument("--to", metavar="FILE", type=Path, help="with --search: write the best one as an overlay")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
     parser.epilog = "Single values are set by node.key=value."
@@ -49,11 +58,23 @@ def main(options: argparse.Namespace, project: Project) -> int:
         return _search(options, recipe, device)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else remedies(recipe, planned)
+    saves = _saves(options, recipe, planned)
     if options.format == "json":
-        print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))}, indent=1))
+        more = {} if saves is None else {"checkpoint": {**attrs.asdict(saves), "toml": saves.toml, "lost": saves.lost}}
+        print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))} | more, indent=1))
     else:
-        print_text("\n\n".join([as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]))
+        parts = [as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]
+        print_text("\n\n".join([*parts, *([] if saves is None else [str(saves)])]))
     return 0 if planned.fits else 1
+
+
+def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
+    """How often to save, if the time between failures is given."""
+    if options.mtbf is None:
+        if options.save_seconds is not None:
+            raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
+        return None
+    return interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
 def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:
@@ -71,6 +92,16 @@ def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) ->
         replace_file(options.to, f"{head}\n{found[0].overlay}\n".encode())
         print_text(f"the first one is an overlay in {options.to}")
     return 0 if found and found[0].plan.fits else 1
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def _count(text: str) -> int:

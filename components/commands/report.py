@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands.schedule import microbatches_of, only
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.commands._pipeline import Pipeline, needed
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
@@ -69,8 +67,5 @@ def _drawings(project: Project, folder: Path) -> Drawings:
 
 
 def _schedule(recipe: Recipe) -> str:
-    graph = recipe.graph
-    ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
-    name = only(graph, Schedule)
-    with recipe.open(name) as opened:
-        return draw_schedule(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))
+    found = Pipeline.of(recipe)
+    return draw_schedule(found.use, found.schedule, found.ranks, needed(found.microbatches))

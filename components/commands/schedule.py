@@ -4,22 +4,28 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from drawloom.components.commands._options import integer
+import attrs
+
+from drawloom.components.commands import _costs
+from drawloom.components.commands._options import integer, integers
+from drawloom.components.commands._pipeline import Pipeline, needed, only
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import write_csv
-from drawloom.components.pipeline.program.timing import Costs, Deadlock
+from drawloom.components.pipeline.program.timing import Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import Summary, compare
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.pipeline.stage_checks import gathers_by_block
+from drawloom.components.planning.cost_sources import CostSource, Units
 from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program
@@ -36,45 +42,72 @@ FOLDER = "pipeline.schedules."
 # The largest schedule takes about 5 s to simulate; the picture grows with the square of ranks.
 MOST_RANKS, MOST_WORK = 1000, 50_000
 
-MOST_COST = 1e9  # sums of costs have to be finite, and differences of small ones to be seen beside them
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     known = "a recipe, with --ranks a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--ranks", type=integer(), metavar="N", help="pipeline ranks; the recipe's mesh if left out")
-    parser.add_argument("--microbatches", type=integer(), metavar="N", help="in a step; the recipe's batch if left out")
+    several = "with --compare several, such as 4,8"
+    help = f"pipeline ranks; the recipe's mesh if left out; {several}"
+    parser.add_argument("--ranks", type=integers, metavar="N", help=help)
+    help = f"in a step; the recipe's batch if left out; {several}"
+    parser.add_argument("--microbatches", type=integers, metavar="N", help=help)
     parser.add_argument("--stages-per-rank", type=integer(), metavar="N", help="the schedule's own number if left out")
-    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0"
-    costs = "B is I + W if left out; with mesh.data_shard, unshard gathers a stage, and reduce its gradients"
-    parser.add_argument("--costs", type=_costs, default={}, metavar=known, help=costs)
+    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
+    costs = "of all layers of a rank, in any unit: B is I + W if left out, a message takes comm, and with "
+    costs += "mesh.data_shard unshard gathers parameters and reduce sums gradients; or in seconds, as `drawloom plan` "
+    costs += "plans them, or as a run with listeners.profiler has traced them"
+    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
+    devices = "with --costs plan: as in `drawloom plan`; the device at hand if left out"
+    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    help = "draw the traced step of a run under its schedule, simulated with the costs of that step"
+    parser.add_argument("--run", type=Path, metavar="RUN_FOLDER", help=help)
     parser.add_argument(
         "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
     )
     parser.add_argument("--format", choices=("text", "svg", "json", "csv"), default="text", help="text if left out")
     parser.add_argument("--forward-only", action="store_true", help="the program of evaluation and generation")
-    parser.add_argument("--compare", action="store_true", help="a table of all schedules, and of NAME")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="a table of all schedules, and of NAME, with the costs of a RECIPE if given",
+    )
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print one schedule, or a comparison of all."""
+    options.costs = {} if options.costs is None else options.costs
+    if options.run is not None:
+        if options.recipe or options.compare:
+            raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
+        options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
         print_text(_comparison(options, project))
         return 0
+    for name in ("ranks", "microbatches"):
+        given = getattr(options, name) or [None]
+        if len(given) > 1:
+            raise UserError(f"--{name} {','.join(map(str, given))}: several are compared; add --compare", 2)
+        setattr(options, name, given[0])
     summary = _summary(options, project)
+    measured = None if options.run is None else _costs.of_run(options.run, project).simulation
+    _print(options, summary if measured is None else attrs.evolve(summary, measured=measured))
+    return 0
+
+
+def _print(options: argparse.Namespace, summary: Summary) -> None:
     if options.format == "json":
         print_text(json.dumps(summary.as_data(), indent=1))
     elif options.format == "svg":
-        print_text(draw_svg(summary.simulation, summary.title, summary.caption), end="")
+        print_text(draw_svg(summary.simulation, summary.title, summary.caption, summary.measured), end="")
     elif options.format == "csv":
         print_text(write_csv(summary.simulation.program), end="")
     else:
+        width = shutil.get_terminal_size((120, 0)).columns
         print_text(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
-        print_text(draw_text(summary.simulation, shutil.get_terminal_size((120, 0)).columns), end="")
-    return 0
+        print_text(draw_text(summary.simulation, width, summary.measured), end="")
 
 
 def _summary(options: argparse.Namespace, project: Project) -> Summary:
@@ -82,34 +115,36 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     if not options.recipe:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
     if options.recipe.endswith(".csv"):
-        return _of_file(options)
+        return _of_file(options, project)
     if options.ranks and _is_recipe(options.recipe, project):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
-        name = options.recipe.removeprefix(FOLDER)
-        schedule = _by_name(options, project, name)
-        return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
+        name, size = options.recipe.removeprefix(FOLDER), Size(options.ranks, needed(options.microbatches))
+        source = _costs.source(options, project, None)
+        return _simulated(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
         raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
+    recipe = _recipe(options, project)
+    found = Pipeline.of(recipe)
+    _check_stages(options, found.use, found.schedule, found.ranks)
+    size = Size(found.ranks, needed(options.microbatches or found.microbatches))
+    source = _costs.source(options, project, recipe)
+    sharding = _sharding(recipe.graph) if isinstance(source, Units) else None
+    return _simulated(options, found.use.removeprefix(FOLDER), found.schedule, size, source, sharding)
+
+
+def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
-    graph = recipe.graph
-    name = only(graph, Schedule)
-    ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
-    with recipe.open(name) as opened:
-        schedule = opened.get(Schedule)
-    _check_stages(options, name, schedule, ranks)
-    use = graph.nodes[name].spec.use.removeprefix(FOLDER)
-    count = options.microbatches or microbatches_of(graph)
-    return _simulated(options, use, schedule, ranks, count, _sharding(graph) or _costed(options))
+    return recipe
 
 
 def _is_recipe(name: str, project: Project) -> bool:
     return name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
 
 
-def _of_file(options: argparse.Namespace) -> Summary:
+def _of_file(options: argparse.Namespace, project: Project) -> Summary:
     program, path = read_file(Path(options.recipe)), options.recipe
     for option, given, held in (
         ("--ranks", options.ranks, program.ranks),
@@ -118,26 +153,40 @@ def _of_file(options: argparse.Namespace) -> Summary:
     ):
         if given not in (None, held):
             raise UserError(f"{option} {given}: {path} has {held}; leave it out", 2)
-    if options.forward_only:
-        program = forward_only(program.stage_to_rank, program.microbatches)
-    return _simulated_program(options, path, program, None if options.forward_only else _costed(options))
+    return _simulated_program(options, path, program, _costs.source(options, project, None), None)
 
 
 def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """A table of all schedules without required settings, and of one that is named."""
-    if not options.ranks or (options.recipe and _is_recipe(options.recipe, project)):
-        raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
-    named = [] if options.recipe is None else [options.recipe.removeprefix(FOLDER)]
-    summaries = [
-        _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
-        for name in dict.fromkeys([*_complete(project), *named])
-        for schedule in [_by_name(options, project, name, anyway=True)]
-    ]
+    """Tables of all schedules without required settings, and of one that is named, for each size."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
+    recipe = _recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
+    if recipe is None and not options.ranks:
+        raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
+    found = None if recipe is None else Pipeline.of(recipe)
+    source = _costs.source(options, project, recipe)
+    named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
+    names = list(dict.fromkeys([*_complete(project), *named]))
+    ranks = options.ranks or [found.ranks if found else 1]
+    microbatches = options.microbatches or [needed(found.microbatches if found else None)]
+    sizes = [Size(*each) for each in product(ranks, microbatches)]
+    tables = {size: list(_of_size(options, project, names, source, size)) for size in sizes}
     if options.format == "json":
-        return json.dumps([summary.as_data() for summary in summaries], indent=1)
-    return compare(summaries)
+        return json.dumps([summary.as_data() for summaries in tables.values() for summary in summaries], indent=1)
+    titled = [f"{size}\n{compare(each)}" if len(tables) > 1 else compare(each) for size, each in tables.items()]
+    return "\n\n".join([*titled, LEGEND])
+
+
+def _of_size(
+    options: argparse.Namespace, project: Project, names: Sequence[str], source: CostSource, size: "Size"
+) -> Iterator[Summary]:
+    """The schedules with at most as many stages as the model has layers."""
+    for name in names:
+        schedule = _by_name(options, project, name, source, size, anyway=True)
+        try:
+            yield _simulated(options, name, schedule, size, source)
+        except _TooFewLayers:
+            continue
 
 
 def _complete(project: Project) -> Iterator[str]:
@@ -147,7 +196,15 @@ def _complete(project: Project) -> Iterator[str]:
             yield name.removeprefix(FOLDER)
 
 
-def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway: bool = False) -> Schedule:
+def _by_name(
+    options: argparse.Namespace,
+    project: Project,
+    name: str,
+    source: CostSource,
+    size: "Size",
+    *,
+    anyway: bool = False,
+) -> Schedule:
     """A schedule by name, with the costs and stages per rank that it has settings for.
 
     Raises UserError if it has another number of stages per rank, unless `anyway`.
@@ -156,10 +213,11 @@ def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway
     spec = project.registry.find(use)
     if isinstance(spec, Problem):
         raise RecipeError([spec])
-    fields = spec.fields
-    given = {"stages_per_rank": options.stages_per_rank, **options.costs}
-    data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
-    words = read_overrides(options.words)
+    data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
+    if "stages_per_rank" in spec.fields and options.stages_per_rank:
+        data["stages_per_rank"] = options.stages_per_rank
+    # Beside a recipe, values are the recipe's.
+    words = {} if options.recipe and _is_recipe(options.recipe, project) else read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
     recipe = Recipe.of(nodes, "command line", project=project)
     with recipe.open("schedule") as opened:
@@ -167,7 +225,7 @@ def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
     if not anyway:
-        _check_stages(options, name, schedule, options.ranks)
+        _check_stages(options, name, schedule, size.ranks)
     return schedule
 
 
@@ -179,47 +237,54 @@ def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule, ra
         raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
 
 
+@attrs.frozen
+class Size:
+    """Ranks of a pipeline, and microbatches of a step."""
+
+    ranks: int
+    microbatches: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {self.microbatches} microbatches"
+
+
+class _TooFewLayers(UserError):
+    """The model has fewer layers than a schedule has stages."""
+
+
 def _simulated(
     options: argparse.Namespace,
     name: str,
     schedule: Schedule,
-    ranks: int,
-    microbatches: int,
-    sharding: Sharding | None,
+    size: Size,
+    source: CostSource,
+    sharding: Sharding | None = None,
 ) -> Summary:
+    ranks, microbatches = size.ranks, size.microbatches
     stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MOST_RANKS else 1
     if ranks > MOST_RANKS or ranks * microbatches * stages > MOST_WORK:
-        size = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
+        large = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
         limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
-        raise UserError(f"{size} take too long to simulate; write at most {limits}", 2)
+        raise UserError(f"{large} take too long to simulate; write at most {limits}", 2)
+    return _simulated_program(options, name, schedule.program(ranks, microbatches), source, sharding)
+
+
+def _simulated_program(
+    options: argparse.Namespace, name: str, program: Program, source: CostSource, sharding: Sharding | None
+) -> Summary:
     if options.forward_only:
-        return _simulated_program(options, name, forward_only(schedule.stage_to_rank(ranks), microbatches), None)
-    return _simulated_program(options, name, schedule.program(ranks, microbatches), sharding)
-
-
-def _simulated_program(options: argparse.Namespace, name: str, program: Program, sharding: Sharding | None) -> Summary:
+        program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
+    elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
+        sharding = Sharding("unshard" in options.costs)  # actions that only have costs: gathered once a step
     try:
-        return Summary(name, simulate(program, Costs(**options.costs), options.channels, sharding))
+        costs = source.costs(program.ranks, program.stages // program.ranks)
+    except UserError as error:
+        raise _TooFewLayers(str(error), error.exit_code) from error
+    try:
+        simulation = simulate(program, costs, options.channels, sharding)
     except Deadlock as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
-
-
-def only(graph: Graph, port: type) -> str:
-    """The name of the node that implements a port; UserError if there is not exactly one."""
-    names = graph.implementers(port)
-    if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
-    return names[0]
-
-
-def microbatches_of(graph: Graph) -> int:
-    """Microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
-    mesh = graph.nodes[only(graph, Mesh)].settings
-    replicas = math.prod(size for key in ("data_replicate", "data_shard") if isinstance(size := mesh.get(key), int))
-    for node in graph.nodes.values():
-        if {"global_size", "micro_size"} <= node.settings.keys():
-            return max(1, int(node.settings["global_size"]) // (int(node.settings["micro_size"]) * replicas))
-    return _needed(None)
+    return Summary(name, simulation, None if options.forward_only else source.memory(program))
 
 
 def _sharding(graph: Graph) -> Sharding | None:
@@ -234,34 +299,3 @@ def _sharding(graph: Graph) -> Sharding | None:
             by_block = gathers_by_block(node.settings["reshard_after_forward"], mesh.get("pipeline", 1))
             return Sharding(sharded and not by_block, sharded and node.settings["sync_each_microbatch"])
     return None
-
-
-def _costed(options: argparse.Namespace) -> Sharding | None:
-    """Actions on shards that only have costs: weights are gathered once a step."""
-    return Sharding("unshard" in options.costs) if {"unshard", "reduce"} & options.costs.keys() else None
-
-
-def _needed(microbatches: int | None) -> int:
-    if microbatches is None:
-        raise UserError("how many microbatches? Write --microbatches 8", 2)
-    return microbatches
-
-
-COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
-FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # those that may cost nothing
-
-
-def _costs(text: str) -> dict[str, float]:
-    """Parse F=1,I=1 into costs by setting."""
-    costs: dict[str, float] = {}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        try:
-            costs[(COSTS | FREE)[key.strip()]] = number = float(value)
-        except (KeyError, ValueError):
-            known = ", ".join(COSTS | FREE)
-            raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
-        if not (0 <= number <= MOST_COST and (number or key.strip() in FREE)):
-            least = "F, B, I and W cost more than 0, all else 0 or more"
-            raise argparse.ArgumentTypeError(f"{part!r}: {least}, and none more than {MOST_COST:g}")
-    return costs

@@ -15,7 +15,7 @@ from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import MemoryUser
 from drawloom.components.ports.model import TrainableStages
 from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import Batching
+from drawloom.components.ports.run import Batching, Restorer
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Recipe
@@ -44,6 +44,15 @@ class Nodes:
 
     def _all(self, port: type) -> list[str]:
         return [name for name in self.graph.implementers(port) if name in self.used]
+
+    def has(self, port: type) -> bool:
+        """Whether a run uses a node that implements a port."""
+        return bool(self._all(port))
+
+    @property
+    def checkpointer(self) -> str:
+        """The node that saves checkpoints; UserError if there is not exactly one."""
+        return self.only(Restorer)
 
     def settings(self, node: str) -> Mapping[str, Any]:
         """The settings of a node."""

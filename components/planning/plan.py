@@ -1,7 +1,7 @@
 """Plans a recipe: what each rank holds, and how long a step takes, without processes, memory or data."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -10,19 +10,23 @@ import attrs
 import torch
 
 from drawloom.components.distributed.device_model import DeviceModel, products_in
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import CostTable, Deadlock
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import RankView, link
-from drawloom.components.planning.stage_costs import StageCosts, StageMeter
-from drawloom.components.planning.step_time import StepTime, step_time
+from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
+from drawloom.components.planning.step_time import StepTime, cost_table, step_time
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.memory import memory_by_kind
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
+
+WITHIN_STAGES = ("tensor", "context", "expert")
+"""Dimensions of the mesh along which ranks exchange activations inside of a stage."""
 
 
 @attrs.frozen
@@ -74,6 +78,7 @@ class Plan:
     length: int
     microbatches: int
     costs: Mapping[int, StageCosts]
+    table: CostTable
     memory: Sequence[RankMemory]
     time: StepTime
     tokens: int
@@ -110,15 +115,40 @@ class Plan:
         return self.flops / self.time.seconds / self.ranks / self.peak_flops
 
 
-def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None) -> Plan:
+@attrs.frozen(eq=False)
+class Known:
+    """
+    What plans of one recipe have in common, if they differ in mesh, sizes, schedule and recomputation alone.
+
+    `views` are those of ranks, by mesh and by the ranks of stages. Whether shards are reduced early must follow from
+    the mesh.
+    """
+
+    recordings: Recordings = attrs.field(factory=dict)
+    views: dict[Hashable, list[RankView]] = attrs.field(factory=dict)
+
+
+class TooLarge(UserError):
+    """A rank has more all the time than its device has memory, `bytes` of it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"a rank holds {size:,} bytes besides activations", 2)
+        self.bytes = size
+
+
+def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None, known: Known | None = None) -> Plan:
     """
     The plan of a recipe for a device; without `ranks`, for as many as its mesh has at least.
 
-    Raises RecipeError for a recipe with errors, and UserError for one that can't be planned.
+    With what is `known` of others it is made faster; then TooLarge is raised where parameters alone do not fit. Raises
+    RecipeError for a recipe with errors, and UserError for one that can't be planned.
     """
     nodes = Nodes.of(recipe)
     mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
     with opened(nodes, device, mesh) as planned:
+        if known is None:
+            return planned.plan()
+        planned.known, planned.at_most = known, device.memory
         return planned.plan()
 
 
@@ -139,6 +169,8 @@ class Planner:
     device: DeviceModel
     mesh: PlannedMesh
     objects: Mapping[str, Any]
+    known: Known = attrs.field(factory=Known)
+    at_most: int = 0
 
     def plan(self) -> Plan:
         """The plan of all ranks."""
@@ -151,12 +183,17 @@ class Planner:
             program = schedule.program(self.mesh.size("pipeline"), microbatches)
         except Deadlock as deadlock:
             raise UserError(f"{self.nodes.schedule} can't be executed: {deadlock}") from deadlock
-        views = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
+        views = self._views(program)
+        most = max(sum(size for kind, size in view.kept.items() if kind != "gradients") for view in views)
+        if self.at_most and most > self.at_most:
+            raise TooLarge(most)
         costs = self._costs(views, program, rows)
         program = with_whole_backwards(program)
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
         tokens = self.nodes.global_size * self.nodes.length
+        exchanges = [view.exchange(self.device) for view in views]
+        table = cost_table(costs, exchanges, self._message(costs))
         frozen = {
             name
             for view in views
@@ -172,8 +209,9 @@ class Planner:
             length=self.nodes.length,
             microbatches=microbatches,
             costs=costs,
+            table=table,
             memory=memory,
-            time=step_time(program, costs, [view.exchange(self.device) for view in views], self._message(costs)),
+            time=step_time(program, table, costs, exchanges),
             tokens=tokens,
             flops=_flops(self._counted, tokens, self.nodes.length, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
@@ -184,6 +222,12 @@ class Planner:
     def _counted(self) -> ForwardFlops | None:
         """The operations of the model, if it counts them."""
         return self.objects[self.nodes.model].forward_flops() if self.nodes.counts_flops else None
+
+    def _views(self, program: Program) -> list[RankView]:
+        key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank
+        if key not in self.known.views:
+            self.known.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
+        return [attrs.evolve(view, microbatches=program.microbatches) for view in self.known.views[key]]
 
     def _of_rank(self, index: int, program: Program) -> "RankView":
         mesh = self.mesh.at(index)
@@ -211,10 +255,14 @@ class Planner:
             self.device,
             lambda dimension: link(self.mesh, self.device, dimension),
             attended(self._counted, self.nodes.length),
+            tuple((self.mesh.size(name), link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            self.known.recordings,
         )
+        recompute = self.nodes.settings(self.nodes.stages)["recompute"]
         parts = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
         every = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
-        return {stage.index: meter.costs(stage, stage.index in parts) for stage in every}
+        each = [attrs.evolve(stage, recompute=recompute) for stage in every]  # a view may be of another policy
+        return {stage.index: meter.costs(stage, stage.index in parts) for stage in each}
 
     def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
         kept = {kind: size for kind, size in view.kept.items() if kind != "gradients"}

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import attrs
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.plan import Plan, plan
+from drawloom.components.planning.plan import Known, Plan, TooLarge, plan
 from drawloom.components.planning.remedies import Values, toml_lines
 from drawloom.components.ports.run import Batching
 from drawloom.graph import RecipeError, UserError
@@ -29,6 +28,10 @@ ALIKE = 0.01
 """Plans whose times differ by less are taken for alike, for none is so exact; that of less memory comes first then."""
 
 
+HOPELESS = 1.25
+"""How much slower than the fastest a plan may be that does not fit, for more recomputation to be tried."""
+
+
 @attrs.frozen
 class Found:
     """Settings, and the plan with them."""
@@ -46,11 +49,11 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[Found]:
     """
     The fastest plans that fit, the first is the fastest; of none, those that take least memory.
 
-    A mesh is tried with little recomputation first, and with more only if it does not fit; where microbatches do not
-    fit, larger ones are left out. The number of rows in a step stays as it is.
+    A mesh is tried with little recomputation first, and with more only if it does not fit, and with larger microbatches
+    while they fit and are faster; tensors are divided further while that is faster. The number of rows in a step stays
+    as it is.
     """
-    nodes = Nodes.of(recipe)
-    every = [found for mesh in _meshes(nodes, device, ranks) for found in _of_mesh(recipe, nodes, device, ranks, mesh)]
+    every = list(_Search(Nodes.of(recipe), device, ranks).found())
     fitting = sorted((found for found in every if found.plan.fits), key=_order)
     return (fitting or sorted(every, key=lambda found: max(found.plan.peak_memory_bytes)))[:MOST]
 
@@ -60,57 +63,90 @@ def _order(found: Found) -> tuple[int, int]:
     return round(math.log(found.plan.time.seconds) / ALIKE), max(found.plan.peak_memory_bytes)
 
 
-def _of_mesh(recipe: Recipe, nodes: Nodes, device: DeviceModel, ranks: int, mesh: dict[str, Any]) -> Iterator[Found]:
-    """Plans of one mesh: for each size of microbatches and schedule the first policy that fits, or the last."""
-    too_large: dict[str, int] = {}
-    for rows, schedule in product(MICRO_SIZES, SCHEDULES if mesh["pipeline"] > 1 else ("",)):
-        if too_large.get(schedule, rows) < rows:
-            continue
-        if nodes.global_size % (rows * mesh["data_replicate"] * mesh["data_shard"]):
-            continue
+@attrs.define(eq=False)
+class _Search:
+    """Plans of a recipe on some ranks, which share what is known of its model."""
+
+    nodes: Nodes
+    device: DeviceModel
+    ranks: int
+    known: Known = attrs.field(factory=Known)
+    too_large: list[tuple[int, dict[str, Any]]] = attrs.field(factory=list)
+    best: float = math.inf
+
+    def found(self) -> Iterator[Found]:
+        """All plans that are worth a look; if nothing fits, those of the meshes that take least."""
+        before = math.inf
+        for tensor in _divisors(self.ranks, min(8, self.device.per_host)):
+            for mesh in _meshes(self.nodes, self.device, self.ranks, tensor):
+                yield from self._of(mesh)
+            if self.best == before < math.inf:
+                return
+            before = self.best
+        if self.best == math.inf:
+            for _, mesh in sorted(self.too_large, key=lambda each: each[0])[:MOST]:
+                if (found := self._planned(mesh, 1, _schedules(mesh)[0], POLICIES[-1], None)) is not None:
+                    yield found
+
+    def _of(self, mesh: dict[str, Any]) -> Iterator[Found]:
+        """Plans of one mesh: for each schedule and size of microbatches the first policy that fits, or the last."""
+        for schedule in _schedules(mesh):
+            best = math.inf
+            for rows in MICRO_SIZES:
+                if self.nodes.global_size % (rows * mesh["data_replicate"] * mesh["data_shard"]):
+                    break
+                try:
+                    found = self._of_size(mesh, rows, schedule)
+                except TooLarge as error:
+                    self.too_large.append((error.bytes, mesh))
+                    return
+                if found is None:
+                    break
+                yield found
+                if not found.plan.fits or found.plan.time.seconds > best:
+                    break
+                best = found.plan.time.seconds
+
+    def _of_size(self, mesh: dict[str, Any], rows: int, schedule: str) -> Found | None:
         found = None
         for policy in POLICIES:
-            sync = mesh["data_shard"] > 1 and mesh["pipeline"] == 1
-            found = _planned(recipe, nodes, device, ranks, mesh, rows, schedule, policy, sync) or found
-            if found is None or found.plan.fits:
+            found = self._planned(mesh, rows, schedule, policy, self.known) or found
+            if found is None:
                 break
-        if found is not None:
-            if not found.plan.fits:
-                too_large[schedule] = rows
-            yield found
+            if found.plan.fits:
+                self.best = min(self.best, found.plan.time.seconds)
+                break
+            if found.plan.time.seconds > HOPELESS * self.best:
+                break  # recomputation takes yet longer
+        return found
+
+    def _planned(
+        self, mesh: dict[str, Any], rows: int, schedule: str, policy: str, known: Known | None
+    ) -> Found | None:
+        """The plan with these settings; None if they make no sense for this recipe. Raises TooLarge if it can't fit."""
+        nodes, sync = self.nodes, mesh["data_shard"] > 1 and mesh["pipeline"] == 1
+        stages: dict[str, Any] = {"recompute": policy, "sync_each_microbatch": sync}
+        if mesh.get("expert", 1) > 1:
+            stages["dispatcher"] = {"use": "experts.all_to_all"}
+        batch = {"micro_size": rows}
+        values: dict[str, dict[str, Any]] = {nodes.mesh: mesh, nodes.only(Batching): batch, nodes.stages: stages}
+        if schedule:
+            values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
+        try:
+            return Found(values, plan(nodes.recipe.with_values(values), self.device, self.ranks, known))
+        except TooLarge:
+            raise
+        except (RecipeError, UserError):
+            return None
 
 
-def _planned(
-    recipe: Recipe,
-    nodes: Nodes,
-    device: DeviceModel,
-    ranks: int,
-    mesh: dict[str, Any],
-    rows: int,
-    schedule: str,
-    policy: str,
-    sync: bool,
-) -> Found | None:
-    """The plan with these settings; None if they make no sense for this recipe."""
-    stages: dict[str, Any] = {"recompute": policy, "sync_each_microbatch": sync}
-    if mesh.get("expert", 1) > 1:
-        stages["dispatcher"] = {"use": "experts.all_to_all"}
-    values: dict[str, dict[str, Any]] = {
-        nodes.mesh: mesh,
-        nodes.only(Batching): {"micro_size": rows},
-        nodes.stages: stages,
-    }
-    if schedule:
-        values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
-    try:
-        return Found(values, plan(recipe.with_values(values), device, ranks))
-    except (RecipeError, UserError):
-        return None
+def _schedules(mesh: dict[str, Any]) -> tuple[str, ...]:
+    return SCHEDULES if mesh["pipeline"] > 1 else ("",)
 
 
-def _meshes(nodes: Nodes, device: DeviceModel, ranks: int) -> Iterator[dict[str, Any]]:
-    """Sizes of a mesh's dimensions: tensors within a host, pipelines and shards by powers of two, replicas the rest."""
-    for tensor, pipeline in product(_divisors(ranks, min(8, device.per_host)), _divisors(ranks, 8)):
+def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[dict[str, Any]]:
+    """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest."""
+    for pipeline in _divisors(ranks, 8):
         if ranks % (tensor * pipeline):
             continue
         rest = ranks // (tensor * pipeline)

@@ -47,9 +47,17 @@ class StageCosts:
     sent: int
 
 
+Recordings = dict[Hashable, Any]
+"""What was recorded of a recipe's model and loss, by what it depends on: plans of one recipe share it."""
+
+
 @attrs.define(eq=False)
 class StageMeter:
-    """Measures stages of one model, for microbatches of (rows, length) of which this rank has a `context` part."""
+    """
+    Measures stages of one model, for microbatches of (rows, length) of which this rank has a `context` part.
+
+    What is recorded depends on stages, on `rows`, and on `known_by`, such as the links that collectives of a stage use.
+    """
 
     loss: Loss
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
@@ -60,9 +68,10 @@ class StageMeter:
     device: DeviceModel
     links: Links
     attended: float
+    known_by: Hashable = ()
+    known: Recordings = attrs.field(factory=dict)
     _inputs: tuple[Tensor, Any, Batch] | None = None
     _hidden: Any = None
-    _known: dict[Hashable, Passes] = attrs.field(factory=dict)
 
     def costs(self, stage: Stage, split: bool) -> StageCosts:
         """Those of a stage; the first stage must come first, since it tells what others are given."""
@@ -70,29 +79,47 @@ class StageMeter:
             _Block(_kind(each), _again(stage.recompute, n), n) for n, each in enumerate(self.blocks(stage.module))
         ]
         first = blocks[:1]
-        recorded = [self._recorded(stage, first, split)]
-        passes = recorded[0]
-        # What blocks share, such as masks, the first one has kept, so that another adds what is its own.
+        alone = self._recorded(stage, first, split)
+        passes, beyond = alone, alone["F"].rise - alone["F"].held_bytes
         for each, count in Counter(blocks[1:]).items():
             example = next(block for block in blocks[1:] if block == each)
-            with_another = self._recorded(stage, [*first, example], split)
-            more = {op: with_another[op].plus(recorded[0][op], -1) for op in passes}
-            passes = {op: passes[op].plus(more[op], count) for op in passes}
-            recorded.append(with_another)
+            more, with_another = self._another(stage, first, example, alone)
+            passes = {op: part.plus(more[op], count) for op, part in passes.items()}
+            beyond = max(beyond, with_another["F"].rise - with_another["F"].held_bytes)
         # What lives at a forward's peak but not behind it is that of one block; the rest has grown with the blocks.
-        beyond = max(each["F"].rise - each["F"].held_bytes for each in recorded)
         passes["F"] = attrs.evolve(passes["F"], rise=passes["F"].held_bytes + beyond)
         return StageCosts(passes, sum(each.nbytes for each in leaves(self._hidden) if isinstance(each, Tensor)))
 
+    def _another(
+        self, stage: Stage, first: Sequence["_Block"], example: "_Block", alone: Passes
+    ) -> tuple[Passes, Passes]:
+        """
+        What one more block adds to a stage with a first one, and what both need.
+
+        What blocks share, such as masks, the first one has kept, so that another adds what is its own, in any stage.
+        """
+        key = ("another", self.rows, self.known_by, stage.recompute == "selective", *first, example, "I" in alone)
+        if key not in self.known:
+            both = self._recorded(stage, [*first, example], "I" in alone)
+            self.known[key] = {op: both[op].plus(alone[op], -1) for op in alone}, both
+        found: tuple[Passes, Passes] = self.known[key]
+        return found
+
     def _recorded(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """What a stage with no others but these blocks needs; recorded once for all stages that are alike."""
-        key = (stage.span.embedding, stage.span.head, stage.recompute == "selective", tuple(blocks), split)
-        if key not in self._known:
-            with _only(self.blocks(stage.module), blocks):
-                policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
-                how = attrs.evolve(stage, recompute=policy)
-                self._known[key] = self._passes(how, False) | (self._passes(how, True) if split else {})
-        return self._known[key]
+        around = _around(stage.module, self.blocks(stage.module))
+        what = stage.span.embedding, stage.span.head, stage.recompute == "selective"
+        passes: Passes = {}
+        for in_parts in (False, True) if split else (False,):
+            key = (self.rows, self.known_by, *what, around, tuple(blocks), in_parts)
+            if key not in self.known:
+                with _only(self.blocks(stage.module), blocks):
+                    policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
+                    found = self._passes(attrs.evolve(stage, recompute=policy), in_parts)
+                self.known[key] = found, self._hidden
+            more, self._hidden = self.known[key]
+            passes |= more
+        return passes
 
     def _passes(self, stage: Stage, split: bool) -> Passes:
         """Forward and backward of one microbatch, recorded; `split`, I and W alone."""
@@ -178,6 +205,13 @@ def _kind(block: nn.Module) -> Hashable:
     """What blocks that need the same have in common."""
     parameters = [(name, each.shape, each.dtype, each.requires_grad) for name, each in block.named_parameters()]
     return type(block), tuple(parameters)
+
+
+def _around(module: nn.Module, blocks: Sequence[nn.Module]) -> Hashable:
+    """The parameters of a stage besides those of its blocks."""
+    inside = {id(each) for block in blocks for each in block.parameters()}
+    rest = [(name, each) for name, each in module.named_parameters() if id(each) not in inside]
+    return tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in rest)
 
 
 def _again(policy: Recompute, number: int) -> bool:

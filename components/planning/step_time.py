@@ -1,13 +1,12 @@
 """How long a step takes: the pipeline's program with the seconds of each stage, sums of gradients, and the update."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.timing import Costs, Timing, time
+from drawloom.components.pipeline.program.timing import CostTable, time
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import OPS, Program
 
@@ -56,58 +55,44 @@ class Exchange:
     update: float
 
 
-@attrs.frozen
-class ActionCosts(Costs):
-    """Costs of the actions of one program, each of its own length (actions,)."""
-
-    lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.zeros(0))
-
-    def of(self, work: Any) -> NDArray[np.float64]:
-        """The duration of each action."""
-        return self.lengths
-
-
-def pipeline_time(
-    program: Program, costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], message: float
-) -> tuple[Timing, ActionCosts]:
+def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], message: float) -> CostTable:
     """
-    When each action of a program starts and ends, if a message takes `message` seconds.
+    The seconds of each pass by stage, if a message takes `message` seconds.
 
     A pass takes at least as long as what it gathers and reduces meanwhile.
     """
     gathers = {stage: seconds for each in exchanges for stage, seconds in each.by_pass.items()}
     reduces = {stage: seconds for each in exchanges for stage, seconds in each.summed_by_pass.items()}
-    table = np.zeros((program.stages, len(OPS)))
+    lengths = np.zeros((len(costs), len(OPS)))
     for stage, each in costs.items():
         for op, part in each.passes.items():
             exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
-            table[stage, OPS.index(op)] = max(part.wall, exchanged)
-    lengths = ActionCosts(comm=message, lengths=table[program.stage, program.op])
-    return time(program, lengths), lengths
+            lengths[stage, OPS.index(op)] = max(part.wall, exchanged)
+    return CostTable(comm=message, lengths=lengths)
 
 
 def step_time(
-    program: Program, costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], message: float
+    program: Program, table: CostTable, costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange]
 ) -> StepTime:
     """The parts of a step, of the rank that ends last."""
-    timing, lengths = pipeline_time(program, costs, exchanges, message)
-    busy = [float(lengths.lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
+    lengths = table.of(program)
+    busy = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy)
     hidden = [_last_backward(program, lengths, rank) for rank in range(program.ranks)]
     return StepTime(
         compute=compute,
         sending=_sending(program, costs, busy.index(compute)),
-        bubble=max(0.0, timing.makespan - compute),
+        bubble=max(0.0, time(program, table).makespan - compute),
         gather=max(each.once for each in exchanges),
         sync=max(max(0.0, each.reduced - last) for each, last in zip(exchanges, hidden, strict=True)),
         update=max(each.update for each in exchanges),
     )
 
 
-def _last_backward(program: Program, costs: ActionCosts, rank: int) -> float:
+def _last_backward(program: Program, lengths: NDArray[np.float64], rank: int) -> float:
     """How long the last backward pass of a rank takes, while which gradients are summed."""
     rows = program.rows(rank)
-    backwards = costs.lengths[rows][program.op[rows] != 0]
+    backwards = lengths[rows][program.op[rows] != 0]
     return float(backwards[-1]) if len(backwards) else 0.0
 
 

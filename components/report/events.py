@@ -42,8 +42,9 @@ class RunLog:
     """
     What a log tells: events, the first and the last ones if there are many; the header of the newest process.
 
-    `omitted` events are left out, `skipped` counts all skipped steps, `starts` all processes. `running` says that the
-    newest process has not written that it ended.
+    `omitted` events are left out, `skipped` counts all skipped steps, `starts` all processes, and `lost` the steps, as
+    far as the log has them, that were done before a resume from an earlier one. `running` says that the newest process
+    has not written that it ended. `first` and `last` are the times of the first and the last message.
     """
 
     events: list[LogEvent] = attrs.field(factory=list)
@@ -51,6 +52,9 @@ class RunLog:
     omitted: int = 0
     skipped: int = 0
     starts: int = 0
+    lost: int = 0
+    first: str = ""
+    last: str = ""
     running: bool = False
     step: int = 0
     total: int = 0
@@ -65,6 +69,7 @@ class RunLog:
             return
         self._in_header = False
         time, level, logger, text = found.groups()
+        self.first, self.last = self.first or time, time
         if logger == "drawloom.run" and level == "INFO":
             self._run_line(time, text)
         elif skip := STEP.match(text):
@@ -86,6 +91,7 @@ class RunLog:
         elif text.startswith("memory  "):
             self._label(text)
         elif found := RESUMED.match(text):
+            self.lost += max(0, self.step - int(found[1]))
             self.step = int(found[1])
             self._event(time, "resumed", text)
         elif found := STOPPED.match(text):

@@ -8,6 +8,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
 from drawloom.components.report.drawings import draw_schedule
+from drawloom.components.report.ettr import ettr
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run
 from drawloom.components.storage.durable_files import replace_file
@@ -22,7 +23,8 @@ class HtmlReport:
     """
     Writes `report.html` in the run folder: curves, events, checkpoints, the sample and drawings of the run.
 
-    `drawloom report` writes the same of any run, or of several. A report that can't be written is a warning.
+    `drawloom report` writes the same of any run, or of several. A report that can't be written is a warning. With it,
+    the effective training time ratio of the run is logged.
     """
 
     folder: RunFolder
@@ -48,6 +50,8 @@ class HtmlReport:
         run = read_run(folder, folder.resolve().name, self._drawings(step))
         replace_file(self._target, page([run], _heading(step)).encode())
         log.info("report in %s", self._target)
+        if (effective := ettr(run.log, run.metrics)) is not None:
+            log.info("ettr    %s", effective)
 
     def _drawings(self, step: int) -> Drawings:
         pictures = [

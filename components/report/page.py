@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from drawloom.components.report.ettr import ettr
 from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord, differences
 
@@ -129,6 +130,8 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "memory, measured", f"{memory / 1e6:,.1f} MB at most"
     if log.skipped:
         yield "skipped steps", f"{log.skipped:,}"
+    if (effective := ettr(log, metrics)) is not None:
+        yield "effective training time", str(effective)
     if log.starts > 1:
         yield "processes", f"{log.starts}, one after another"
 

@@ -7,11 +7,13 @@ produced skips the wave. The number of waves is the depth of the graph, and each
 over ranks.
 """
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, OPS, Program
 
 
 @attrs.frozen
@@ -48,6 +50,36 @@ class Costs:
             return lengths[work] * (self.factors[stage] if self.factors else 1.0)
         shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
         return shards.get(work, self.comm)
+
+    def divided(self, stages_per_rank: int) -> "Costs":
+        """Those of a stage, if these are those of all stages of a rank; a message between stages is as large."""
+        names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
+        return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
+
+
+@attrs.frozen(eq=False)
+class CostTable(Costs):
+    """Costs that differ in every stage and op: `lengths` (stages, ops), in the order of OPS."""
+
+    lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.ones((1, len(OPS))))
+
+    def of(self, program: Program) -> NDArray[np.float64]:
+        """The duration of each action of a program (actions,)."""
+        found: NDArray[np.float64] = self.lengths[program.stage, program.op]
+        return found
+
+    def length(self, work: str, stage: int = 0) -> float:
+        """The duration of one action, by the name of its op and its stage."""
+        return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().length(work, stage)
+
+    def resampled(self, stages: int) -> "CostTable":
+        """
+        Those of the same model in another number of stages, whose cost is spread evenly within each of these stages.
+        """
+        whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
+        cuts, known = np.linspace(0, 1, stages + 1), np.linspace(0, 1, len(whole))
+        columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, each)) for each in whole.T]
+        return attrs.evolve(self, lengths=np.stack(columns, axis=1))
 
 
 class Deadlock(Exception):

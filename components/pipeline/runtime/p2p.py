@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.model import BatchContext, LayerRange
@@ -14,6 +15,9 @@ from drawloom.components.ports.program import MessageOp
 from drawloom.components.storage.pytree import branches, leaves, transform
 
 Key = tuple[Any, ...]
+
+WAIT = "wait for a message"
+"""The range of a trace, inside of an action's own, in which the action waits for what another rank sends."""
 
 
 @attrs.define(eq=False)
@@ -149,8 +153,11 @@ class P2PBuffers:
     def wait_recv(self, key: MessageKey) -> Any:
         """The received tree, once all of its tensors have arrived."""
         tree, messages = self._receiving.pop(key)
-        for message in messages:
-            message.wait()
+        if profiler._is_profiler_enabled:  # so that a trace tells waiting from computing
+            with profiler.record_function(WAIT):
+                _wait(messages)
+        else:
+            _wait(messages)
         return tree
 
     def finish(self) -> None:
@@ -160,3 +167,8 @@ class P2PBuffers:
 
     def _empty(self, leaf: Any) -> Any:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _wait(messages: Sequence[Pending]) -> None:
+    for message in messages:
+        message.wait()

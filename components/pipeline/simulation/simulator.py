@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.lowering import Sharding, with_messages
+from drawloom.components.pipeline.program.lowering import Sharding, dest_ranks, with_messages
 from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_name, run_events
 from drawloom.components.ports.program import (
@@ -112,6 +112,11 @@ class Simulation:
         change = (self.program.op == opening).astype(np.int64) - np.isin(self.program.op, closing)
         rank_programs = (change[self.program.rows(rank)] for rank in range(self.program.ranks))
         return [int(rank_program.cumsum().max(initial=0)) for rank_program in rank_programs]
+
+    @property
+    def messages(self) -> int:
+        """The number of tensors that ranks send one another."""
+        return int((dest_ranks(self.program) != self.program.rank).sum())
 
     @property
     def actions(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The figures of a simulation, as JSON and as text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -10,10 +10,16 @@ from drawloom.components.pipeline.simulation.simulator import Simulation
 
 @attrs.frozen(eq=False)
 class Summary:
-    """A simulated schedule and its name."""
+    """
+    A simulated schedule and its name; `memory` are the most bytes of activations by rank, if they are known.
+
+    `measured` is how long a run has taken for the same actions.
+    """
 
     schedule: str
     simulation: Simulation
+    memory: Sequence[int] | None = None
+    measured: Simulation | None = None
 
     @property
     def ranks(self) -> int:
@@ -36,10 +42,14 @@ class Summary:
     def caption(self) -> str:
         """Makespan, span and bubbles."""
         run = self.simulation
-        return (
-            f"makespan {run.makespan:g}, ideal {run.ideal:g}: bubble {run.bubble:.1%}; "
-            f"longest span of a rank {run.span:g}: bubble {run.span_bubble:.1%}"
+        simulated = (
+            f"makespan {run.makespan:.5g}, ideal {run.ideal:.5g}: bubble {run.bubble:.1%}; "
+            f"longest span of a rank {run.span:.5g}: bubble {run.span_bubble:.1%}"
         )
+        if self.measured is None:
+            return simulated
+        took = self.measured.makespan
+        return f"{simulated}; measured makespan {took:.5g}, simulated {run.makespan / took - 1:+.1%}"
 
     def as_data(self) -> dict[str, Any]:
         """The figures as data for JSON."""
@@ -55,6 +65,9 @@ class Summary:
             "span_bubble": run.span_bubble,
             "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_live_weights,
+            "messages": run.messages,
+            **({} if self.measured is None else {"measured_makespan": self.measured.makespan}),
+            **({} if self.memory is None else {"activation_bytes": list(self.memory)}),
             "actions": run.actions,
             "shard_actions": [
                 [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
@@ -70,16 +83,18 @@ class Summary:
         return table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
 
 
-def compare(summaries: Iterable[Summary]) -> str:
-    """A table of schedules, sorted by bubble, then by memory."""
-    rows = [_row(summary) for summary in sorted(summaries, key=_cost)]
-    head = ("schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches")
-    return f"{table([head, *rows])}\n\n{LEGEND}"
+def compare(summaries: Sequence[Summary]) -> str:
+    """A table of schedules of one size, sorted by makespan, then by memory."""
+    head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
+    head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
+    return table([head, *(_row(summary) for summary in sorted(summaries, key=_cost))])
 
 
 LEGEND = """\
+makespan: of the same model in each schedule; costs are those of all layers of a rank, which its stages share
 live: the peak of stage-microbatches on a rank between their forward and their (input) gradients
-until weights: the same, until their weight gradients; microbatches: the same, divided by a rank's stages"""
+until weights: the same, until their weight gradients; microbatches: the same, divided by a rank's stages
+messages: tensors that ranks send one another in a step"""
 
 
 def _several(number: int, noun: str, ending: str = "s") -> str:
@@ -88,7 +103,7 @@ def _several(number: int, noun: str, ending: str = "s") -> str:
 
 def _cost(summary: Summary) -> tuple[float, float, str]:
     held = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
-    return summary.simulation.bubble, held, summary.schedule
+    return round(summary.simulation.makespan, 9), held, summary.schedule
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
@@ -97,13 +112,15 @@ def _row(summary: Summary) -> tuple[str, ...]:
     return (
         summary.schedule,
         str(summary.stages_per_rank),
-        f"{run.makespan:g}",
-        f"{run.ideal:g}",
+        f"{run.makespan:.5g}",
+        f"{run.ideal:.5g}",
         f"{run.bubble:.1%}",
         f"{run.span_bubble:.1%}",
         str(max(run.peak_activations)),
         str(held),
         f"{held / summary.stages_per_rank:g}",
+        str(run.messages),
+        *([] if summary.memory is None else [f"{max(summary.memory) / 1e9:.3f}"]),
     )
 
 

@@ -49,9 +49,9 @@ SMALLEST_DIGITS = 5
 """Pixels: smaller microbatch numbers are left out, as they could not be read."""
 
 
-def draw_svg(simulation: Simulation, title: str, caption: str) -> str:
-    """An SVG document, on white."""
-    return "\n".join(_Picture(simulation, title, caption).draw()) + "\n"
+def draw_svg(simulation: Simulation, title: str, caption: str, measured: Simulation | None = None) -> str:
+    """An SVG document, on white; under each rank's row the one that was measured, if one was."""
+    return "\n".join(_Picture(simulation, title, caption, measured).draw()) + "\n"
 
 
 @attrs.define(eq=False)
@@ -61,6 +61,7 @@ class _Picture:
     simulation: Simulation
     title: str
     caption: str
+    measured: Simulation | None = None
     local_stage: dict[int, int] = attrs.field(init=False)
     stages_per_rank: int = attrs.field(init=False)
     unit: float = attrs.field(init=False)
@@ -69,20 +70,26 @@ class _Picture:
 
     def __attrs_post_init__(self) -> None:
         self.row = BAR + GAP + ((SHARD_BAR + 3) if self.simulation.shard_bars else 0)
+        self.row += (BAR + GAP) * (self.measured is not None)
         owners = self.simulation.program.stage_to_rank
         self.local_stage = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
         self.stages_per_rank = 1 + max(self.local_stage.values())
         lengths = self.simulation.end - self.simulation.start
         shortest = float(lengths[lengths > 0].min(initial=math.inf))
-        self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.simulation.makespan or 1.0))
-        longest = len(str(max(1, self.simulation.program.microbatches) - 1))
-        # A digit is 0.6 em wide in Helvetica: 1.55 em for `longest` digits leaves a margin.
-        self.digits = min(11.0, 1.55 * (shortest * self.unit - 1.5) / longest)
+        self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.longest or 1.0))
+        digits = len(str(max(1, self.simulation.program.microbatches) - 1))
+        # A digit is 0.6 em wide in Helvetica: 1.55 em for as many digits as the longest number has leaves a margin.
+        self.digits = min(11.0, 1.55 * (shortest * self.unit - 1.5) / digits)
+
+    @property
+    def longest(self) -> float:
+        """The makespan that is drawn, of both timelines the longer one."""
+        return max(self.simulation.makespan, self.measured.makespan if self.measured else 0.0)
 
     @property
     def right(self) -> float:
         """The x coordinate at which the bars end."""
-        return LEFT + self.simulation.makespan * self.unit
+        return LEFT + self.longest * self.unit
 
     @property
     def bottom(self) -> float:
@@ -122,6 +129,11 @@ class _Picture:
                 'stroke-width="1.5"/>'
             )
         yield _text(self.right + 8, y + BAR / 2 + 4, str(live), 11, PALE)
+        if self.measured is not None:
+            y += self.row - BAR - GAP
+            yield _text(LEFT - 10, y + BAR / 2 - 1, "measured", 10, PALE, anchor="end")
+            for bar in self.measured.bars(rank):
+                yield from self._bar(bar, y - GAP)
 
     def _bar(self, bar: Bar, y: float) -> Iterator[str]:
         x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
@@ -152,7 +164,7 @@ class _Picture:
         y = self.bottom + 3
         yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right)}" stroke="{PALE}" stroke-width="0.8"/>'
         step = _round_step(70 / self.unit)
-        for number in range(math.floor(self.simulation.makespan / step + 1e-9) + 1):
+        for number in range(math.floor(self.longest / step + 1e-9) + 1):
             x = LEFT + number * step * self.unit
             yield f'<path d="M{_n(x)} {_n(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
             yield _text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")

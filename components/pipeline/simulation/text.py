@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import Action
@@ -11,15 +13,17 @@ SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}
 SHARD_LEGEND = "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far"
 
 
-def draw_text(simulation: Simulation, width: int = 120) -> str:
+def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | None = None) -> str:
     """
-    The timeline in bands of at most `width` columns.
+    The timeline in bands of at most `width` columns; under each rank's row the one that was measured, if one was.
 
     Each action is labelled by its op and its microbatch, or by its op alone if that would take more than four bands.
     """
     labels = _Labels(simulation)
-    shortest = min(end - start for start, end in zip(simulation.start, simulation.end, strict=True) if end > start)
-    margin = len(f"rank {simulation.program.ranks - 1}  ")
+    lengths = simulation.end - simulation.start
+    # Of costs that were measured some may be tiny.
+    shortest = max(float(lengths[lengths > 0].min()), float(np.median(lengths)) / 4)
+    margin = max(len(f"rank {simulation.program.ranks - 1}  "), len("measured  ") if measured else 0)
     scale = (labels.longest + 1) / shortest
     # More than four bands would not fit on a screen.
     if simulation.makespan * scale > 4 * (width - margin):
@@ -27,6 +31,8 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     rows: list[tuple[str, str]] = []
     for rank in range(simulation.program.ranks):
         rows.append((f"rank {rank}", _row(simulation, rank, labels, scale)))
+        if measured is not None:
+            rows.append(("measured", _row(measured, rank, labels, scale)))
         if simulation.shard_bars:
             rows.append(("", _shard_row(simulation, rank, scale)))
     cell = max(1, round(scale * shortest))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._options import integer, output_file
+from drawloom.components.commands._options import integer, integers, output_file
 from drawloom.graph.cli.main import main
 
 
@@ -23,6 +23,13 @@ def test_numbers_that_mean_nothing_are_refused(text: str, capsys: pytest.Capture
     ):
         assert main([*command[:-1], f"{command[-1]}={text}"]) == 2
         assert f"argument {command[-1]}: {text!r} is not a positive integer" in capsys.readouterr().err
+
+
+def test_integers_are_separated_by_commas() -> None:
+    """Each is a positive integer."""
+    assert integers("4,8") == [4, 8]
+    with pytest.raises(ArgumentTypeError, match="'' is not a positive integer"):
+        integers("4,")
 
 
 def test_an_integer_has_a_least() -> None:

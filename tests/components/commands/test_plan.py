@@ -54,8 +54,9 @@ def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
 
 
 def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
-    """Of a small recipe on the machine at hand: the subjects and the kinds of memory in order."""
-    lines = printed(capsys, "pipeline", "--device", "cpu").splitlines()
+    """Of a small recipe on the machine at hand: subjects and kinds of memory in order, then how often to save."""
+    *lines, empty, saves = printed(capsys, "pipeline", "--device", "cpu", "--mtbf", "500").splitlines()
+    assert (empty, saves.split(" = ")[0]) == ("", "checkpoint.every")
     assert [line.split()[0] for line in lines[:6]] == ["device", "step", "memory", "time", "speed", "run"]
     assert lines[7].split() == ["GB", "rank", "0", "rank", "1"]
     assert lines[-1].startswith("in ")
@@ -66,6 +67,8 @@ def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
     [
         (("first_run", "--device", "h10"), "did you mean 'h100'"),
         (("first_run", "--ranks", "0"), "not a positive integer"),
+        (("first_run", "--mtbf", "0"), "not a number above 0"),
+        (("first_run", "--save-seconds", "1", "--device", "cpu"), "write --mtbf HOURS"),
         (("pipeline", "--ranks", "3"), "multiple of"),
         (("first_run", "model.num_hidden_layers=0"), "num_hidden_layers"),
     ],

@@ -2,11 +2,13 @@
 
 from itertools import pairwise
 
+import attrs
+import pytest
 import tomli
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.plan import plan
+from drawloom.components.planning.plan import Known, TooLarge, plan
 from drawloom.components.planning.search import search, search_text
 
 RECIPE = Recipe.load(
@@ -32,3 +34,15 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
 def test_ranks_that_suit_no_mesh_are_told() -> None:
     """Instead of an empty table."""
     assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
+
+
+def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
+    """Without their activations being recorded; where none fits, those of least memory are shown."""
+    small = attrs.evolve(device_model("cpu"), memory=plan(RECIPE, device_model("cpu"), 1).memory[0].kept["parameters"])
+    found = search(RECIPE, small, 2)
+    sizes = [max(each.plan.peak_memory_bytes) for each in found]
+    assert found
+    assert not any(each.plan.fits for each in found)
+    assert sizes == sorted(sizes)
+    with pytest.raises(TooLarge, match="bytes besides activations"):
+        plan(RECIPE, small, 1, Known())

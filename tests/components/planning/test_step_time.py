@@ -4,7 +4,7 @@ import pytest
 
 from drawloom.components.planning.recorder import Part
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.step_time import Exchange, StepTime, step_time
+from drawloom.components.planning.step_time import Exchange, StepTime, cost_table, step_time
 from drawloom.components.ports.program import Action, Program
 
 PROGRAM = Program.of(
@@ -22,7 +22,7 @@ NOTHING = Exchange({}, {}, 0.0, 0.0, 0.0)
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
     """The second rank, whose host is slow, is busy for 14 s; it waits for the first forward and the last backward."""
-    found = step_time(PROGRAM, COSTS, [NOTHING, NOTHING], message=0.5)
+    found = step_time(PROGRAM, cost_table(COSTS, [NOTHING] * 2, message=0.5), COSTS, [NOTHING] * 2)
     assert (found.compute, found.sending) == (14.0, 0.0)
     assert found.bubble == pytest.approx(1 + 0.5 + 0.5 + 2)
 
@@ -30,7 +30,7 @@ def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
 def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
     """A pass that gathers parameters takes at least as long; sums of gradients run beside the last backward pass."""
     exchanges = [Exchange({0: 1.5}, {}, 0.0, 3.0, 0.25), Exchange({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
-    found = step_time(PROGRAM, COSTS, exchanges, message=0.0)
+    found = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
     assert found.compute == 2 * 3.0 + 2 * 4.5
     assert (found.gather, found.sync, found.update) == (2.0, 1.0, 0.5)
     assert found.seconds == found.compute + found.bubble + 3.5

@@ -23,6 +23,7 @@ def test_a_process_without_an_end_was_killed() -> None:
         ("ended", 5),
     ]
     assert log.events[1].time.endswith(":07") and log.starts == 3 and log.running
+    assert (log.lost, log.first[-2:], log.last[-2:]) == (5, "00", "00")
 
 
 def test_what_stops_a_run_is_an_event() -> None:

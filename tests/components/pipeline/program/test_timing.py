@@ -1,9 +1,10 @@
 """The timing of actions."""
 
+import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Costs, Deadlock, time
+from drawloom.components.pipeline.program.timing import Costs, CostTable, Deadlock, time
 
 
 def test_actions_wait_for_their_inputs() -> None:
@@ -47,3 +48,21 @@ def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
     whole = read_program("0: 0F0 2B0 2F0 0B0\n1: 1F0 1B0\n")
     with pytest.raises(Deadlock, match="rank 0 waits to do 2B0"):
         time(whole.select(whole.rank == 0), Costs())
+
+
+def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
+    """A message between two of a rank's four stages is as large as one between whole ranks."""
+    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divided(4)
+    assert [found.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
+    assert (found.comm, found.unshard, found.reduce) == (0.5, 2, 4)
+
+
+def test_a_table_has_costs_of_each_stage() -> None:
+    """By op; cut into other stages, the model costs as much, and what one stage costs comes from those that it was."""
+    table = CostTable(comm=1.0, lengths=np.array([[1.0, 4, 2, 2], [3, 8, 4, 4]]))
+    program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
+    assert table.of(program).tolist() == [1, 4, 3, 4, 4]
+    assert (table.length("W", 1), table.length("SEND_F", 1)) == (4, 1)
+    assert table.resampled(4).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
+    assert table.resampled(1).lengths.tolist() == [[4, 12, 6, 6]]
+    assert time(program, table).makespan == 1 + 1 + 3 + 4 + 1 + 4

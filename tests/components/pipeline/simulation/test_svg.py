@@ -98,3 +98,15 @@ def test_actions_on_shards_are_thin_bars_below_their_rank() -> None:
             assert low + float(rectangle.attrib["height"]) < ([*places, 1e9][rank + 1])
     words = [text.text for text in picture.iter(f"{SVG}text")]
     assert "weights gathered" in words and "gradients reduced" in words and "gradients so far reduced" not in words
+
+
+def test_a_measured_timeline_is_under_the_simulated_one() -> None:
+    """Each action has two bars on one scale, the measured one lower and, after slow messages, later."""
+    program = schedule("one_f_one_b").program(2, 2)
+    simulated, late = simulate(program, Costs()), simulate(program, Costs(comm=1))
+    picture = ElementTree.fromstring(draw_svg(simulated, "a title", "a caption", late))
+    found = [each for each in picture.iter(f"{SVG}rect") if "1F0:" in (each.findtext(f"{SVG}title") or "")]
+    (x, y), (later, below) = [(float(each.get("x", 0)), float(each.get("y", 0))) for each in found]
+    assert later > x
+    assert below > y
+    assert len({each.get("width") for each in found}) == 1

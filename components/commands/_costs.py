@@ -1,0 +1,86 @@
+"""The options of `drawloom schedule` that say what stages cost."""
+
+import argparse
+from collections.abc import Container
+from pathlib import Path
+from typing import Any, Literal
+
+from drawloom.components.commands._pipeline import Pipeline, needed
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.pipeline.program.timing import Costs, CostTable
+from drawloom.components.planning.calibrate import at_hand
+from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units, slices_of
+from drawloom.components.planning.traces import Measured, measured
+from drawloom.graph import UserError
+from drawloom.graph.project import Project, Recipe
+
+MOST_COST = 1e9  # sums of costs have to be finite, and differences of small ones to be seen beside them
+
+OPS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
+FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # those that may cost nothing
+
+Given = dict[str, float] | Literal["plan"] | Path
+"""Costs by setting, or where they come from: a plan, or a run folder with traces."""
+
+
+def parse(text: str) -> Given:
+    """Parse `plan`, the path of a run folder, or F=1,I=1. Raises ArgumentTypeError, as argparse expects it."""
+    if text == "plan":
+        return "plan"
+    if "=" not in text and Path(text).is_dir():
+        return Path(text)
+    costs: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        try:
+            costs[(OPS | FREE)[key.strip()]] = number = float(value)
+        except (KeyError, ValueError):
+            known = f"{', '.join(OPS | FREE)}, `plan`, or a run folder"
+            raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
+        if not (0 <= number <= MOST_COST and (number or key.strip() in FREE)):
+            least = "F, B, I and W cost more than 0, all else 0 or more"
+            raise argparse.ArgumentTypeError(f"{part!r}: {least}, and none more than {MOST_COST:g}")
+    return costs
+
+
+def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
+    """What `--costs` names; a UserError for a plan without a recipe."""
+    if isinstance(options.costs, dict):
+        return Units(Costs(**options.costs))
+    if isinstance(options.costs, Path):
+        return Traced(of_run(options.costs, project))
+    if recipe is None:
+        raise UserError("--costs plan is the plan of a recipe; write a recipe, or costs such as F=1,I=1,W=1", 2)
+    return Planned(recipe, device_model(options.device) if options.device else at_hand())
+
+
+def of_run(folder: Path, project: Project) -> Measured:
+    """The step that a run has traced, with the program of its recipe."""
+    found = Pipeline.of(Recipe.load(folder, project=project))
+    return measured(folder, found.schedule.program(found.ranks, needed(found.microbatches)))
+
+
+def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
+    """The settings of a schedule that say what stages cost: all of `auto`, and `comm` of those laid in a V."""
+    if "slices" in fields:
+        if isinstance(source, Units):
+            given = source.given
+            names = ("forward", "backward_input", "backward_weight", "comm")
+            return {name: getattr(given, name) for name in names}
+        return slices_of(_table(source, ranks))
+    if "comm" in fields:
+        costs = source.costs(ranks, 2)
+        forward = costs.lengths[:, 0].mean() if isinstance(costs, CostTable) else costs.forward
+        return {"comm": float(costs.comm / forward)}
+    return {}
+
+
+def _table(source: CostSource, ranks: int) -> CostTable:
+    """Costs of two slices for each rank; of one, where the model has too few layers."""
+    try:
+        found = source.costs(ranks, 2)
+    except UserError:
+        found = source.costs(ranks, 1)
+    if not isinstance(found, CostTable):
+        raise TypeError(f"{type(source).__name__} has no table")
+    return found

@@ -1,0 +1,55 @@
+"""The pipeline of a recipe: its schedule, ranks and microbatches."""
+
+import math
+
+import attrs
+
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.graph import UserError
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.project import Recipe
+
+
+@attrs.frozen
+class Pipeline:
+    """A schedule, the name of its component, ranks of a pipeline, and microbatches of a step, None if not known."""
+
+    use: str
+    schedule: Schedule
+    ranks: int
+    microbatches: int | None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Pipeline":
+        """That of a recipe; UserError if it has not exactly one schedule and mesh."""
+        graph = recipe.graph
+        name = only(graph, Schedule)
+        ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
+        with recipe.open(name) as opened:
+            return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))
+
+
+def only(graph: Graph, port: type) -> str:
+    """The name of the node that implements a port; UserError if there is not exactly one."""
+    names = graph.implementers(port)
+    if len(names) != 1:
+        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
+    return names[0]
+
+
+def microbatches_of(graph: Graph) -> int | None:
+    """Microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
+    mesh = graph.nodes[only(graph, Mesh)].settings
+    replicas = math.prod(size for key in ("data_replicate", "data_shard") if isinstance(size := mesh.get(key), int))
+    for node in graph.nodes.values():
+        if {"global_size", "micro_size"} <= node.settings.keys():
+            return max(1, int(node.settings["global_size"]) // (int(node.settings["micro_size"]) * replicas))
+    return None
+
+
+def needed(microbatches: int | None) -> int:
+    """Microbatches of a step; UserError if they are not known."""
+    if microbatches is None:
+        raise UserError("how many microbatches? Write --microbatches 8", 2)
+    return microbatches

@@ -1,0 +1,128 @@
+"""The timeline of a step that a run's profiler has traced: when each action of the pipeline began and ended."""
+
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.timing import Costs, CostTable, dependencies
+from drawloom.components.pipeline.runtime.p2p import WAIT
+from drawloom.components.pipeline.simulation.simulator import Simulation
+from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
+from drawloom.graph import UserError
+
+FILE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
+STEP = re.compile(r"step \d+")
+Span = tuple[float, float]
+"""Start and end, in seconds."""
+
+
+@attrs.frozen(eq=False)
+class Measured:
+    """A traced step: the program, and when each of its actions (actions,) began and ended, in seconds."""
+
+    program: Program
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+
+    @property
+    def simulation(self) -> Simulation:
+        """The same as a timeline that can be drawn and summed up."""
+        return Simulation(self.program, Costs(), "free", self.start, self.end)
+
+    def table(self) -> CostTable:
+        """
+        The median seconds of every stage's ops, and of messages the least time between a result and its use.
+
+        A whole backward pass counts half as input gradients and half as weight gradients where a stage had none apart.
+        """
+        lengths = np.full((self.program.stages, len(OPS)), np.nan)
+        for stage, op in {*zip(self.program.stage.tolist(), self.program.op.tolist(), strict=True)}:
+            chosen = (self.program.stage == stage) & (self.program.op == op)
+            lengths[stage, op] = np.median((self.end - self.start)[chosen])
+        whole, inputs, weights = (lengths[:, op] for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+        whole[:] = np.where(np.isnan(whole), inputs + weights, whole)
+        for part in (inputs, weights):
+            part[:] = np.where(np.isnan(part), whole / 2, part)
+        return CostTable(comm=self._message(), lengths=lengths)
+
+    def _message(self) -> float:
+        produces, consumes, delay = dependencies(self.program, Costs(comm=1.0))
+        ready = np.zeros(int(produces.max(initial=0)) + 1)
+        ready[produces] = self.end
+        between = self.start - ready[consumes]
+        return max(0.0, float(between[delay > 0].min(initial=np.inf))) if (delay > 0).any() else 0.0
+
+
+def measured(folder: Path, program: Program) -> Measured:
+    """
+    The last step of the newest trace of a run, whose ranks do a program; UserError if there is none, or of another one.
+
+    Of ranks that have the same stages, the first one counts.
+    """
+    program = with_whole_backwards(program)
+    paths = _newest(folder)
+    ranks = [_actions(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
+    spans: list[Span] = []
+    for rank, found in enumerate(ranks):
+        for row in range(*program.bounds[rank : rank + 2]):
+            if (name := str(program.action(row))) not in found:
+                text = f"has no {name} on rank {rank} of the pipeline"
+                raise UserError(f"{folder}: its trace {text}, so that it is one of another recipe; trace the run again")
+            spans.append(found[name])
+    times = np.array(spans) - min(start for start, _ in spans)
+    return Measured(program, times[:, 0], times[:, 1])
+
+
+def _newest(folder: Path) -> Sequence[Path]:
+    """The files of the newest trace, by rank."""
+    traces: dict[tuple[int, int], dict[int, Path]] = {}
+    for path in (folder / "traces").glob("*.json.gz"):
+        if found := FILE.fullmatch(path.name):
+            first, last, rank = map(int, found.groups())
+            traces.setdefault((last, first), {})[rank] = path
+    if not traces:
+        text = "it has no traces; let its recipe extend with_profiler, or add the node listeners.profiler"
+        raise UserError(f"{folder}: {text}, and run some steps", 2)
+    newest = traces[max(traces)]
+    return [newest[rank] for rank in sorted(newest)]
+
+
+def _actions(path: Path) -> dict[str, Span]:
+    """By name, the spans of the actions of the last step in a trace, without their waits; on the GPU if it has one."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            trace = json.load(file)
+        base = trace.get("baseTimeNanoseconds", 0)
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        ranges = [event for event in events if event.get("cat") == "gpu_user_annotation"]
+        ranges = ranges or [event for event in events if event.get("cat") == "user_annotation"]
+        spans = sorted((*_span(event, base), event["name"]) for event in ranges)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} can't be read as a trace: {error}; trace the run again") from error
+    start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
+    waits = [(begin, end) for begin, end, name in spans if name == WAIT and begin >= start]
+    found: dict[str, Span] = {}
+    for begin, end, name in spans:
+        if begin >= start:
+            # A validation in the same step comes later, with forwards of the same names.
+            found.setdefault(name, (_without(waits, begin, end), end))
+    return found
+
+
+def _span(event: Mapping[str, Any], base: int) -> Span:
+    # Nanoseconds since 1970 have more digits than a float; those of a day don't.
+    start = base % (86_400 * 10**9) / 1e9 + float(event["ts"]) / 1e6
+    return start, start + float(event["dur"]) / 1e6
+
+
+def _without(waits: Sequence[Span], begin: float, end: float) -> float:
+    """When an action begins to compute: after the waits inside of it."""
+    return max((until for start, until in waits if begin <= start and until <= end), default=begin)

@@ -1,0 +1,39 @@
+"""Options that say what stages cost."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from drawloom import Recipe
+from drawloom.components.commands._costs import parse, settings_for, source
+from drawloom.components.pipeline.program.timing import Costs
+from drawloom.components.planning.cost_sources import Planned, Units
+from support.plans import RECIPE
+
+
+def test_costs_are_numbers_a_plan_or_a_folder(tmp_path: Path) -> None:
+    """Anything else is refused with an example."""
+    assert parse("F=2,comm=0.5") == {"forward": 2.0, "comm": 0.5}
+    assert (parse("plan"), parse(str(tmp_path))) == ("plan", tmp_path)
+    with pytest.raises(argparse.ArgumentTypeError, match="or a run folder"):
+        parse("nowhere")
+
+
+def test_schedules_learn_what_they_have_settings_for() -> None:
+    """Auto all costs, those in a V the time of a message in forwards of one of two stages, others nothing."""
+    units = Units(Costs(2, 3, 4, comm=0.5))
+    auto = {"slices", "forward", "comm"}
+    assert settings_for(auto, units, 4) == {"forward": 2, "backward_input": 3, "backward_weight": 4, "comm": 0.5}
+    assert settings_for({"comm"}, units, 4) == {"comm": 0.5}
+    assert settings_for({"stages_per_rank"}, units, 4) == {}
+
+
+def test_a_model_of_few_layers_has_a_slice_for_each_rank() -> None:
+    """Two for each where it has enough."""
+    options = argparse.Namespace(costs="plan", device="cpu")
+    for layers, slices in ((2, 2), (4, 4)):
+        recipe: Recipe = RECIPE.with_values({"model": {"num_hidden_layers": layers}})
+        planned = source(options, recipe.project, recipe)
+        assert isinstance(planned, Planned)
+        assert len(settings_for({"slices"}, planned, 2)["slices"]) == slices

@@ -1,0 +1,26 @@
+"""The pipeline of a recipe."""
+
+import pytest
+
+from drawloom import Recipe
+from drawloom.components.commands._pipeline import Pipeline, microbatches_of, needed, only
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.run import Phase
+from drawloom.graph import UserError
+
+
+def test_a_recipe_has_a_pipeline() -> None:
+    """Its schedule, its ranks, and the microbatches of one replica."""
+    found = Pipeline.of(Recipe.load("pipeline", "mesh.data_replicate=2"))
+    assert (found.use, found.ranks, found.microbatches) == ("pipeline.schedules.one_f_one_b", 2, 4)
+
+
+def test_what_is_missing_is_told() -> None:
+    """Instead of a guess."""
+    graph = Recipe.load("first_run").graph
+    assert microbatches_of(graph) is not None
+    assert only(graph, Schedule) == "schedule"
+    with pytest.raises(UserError, match="nodes that are a Phase; one is required"):
+        only(graph, Phase)
+    with pytest.raises(UserError, match="how many microbatches"):
+        needed(None)

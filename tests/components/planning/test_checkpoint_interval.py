@@ -1,0 +1,36 @@
+"""How often to save."""
+
+from unittest import mock
+
+import pytest
+
+from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.checkpoint_interval import Interval, interval, save_seconds
+from drawloom.components.planning.nodes import Nodes
+from drawloom.components.planning.plan import plan
+from support.plans import RECIPE
+
+
+def test_no_other_number_of_steps_loses_less() -> None:
+    """Of a job on one host and of one on four, which fails four times as often, and so saves twice as often."""
+    intervals = {}
+    for ranks in (1, 32):
+        recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
+        planned = plan(recipe, device_model("h100"), ranks)
+        found = interval(Nodes.of(recipe), planned, mtbf=3.6e6, cost=2.0)
+        assert found.between_failures == 3.6e6 / -(-ranks // 8)
+        intervals[ranks] = found.every * found.step
+        for other in (found.every * 2, found.every // 2, found.every * 1.1):
+            assert Interval(found.node, round(other), 2.0, found.between_failures, found.step).lost > found.lost
+        assert found.toml == f"checkpoint.every = {found.every}"
+    assert intervals[1] == pytest.approx(2 * intervals[32], rel=0.01)
+
+
+def test_a_save_takes_longer_without_staging() -> None:
+    """The disk is slower than the memory of a host; moments and weights count, gradients do not."""
+    planned = plan(RECIPE, device_model("cpu"))
+    kept = planned.memory[0].kept
+    size = kept["parameters"] + kept["optimizer_state"]
+    assert save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)
+    with mock.patch.object(Nodes, "has", return_value=False):
+        assert save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 2e9)

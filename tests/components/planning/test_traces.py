@@ -1,0 +1,59 @@
+"""Traces of runs as timelines."""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.pipeline.runtime.p2p import WAIT
+from drawloom.components.planning.traces import measured
+from drawloom.graph import UserError
+
+PROGRAM = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
+RANKS = (
+    {"step 3": (0, 90), "0F0": (0, 10), "step 4": (100, 160), "0F0 ": (110, 130), "0B0": (131, 155), WAIT: (132, 145)},
+    {"step 4": (100, 160), "1F0": (112, 138), WAIT: (113, 134), "1I0": (138, 143), "1W0": (143, 150)},
+)
+
+
+def write(folder: Path, rank: int, spans: Mapping[str, tuple[float, float]], base: int = 7 * 10**9) -> None:
+    """A trace as torch writes it, of spans in microseconds; spaces behind a name tell equal ones apart."""
+    (folder / "traces").mkdir(exist_ok=True)
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name.strip(), "ts": start - rank * 1e6, "dur": end - start}
+        for name, (start, end) in spans.items()
+    ]
+    others = [{"ph": "X", "cat": "cpu_op", "name": "0F0", "ts": 101, "dur": 1}, {"ph": "M", "name": "process_name"}]
+    trace = {"baseTimeNanoseconds": base + rank * 10**9, "traceEvents": [*others, *events]}
+    with gzip.open(folder / f"traces/steps-3-4-rank-{rank}.json.gz", "wt") as file:
+        json.dump(trace, file)
+
+
+def test_the_last_step_is_read_without_waits(tmp_path: Path) -> None:
+    """On one clock, whichever origin each rank's trace has; a message takes the least time from its end to its use."""
+    for rank, spans in enumerate(RANKS):
+        write(tmp_path, rank, spans)
+    found = measured(tmp_path, PROGRAM)
+    assert (found.start * 1e6).round(3).tolist() == [0, 35, 24, 28, 33]
+    assert (found.end * 1e6).round(3).tolist() == [20, 45, 28, 33, 40]
+    table = found.table()
+    assert (table.lengths[1] * 1e6).round(3).tolist() == [4, 12, 5, 7]
+    assert (table.lengths[0] * 1e6).round(3).tolist() == [20, 10, 5, 5]
+    assert table.comm * 1e6 == pytest.approx(2)
+    assert found.simulation.makespan * 1e6 == pytest.approx(45)
+
+
+def test_what_is_no_trace_of_the_program_is_told(tmp_path: Path) -> None:
+    """No folder, another recipe, a broken file: one sentence each."""
+    with pytest.raises(UserError, match="has no traces; let its recipe"):
+        measured(tmp_path, PROGRAM)
+    for rank, spans in enumerate(RANKS):
+        write(tmp_path, rank, spans)
+    with pytest.raises(UserError, match="no 0F1 on rank 0 of the pipeline"):
+        measured(tmp_path, read_program("0: 0F0 0F1 0B0 0B1\n"))
+    (tmp_path / "traces/steps-3-4-rank-1.json.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(UserError, match="can't be read as a trace"):
+        measured(tmp_path, PROGRAM)
