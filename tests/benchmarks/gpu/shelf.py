@@ -34,7 +34,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         _tokenizer(place / "tokenizer")
-        _drawloom(place, "tokenize", "first_run", "-o", "store", f"tokenizer={_inline(place)}")
+        source, tokenizer = str(Path(os.__file__).parent / "*.py"), str(place / "tokenizer" / "tokenizer.json")
+        _drawloom(place, "tokenize", source, "--to", "store", "--tokenizer", tokenizer, "--end-token", "<end>")
         for name, (ranks, words) in MODELS.items():
             if ranks <= GPUS and (not wanted or name in wanted):
                 print(f"{name:16}{_line(place, name, ranks, words)}", flush=True)
@@ -50,10 +51,6 @@ def _tokenizer(folder: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<end>"], initial_alphabet=alphabet)
     made.train([str(path) for path in sorted(Path(os.__file__).parent.glob("*.py"))], trainer)
     made.save(str(folder / "tokenizer.json"))
-
-
-def _inline(place: Path) -> str:
-    return f'{{use="data.hugging_face_tokenizer", path="{place / "tokenizer"}", end_token="<end>"}}'
 
 
 def _drawloom(place: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
