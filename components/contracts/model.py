@@ -1,13 +1,10 @@
 """Contracts of the ports of models, their kernels and their parameters."""
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.experts import Dispatcher, ExpertKernels
 from drawloom.components.ports.model import (
     AveragedWeights,
     BatchContext,
@@ -92,94 +89,6 @@ def linear_cross_entropy(kernels: Kernels) -> None:
 def zero_rows_are_fine(kernels: Kernels) -> None:
     """Zero rows give zero rows."""
     expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "zero rows give another shape")
-
-
-def swiglu_halves(kernels: ExpertKernels) -> None:
-    """swiglu of the first half of the channels, which is the gate, and of the second; times the scale of each row."""
-    both, scale = _random(5, 16), _random(5)
-    gate, up = both.double().chunk(2, -1)
-    _expect_close(kernels.swiglu_halves(both), gate * gate.sigmoid() * up)
-    _expect_close(kernels.swiglu_halves(both, scale), gate * gate.sigmoid() * up * scale.double()[:, None])
-
-
-# Choices of 4 tokens among 3 experts; one is dropped, and expert 1 is chosen once.
-CHOICES = torch.tensor([[0, 2], [1, -1], [2, 0], [2, 0]])
-ENDS = [3, 4, 7]
-
-
-def rows_are_sorted_by_expert(kernels: ExpertKernels) -> None:
-    """Each choice has a row among those of its expert, which holds the token and the choice's probability."""
-    x, probabilities = _random(4, 8), _random(4, 2)
-    routes = kernels.moe_routes(CHOICES, 3)
-    expect(routes[2].tolist() == ENDS, f"the rows of experts end at {routes[2].tolist()}, not at {ENDS}")
-    rows, chances = kernels.moe_permute(x, probabilities, routes)
-    for token, choice in (CHOICES >= 0).nonzero().tolist():
-        row, expert = int(routes[0][token, choice]), int(CHOICES[token, choice])
-        expect([0, *ENDS][expert] <= row < ENDS[expert], f"a choice of expert {expert} has row {row}")
-        _expect_close(rows[row], x[token])
-        _expect_close(chances[row], probabilities[token, choice])
-
-
-def rows_are_added_up_by_token(kernels: ExpertKernels) -> None:
-    """The rows of a token's choices, times their probabilities if given, are summed; dropped choices add nothing."""
-    x, probabilities = _random(4, 8), _random(4, 2)
-    routes = kernels.moe_routes(CHOICES, 3)
-    rows, _ = kernels.moe_permute(x, probabilities, routes)
-    chosen = (CHOICES >= 0).double()
-    _expect_close(kernels.moe_unpermute(rows, routes), x.double() * chosen.sum(1, keepdim=True))
-    weights = (chosen * probabilities.double()).sum(1, keepdim=True)
-    _expect_close(kernels.moe_unpermute(rows, routes, probabilities), x.double() * weights)
-
-
-def rows_without_a_choice_can_be_cut_off(kernels: ExpertKernels) -> None:
-    """With as many places in the routes as there are choices that are not dropped, as many rows are made and added."""
-    x, probabilities = _random(4, 8), _random(4, 2)
-    dest, source, ends = kernels.moe_routes(CHOICES, 3)
-    routes = dest, source[: ENDS[-1]], ends
-    rows, scale = kernels.moe_permute(x, probabilities, routes)
-    expect((len(rows), len(scale)) == (ENDS[-1], ENDS[-1]), f"of {ENDS[-1]} choices, {len(rows)} rows are made")
-    weights = ((CHOICES >= 0).double() * probabilities.double()).sum(1, keepdim=True)
-    _expect_close(kernels.moe_unpermute(rows * scale[:, None], routes), x.double() * weights)
-
-
-def tokens_get_to_their_experts_and_back(dispatcher: Dispatcher) -> None:
-    """
-    The rows of an expert are the tokens that chose it, each with its probability; what experts make of them is added up
-    by token, and both ways have gradients.
-    """
-    hidden, probabilities = _random(4, 8).requires_grad_(), _random(4, 2).requires_grad_()
-    here = dispatcher.dispatch(hidden, CHOICES, probabilities, 3)
-    expect(here.ends.tolist() == ENDS, f"the rows of experts end at {here.ends.tolist()}, not at {ENDS}")
-    for expert, (first, last) in enumerate(pairwise([0, *ENDS])):
-        wanted = hidden[CHOICES.eq(expert).any(1)]
-        order = [int(torch.cdist(row[None], wanted).argmin()) for row in here.rows[first:last]]
-        expect(sorted(order) == [*range(len(wanted))], f"the rows of expert {expert} are not the tokens that chose it")
-        _expect_close(here.rows[first:last], wanted[order].double())
-    chosen = (CHOICES >= 0).double() * probabilities.double()
-    wanted = hidden.double() * chosen.sum(1, keepdim=True)
-    found = here.combine(here.rows * here.scale[:, None])
-    _expect_close(found, wanted)
-    grads = torch.autograd.grad(found.sum(), (hidden, probabilities))
-    for grad, other in zip(grads, torch.autograd.grad(wanted.sum(), (hidden, probabilities)), strict=True):
-        _expect_close(grad, other.double())
-
-
-def no_tokens_are_no_rows(dispatcher: Dispatcher) -> None:
-    """Without a token no expert has a row, and nothing is given back."""
-    here = dispatcher.dispatch(torch.zeros(0, 8), CHOICES[:0], torch.zeros(0, 2), 3)
-    expect(here.ends.tolist() == [0, 0, 0], f"without tokens, the rows of experts end at {here.ends.tolist()}")
-    found = here.combine(here.rows)
-    expect(found.shape == (0, 8), f"without tokens, {tuple(found.shape)} are given back")
-
-
-def grouped_gemm(kernels: ExpertKernels) -> None:
-    """Each row is multiplied by the matrix of its expert, or by the transposed matrix; an expert may have no rows."""
-    weight, offsets = _random(3, 8, 16), torch.tensor([2, 2, 5], dtype=torch.int32)
-    expert_of_row = torch.tensor([0, 0, 2, 2, 2])
-    for x, transposed in ((_random(5, 8), False), (_random(5, 16), True)):
-        matrices = weight.double()[expert_of_row]
-        wanted = torch.einsum("ri,roi->ro" if transposed else "ri,rio->ro", x.double(), matrices)
-        _expect_close(kernels.grouped_gemm(x, weight, offsets, transposed), wanted)
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -124,7 +124,7 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(ctx: Any, group: Group, sent: list[int], received: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows that come, (sum(received), ...), of tensors (sum(sent), ...)."""
+        """The rows that come, (received, ...), of tensors (sent, ...)."""
         ctx.group, ctx.sent, ctx.received = group, sent, received
         return tuple(group.all_to_all(tensor, sent, received) for tensor in tensors)
 

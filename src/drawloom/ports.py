@@ -33,6 +33,7 @@ from drawloom.components.ports.distributed import (
     Precision,
     Processes,
     Reduce,
+    SymmetricMemory,
     Timed,
 )
 from drawloom.components.ports.experts import (
@@ -41,6 +42,8 @@ from drawloom.components.ports.experts import (
     ExpertKernels,
     ExpertRouter,
     ObserveRouting,
+    PeerExchange,
+    Peers,
     routers_of,
 )
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
@@ -198,6 +201,8 @@ __all__ = [
     "PackedDataset",
     "Parameters",
     "PartialSchedule",
+    "PeerExchange",
+    "Peers",
     "Pending",
     "Phase",
     "PipelineState",
@@ -237,6 +242,7 @@ __all__ = [
     "Stateful",
     "Step",
     "Stop",
+    "SymmetricMemory",
     "TensorGroup",
     "TensorSlice",
     "Timed",

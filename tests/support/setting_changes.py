@@ -437,6 +437,7 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
+    "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "pipeline.stages": Row(
         runs.stages_of,
         {},

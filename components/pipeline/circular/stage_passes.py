@@ -56,6 +56,7 @@ class StagePasses:
 class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: StagePasses, stage: int, microbatch: int, token: Tensor, given: Tensor) -> Tensor:
+        """What the stage gives, (...), for an input (...); the token is 0-dimensional."""
         ctx.of = passes, stage, microbatch
         return passes.run(stage, microbatch, given)
 

@@ -20,9 +20,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
-    """Each name leads to something that can be called, and those of attention to a function with that of its mask."""
+    """Each name leads to something that can be called; of attention and of exchanges, to several functions."""
     found = load(operation, name)
-    functions = found if operation == "attention" else [found]
+    parts = (
+        [getattr(found, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
+        if (operation == "moe_peers")
+        else []
+    )
+    functions = found if operation == "attention" else parts or [found]
     assert all(map(callable, functions))
 
 
