@@ -143,15 +143,17 @@ class Table:
         if self.items:
             self._clear_for(data.get("use"))
         items = self.items
+        known = dict(items)  # mostly empty: a table of a recipe that extends no other
         for key, value in data.items():
-            below = items.get(key)
+            below = known.get(key) if known else None
             if isinstance(value, dict):
                 where = (*path, key)
                 if not isinstance(below, Table):  # a table replaces a value, whose history ends here
                     below = items[key] = Table(layer, where)
                 below.merge(value, layer, where)
             else:
-                items[key] = Leaf(value, layer, path, key, below if isinstance(below, Leaf) else None)
+                before = None if below is None or isinstance(below, Table) else below
+                items[key] = Leaf(value, layer, path, key, before)
 
     def _clear_for(self, use: object) -> None:
         old = self.use

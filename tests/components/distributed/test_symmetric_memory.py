@@ -1,0 +1,52 @@
+"""Memory that the ranks of a group share."""
+
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.graph import UserError
+from support.processes import run_ranks
+
+
+def _shared(folder: str) -> tuple[list[int], list[str], str]:
+    """What a rank reads of each rank's memory, the files that are left, and the message of a disk that is full."""
+    tempfile.tempdir = folder
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        group = processes.group("pair", [[0, 1]])
+        memory = group.symmetric_memory(16)
+        memory.parts[group.rank].fill_(group.rank + 7)
+        memory.barrier()
+        read = [int(part.max()) for part in memory.parts]
+        left = os.listdir(folder)
+        group.gather_json(None)
+        with mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")):
+            try:
+                group.symmetric_memory(16)
+                said = ""
+            except UserError as error:
+                said = str(error)
+        return read, left, said
+    finally:
+        processes.close()
+
+
+def test_each_rank_reads_what_the_others_wrote(tmp_path: Path) -> None:
+    """After a barrier all see the same; the file has no name any more, and a full disk is a message on every rank."""
+    for read, left, said in run_ranks(_shared, 2, str(tmp_path)):
+        assert read == [7, 8] and not left
+        assert "can't share memory with rank 0" in said and "32 bytes free" in said
+
+
+def test_one_process_has_memory_of_its_own() -> None:
+    """A group of one rank has one part, which begins as zeros."""
+    memory = SingleProcess().symmetric_memory(8)
+    memory.barrier()
+    assert len(memory.parts) == 1 and torch.equal(memory.parts[0], torch.zeros(8, dtype=torch.uint8))
