@@ -119,13 +119,20 @@ class Exchange:
         self._half = 1 - self._half
         key = self._half, rows, *columns
         if key not in self._views:
-            needed = sum(_aligned(self.group.size * self.slots * width * dtype.itemsize) for width, dtype in columns)
-            if self._memory is None or 2 * needed > len(self._memory.parts[0]):
-                self._outgrown += [self._memory] if self._memory else []
-                self._memory = self.group.symmetric_memory(2 * needed)
-                self._views.clear()
-            self._views[key] = _views(self._memory.parts, self._half, rows, columns)
+            # An evaluation may be the first to need them, and tensors of inference mode can't be written in training.
+            with torch.inference_mode(False):
+                memory = self._memory_for(columns)
+                self._views[key] = _views(memory.parts, self._half, rows, columns)
         return self._views[key]
+
+    def _memory_for(self, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
+        """Memory with room for a row of these columns from each slot of all ranks, in each half."""
+        needed = sum(_aligned(self.group.size * self.slots * width * dtype.itemsize) for width, dtype in columns)
+        if self._memory is None or 2 * needed > len(self._memory.parts[0]):
+            self._outgrown += [self._memory] if self._memory else []
+            self._memory = self.group.symmetric_memory(2 * needed)
+            self._views.clear()
+        return self._memory
 
     def barrier(self) -> None:
         """What follows sees what all ranks have written to the memory before."""
@@ -143,8 +150,9 @@ class Exchange:
         even = self.slots * dest.shape[1]
         room = min(math.ceil(capacity * even), len(source))
         if self._most_rows is None:
-            there = torch.zeros(1, dtype=ends.dtype, device=ends.device)
-            self._most_rows = there, torch.zeros(1, dtype=ends.dtype, pin_memory=ends.is_cuda)
+            with torch.inference_mode(False):
+                there = torch.zeros(1, dtype=ends.dtype, device=ends.device)
+                self._most_rows = there, torch.zeros(1, dtype=ends.dtype, pin_memory=ends.is_cuda)
         there, here = self._most_rows
         # What the host has heard of by now, without a wait.
         self._check_rows(int(here), room, even)
