@@ -284,7 +284,7 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
 
 
 def _random_experts(router: Router, scores: Tensor) -> Tensor:
-    """In place of the router's choice by scores (..., experts), of which an untrained one prefers a few for all."""
+    """In place of the router's choice by scores (..., experts): an untrained one gives ranks uneven shares."""
     return torch.rand_like(scores).topk(router.num_experts_per_tok).indices
 
 
