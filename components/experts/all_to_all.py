@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.experts.local import LocalExperts
-from drawloom.components.experts.planned_exchange import planned_dispatch
+from drawloom.components.experts.planned_exchange import without_exchange
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 from drawloom.graph import component
@@ -44,10 +43,8 @@ class AllToAllExperts:
         """
         group = self.mesh.group("expert")
         mine = num_experts // group.size
-        if group.size == 1:
-            return LocalExperts(kernels=self.kernels).dispatch(hidden, chosen, probabilities, mine)
-        if hidden.is_meta:
-            return planned_dispatch(self.kernels, hidden, chosen, probabilities, mine, group.size)
+        if (found := without_exchange(self.kernels, hidden, chosen, probabilities, mine, group.size)) is not None:
+            return found
         journey = self._journey(chosen, mine, group)
         tokens, weights = self._sent(hidden, probabilities, journey)
         here = self._at_experts(chosen, mine, journey)

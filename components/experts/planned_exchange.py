@@ -12,6 +12,19 @@ from drawloom.components.experts.local import LocalExperts
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 
 
+def without_exchange(
+    kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
+) -> Dispatched | None:
+    """
+    What a dispatcher gives where nothing travels: to one rank with all its `experts`, or for meta tensors; else None.
+
+    hidden (tokens, width), chosen and probabilities (tokens, choices).
+    """
+    if ranks == 1:
+        return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
+    return planned_dispatch(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
+
+
 def planned_dispatch(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched:

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.experts.local import LocalExperts
-from drawloom.components.experts.planned_exchange import planned_dispatch
+from drawloom.components.experts.planned_exchange import without_exchange
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
 from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers
 from drawloom.graph import UserError, at_least, component, setting
@@ -63,10 +62,8 @@ class SymmetricExperts:
         """
         group = self.mesh.group("expert")
         mine = num_experts // group.size
-        if group.size == 1:
-            return LocalExperts(kernels=self.kernels).dispatch(hidden, chosen, probabilities, mine)
-        if hidden.is_meta:
-            return planned_dispatch(self.kernels, hidden, chosen, probabilities, mine, group.size)
+        if (found := without_exchange(self.kernels, hidden, chosen, probabilities, mine, group.size)) is not None:
+            return found
         # Memory of its own for each stream: in one stream alone, exchanges are in order.
         stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
         if stream not in self._exchanges:

@@ -116,7 +116,7 @@ class Plan:
 
 
 @attrs.frozen(eq=False)
-class Known:
+class PlanCache:
     """
     What plans of one recipe have in common, if they differ in mesh, sizes, schedule and recomputation alone.
 
@@ -136,19 +136,19 @@ class TooLarge(UserError):
         self.bytes = size
 
 
-def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None, known: Known | None = None) -> Plan:
+def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None, cache: PlanCache | None = None) -> Plan:
     """
     The plan of a recipe for a device; without `ranks`, for as many as its mesh has at least.
 
-    With what is `known` of others it is made faster; then TooLarge is raised where parameters alone do not fit. Raises
-    RecipeError for a recipe with errors, and UserError for one that can't be planned.
+    With a `cache` of plans of the same recipe it is made faster; then TooLarge is raised where parameters alone do not
+    fit. Raises RecipeError for a recipe with errors, and UserError for one that can't be planned.
     """
     nodes = Nodes.of(recipe)
     mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
     with opened(nodes, device, mesh) as planned:
-        if known is None:
+        if cache is None:
             return planned.plan()
-        planned.known, planned.at_most = known, device.memory
+        planned.cache, planned.at_most = cache, device.memory
         return planned.plan()
 
 
@@ -169,7 +169,7 @@ class Planner:
     device: DeviceModel
     mesh: PlannedMesh
     objects: Mapping[str, Any]
-    known: Known = attrs.field(factory=Known)
+    cache: PlanCache = attrs.field(factory=PlanCache)
     at_most: int = 0
 
     def plan(self) -> Plan:
@@ -225,9 +225,9 @@ class Planner:
 
     def _views(self, program: Program) -> list[RankView]:
         key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank
-        if key not in self.known.views:
-            self.known.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
-        return [attrs.evolve(view, microbatches=program.microbatches) for view in self.known.views[key]]
+        if key not in self.cache.views:
+            self.cache.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
+        return [attrs.evolve(view, microbatches=program.microbatches) for view in self.cache.views[key]]
 
     def _of_rank(self, index: int, program: Program) -> "RankView":
         mesh = self.mesh.at(index)
@@ -256,7 +256,7 @@ class Planner:
             lambda dimension: link(self.mesh, self.device, dimension),
             attended(self._counted, self.nodes.length),
             tuple((self.mesh.size(name), link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
-            self.known.recordings,
+            self.cache.recordings,
         )
         recompute = self.nodes.settings(self.nodes.stages)["recompute"]
         parts = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}

@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.plan import Known, Plan, TooLarge, plan
+from drawloom.components.planning.plan import Plan, PlanCache, TooLarge, plan
 from drawloom.components.planning.remedies import Values, toml_lines
 from drawloom.components.ports.run import Batching
 from drawloom.graph import RecipeError, UserError
@@ -65,12 +65,12 @@ def _order(found: Found) -> tuple[int, int]:
 
 @attrs.define(eq=False)
 class _Search:
-    """Plans of a recipe on some ranks, which share what is known of its model."""
+    """Plans of a recipe on some ranks, which share a cache."""
 
     nodes: Nodes
     device: DeviceModel
     ranks: int
-    known: Known = attrs.field(factory=Known)
+    cache: PlanCache = attrs.field(factory=PlanCache)
     too_large: list[tuple[int, dict[str, Any]]] = attrs.field(factory=list)
     best: float = math.inf
 
@@ -110,7 +110,7 @@ class _Search:
     def _of_size(self, mesh: dict[str, Any], rows: int, schedule: str) -> Found | None:
         found = None
         for policy in POLICIES:
-            found = self._planned(mesh, rows, schedule, policy, self.known) or found
+            found = self._planned(mesh, rows, schedule, policy, self.cache) or found
             if found is None:
                 break
             if found.plan.fits:
@@ -121,7 +121,7 @@ class _Search:
         return found
 
     def _planned(
-        self, mesh: dict[str, Any], rows: int, schedule: str, policy: str, known: Known | None
+        self, mesh: dict[str, Any], rows: int, schedule: str, policy: str, cache: PlanCache | None
     ) -> Found | None:
         """The plan with these settings; None if they make no sense for this recipe. Raises TooLarge if it can't fit."""
         nodes, sync = self.nodes, mesh["data_shard"] > 1 and mesh["pipeline"] == 1
@@ -133,7 +133,7 @@ class _Search:
         if schedule:
             values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
         try:
-            return Found(values, plan(nodes.recipe.with_values(values), self.device, self.ranks, known))
+            return Found(values, plan(nodes.recipe.with_values(values), self.device, self.ranks, cache))
         except TooLarge:
             raise
         except (RecipeError, UserError):

@@ -69,7 +69,7 @@ class StageMeter:
     links: Links
     attended: float
     known_by: Hashable = ()
-    known: Recordings = attrs.field(factory=dict)
+    recordings: Recordings = attrs.field(factory=dict)
     _inputs: tuple[Tensor, Any, Batch] | None = None
     _hidden: Any = None
 
@@ -99,10 +99,10 @@ class StageMeter:
         What blocks share, such as masks, the first one has kept, so that another adds what is its own, in any stage.
         """
         key = ("another", self.rows, self.known_by, stage.recompute == "selective", *first, example, "I" in alone)
-        if key not in self.known:
+        if key not in self.recordings:
             both = self._recorded(stage, [*first, example], "I" in alone)
-            self.known[key] = {op: both[op].plus(alone[op], -1) for op in alone}, both
-        found: tuple[Passes, Passes] = self.known[key]
+            self.recordings[key] = {op: both[op].plus(alone[op], -1) for op in alone}, both
+        found: tuple[Passes, Passes] = self.recordings[key]
         return found
 
     def _recorded(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
@@ -112,12 +112,12 @@ class StageMeter:
         passes: Passes = {}
         for in_parts in (False, True) if split else (False,):
             key = (self.rows, self.known_by, *what, around, tuple(blocks), in_parts)
-            if key not in self.known:
+            if key not in self.recordings:
                 with _only(self.blocks(stage.module), blocks):
                     policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
                     found = self._passes(attrs.evolve(stage, recompute=policy), in_parts)
-                self.known[key] = found, self._hidden
-            more, self._hidden = self.known[key]
+                self.recordings[key] = found, self._hidden
+            more, self._hidden = self.recordings[key]
             passes |= more
         return passes
 

@@ -15,16 +15,14 @@ from torch import Tensor
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.moe_peers import Peers
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.moe_permute import gather_into, spread_token, tile_settings
+from drawloom.kernels.triton.moe_permute import gather_into, row_settings, spread_token, tile_settings
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 ENTRIES = 1024
-"""Choices that a program of the first part handles."""
+"""Choices that a program of `choices` or `limit` handles."""
 
-FLOAT = torch.float32
-
-SPREAD, SUM = 512, 1024
-"""Elements for each warp."""
+A_WARP = 1024
+"""Elements for each warp that copies or sums whole rows."""
 
 
 class PeerExchangeTriton:
@@ -39,7 +37,6 @@ class PeerExchangeTriton:
         top_k = others[0].shape[1] if others else 0
         scalars, choices = others or (None, None)
         to_scalars, to_choices = shown[1:] if others else (None, None)
-        block = next_power_of_2(min(max(width, 16), 4096))
         _publish_kernel[(slots,)](
             hidden,
             scalars,
@@ -52,8 +49,7 @@ class PeerExchangeTriton:
             hidden.stride(0) if len(hidden) else width,
             CHOICES=top_k,
             TOGETHER=next_power_of_2(max(top_k, 1)),
-            BLOCK=block,
-            num_warps=max(1, min(block // SUM, 8)),
+            **row_settings(width, A_WARP),
         )
 
     @staticmethod
@@ -73,7 +69,8 @@ class PeerExchangeTriton:
     def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
         """Routes to `room` rows at most, and NaN or 0, float32 (1,)."""
         dest_row, source_choice, offsets = routes
-        limited, ends, flag = torch.empty_like(dest_row), torch.empty_like(offsets), most.new_empty(1, dtype=FLOAT)
+        limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
+        flag = most.new_empty(1, dtype=torch.float32)
         grid = (max(1, triton.cdiv(dest_row.numel(), ENTRIES)),)
         _limit_kernel[grid](
             dest_row,
@@ -107,7 +104,7 @@ class PeerExchangeTriton:
                 of_rows,
                 len(like),
                 like.shape[1],
-                **tile_settings(dest_row, like.shape[1], SPREAD),
+                **tile_settings(dest_row, like.shape[1]),
             )
         return rows, of_rows
 
@@ -127,7 +124,6 @@ class PeerExchangeTriton:
         found = None if by_choice is None else by_choice[0][0].new_empty(chosen.shape)
         if len(chosen):
             top_k = chosen.shape[1]
-            block = next_power_of_2(min(max(like.shape[1], 16), 4096))
             _sums_kernel[(len(chosen),)](
                 staged[1],
                 None if by_choice is None else by_choice[1],
@@ -140,9 +136,8 @@ class PeerExchangeTriton:
                 RANKS=len(staged[0]),
                 CHOICES=top_k,
                 TOGETHER=next_power_of_2(max(top_k, 1)),
-                BLOCK=block,
-                num_warps=max(1, min(block // SUM, 8)),
                 enable_fp_fusion=True,
+                **row_settings(like.shape[1], A_WARP),
             )
         return total, found
 

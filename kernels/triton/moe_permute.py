@@ -22,7 +22,7 @@ from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power
 TILE = 4096
 """Elements of all choices that a program holds at a time."""
 
-SPREAD, GATHER = 512, 512
+A_WARP = 512
 """Elements for each warp."""
 
 FILLERS = 64
@@ -146,7 +146,7 @@ def _spread(
         x.stride(0),
         0 if others is None else as_rows(others).stride(0),
         WEIGHTED=weighted,
-        **tile_settings(dest_row, x.shape[1], SPREAD),
+        **tile_settings(dest_row, x.shape[1]),
     )
     return rows, of_rows, products
 
@@ -200,18 +200,23 @@ def gather_into(
         rows.stride(0),
         CHOICES=dest_row.shape[1],
         TOGETHER=next_power_of_2(dest_row.shape[1]),
-        BLOCK=(block := min(max(16, next_power_of_2(rows.shape[1])), TILE)),
-        num_warps=max(1, min(block // GATHER, 8)),
         enable_fp_fusion=True,
+        **row_settings(rows.shape[1]),
     )
 
 
-def tile_settings(dest_row: Tensor, width: int, a_warp: int) -> dict[str, Any]:
+def row_settings(width: int, a_warp: int = A_WARP) -> dict[str, Any]:
+    """The block of columns that a program handles at a time of a row of `width` elements, `a_warp` for each warp."""
+    block = min(max(16, next_power_of_2(width)), TILE)
+    return {"BLOCK": block, "num_warps": max(1, min(block // a_warp, 8))}
+
+
+def tile_settings(dest_row: Tensor, width: int) -> dict[str, Any]:
     """Tile sizes for dest_row (tokens, top_k): all choices of a token, to a power of 2, by a block of columns."""
     choices = dest_row.shape[1]
     together = next_power_of_2(choices)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
-    warps = max(1, min(together * block // a_warp, 8))
+    warps = max(1, min(together * block // A_WARP, 8))
     return {"CHOICES": choices, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 
 

@@ -5,7 +5,7 @@ from support.cpu_time import by_turns_ms
 from support.layered import by_hand, by_recipe, recipe_text
 
 LIMITS = {1000: 15, 10000: 20}
-"""How many times as long a recipe of so many nodes may take as the same objects made by hand."""
+"""By the number of nodes: the most time that a recipe may take, in times of the same objects made by hand."""
 
 
 def main() -> None:

@@ -110,6 +110,15 @@ def test_mixed_precision_is_that_of_one_process() -> None:
             assert (grad - one["grads"][name]).norm() < 0.01 * one["grads"][name].norm(), name
 
 
+def test_passes_that_are_computed_again_exchange_tokens_again() -> None:
+    """With recomputation of blocks, by collectives and by shared memory, steps are those of one process."""
+    sizes = {"data_shard": 2, "expert": 2, "pipeline": 1}
+    common = "cpu", pipelines.FLOAT64, 3, LAYERS, (4, 1), EXPERTS, ["blocks"]
+    ranks = run_ranks(pipelines.steps, 2, [PLAIN, SYMMETRIC], sizes, *common, timeout=120)
+    for number, case in enumerate((PLAIN, SYMMETRIC)):
+        pipelines.assert_same_steps([found[number] for found in ranks], whole(case, (4, 1)))
+
+
 def test_each_rank_holds_its_experts_alone(meshed: list[list[list[dict[str, Any]]]]) -> None:
     """A rank has its part of each layer's experts; ranks that have the same ones, if anything is sharded, slices."""
     for place, mesh in enumerate(MESHES):

@@ -8,7 +8,7 @@ import tomli
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.plan import Known, TooLarge, plan
+from drawloom.components.planning.plan import PlanCache, TooLarge, plan
 from drawloom.components.planning.search import search, search_text
 
 RECIPE = Recipe.load(
@@ -45,4 +45,4 @@ def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
     assert not any(each.plan.fits for each in found)
     assert sizes == sorted(sizes)
     with pytest.raises(TooLarge, match="bytes besides activations"):
-        plan(RECIPE, small, 1, Known())
+        plan(RECIPE, small, 1, PlanCache())

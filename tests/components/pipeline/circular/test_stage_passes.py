@@ -16,7 +16,7 @@ class Shards:
 
 
 class Runner:
-    """A stage that triples what it is given, and notes what it is told."""
+    """A stage whose output is three times its input; it records each unshard and each reduction."""
 
     last = False
 
@@ -48,7 +48,7 @@ class Inputs:
 
 @pytest.mark.parametrize("by_microbatch", [False, True])
 def test_shards_are_gathered_first_and_reduced_with_the_last_backward(by_microbatch: bool) -> None:
-    """A stage is gathered once; its last backward pass is told to be final, and others reduce if they are to."""
+    """A stage is gathered once, and its last backward pass reduces; earlier ones do so where shards want it."""
     runner: Any = Runner()
     runner.shards.by_microbatch = by_microbatch
     inputs: Any = [Inputs(), Inputs()]
