@@ -229,13 +229,13 @@ def summary(events: Any) -> dict[str, float]:
             (messages if "nccl" in event.name().lower() else compute).append((start, end))
         elif event.name() in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"):
             waits += 1
-    busy, moving = list(_union(compute)), list(_union(messages))
+    busy, moving = list(union(compute)), list(union(messages))
     hidden = sum(max(0.0, min(e, f) - max(s, t)) for s, e in moving for t, f in busy if t < e and f > s)
     total = sum(end - start for start, end in moving)
     return {"waits": waits, "messages_ms": total, "hidden": hidden / total if total else 1.0}
 
 
-def _union(intervals: list[Interval]) -> Iterator[Interval]:
+def union(intervals: list[Interval]) -> Iterator[Interval]:
     """The same time, in intervals that don't overlap."""
     current: Interval | None = None
     for start, end in sorted(intervals):
