@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom.components.distributed.parameter_split import SplitDim
 from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
+from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding, Linear
 from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -65,7 +66,7 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
         outputs, inputs = base.weight.shape
-        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit)
+        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit, base.uneven)
         self.weight, self.bias = base.weight, base.bias
         self.form = form
         self.lora_A = factor(form.rank, inputs, like=base.weight)
@@ -92,7 +93,7 @@ class LoraLinear(Linear, AdaptedLayer):
         """The layer as the head of a model."""
         return ChunkedHead(self, self.out_features, self.ranks)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """Of the factors the one that has the split dimension of the weight."""
         if self.style == "rowwise" and self.form.dora:
             raise UserError("adapters: DoRA needs whole rows, which mesh.tensor splits in o_proj and down_proj", 2)
@@ -161,9 +162,9 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         change = self.kernels.linear(self.look_up(tokens, self.lora_A), self.lora_B)
         return vectors + (change * self.form.scale).to(vectors.dtype)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """The vocabulary."""
-        return {"weight": (0, 1), "lora_A": (0, 1)}
+        return {"weight": VOCABULARY, "lora_A": VOCABULARY}
 
     @property
     def adapter_names(self) -> list[str]:

@@ -44,6 +44,9 @@ TRAINING = [
 ]
 """The names of all schedules."""
 
+VOCABULARY = 21
+"""Token ids: neither two ranks nor four share them evenly."""
+
 
 @attrs.frozen
 class Job:
@@ -76,8 +79,8 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         length = shortest + step * (number % 3)
-        tokens = torch.randint(0, 20, (2, length), generator=generator)
-        targets = torch.randint(0, 20, (2, length), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+        targets = torch.randint(0, VOCABULARY, (2, length), generator=generator)
         targets[:, 1] = IGNORE_INDEX
         positions = torch.arange(length).expand(2, length).contiguous()
         weights = torch.rand(targets.shape, generator=generator).masked_fill(targets == IGNORE_INDEX, 0)
@@ -252,7 +255,7 @@ def _steps(
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
-        "vocab_size": 20,
+        "vocab_size": VOCABULARY,
         "hidden_size": 16,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
