@@ -317,8 +317,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
-    # Ranks along `context` cut rows before they are copied to the GPU.
-    place = ComputeDevice(kind="cpu") if "context" in case.sizes else device
+    place = ComputeDevice(kind="cpu")  # from where a run's batches come
     batches = [_batch(number, place, *size) for number in range(case.microbatches)]
 
     def step() -> None:

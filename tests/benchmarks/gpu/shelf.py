@@ -8,6 +8,7 @@ step's loss, tokens per second and GPU, MFU, and what was planned beside what wa
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,8 @@ def _line(place: Path, name: str, ranks: int, words: tuple[str, ...]) -> str:
         return f"loss {last['loss']:.3f}, {speed}; {(place / name / 'plan.txt').read_text().strip()}"
     except (OSError, StopIteration, KeyError) as error:
         return f"{type(error).__name__} {error}: {(done.stderr or done.stdout).strip()[-600:]}"
+    finally:
+        shutil.rmtree(place / name, ignore_errors=True)  # a checkpoint of each would not fit on a small disk
 
 
 if __name__ == "__main__":
