@@ -142,7 +142,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(architecture, span, kernels, mlp)
         self.tied = architecture.tie_word_embeddings
         if span.head and not self.tied:
-            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
+            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True)
 
     def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         """
