@@ -78,11 +78,14 @@ def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
 
 
 def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Costs of embedding and head in layers, where no stage has them instead of layers."""
+    """Costs of embedding and head in layers, where no stage has them instead of layers, or the schedule has them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and getattr(schedule.component, "ends_on_every_rank", False):
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
             yield stages.problem(key, text, f"write {key} = 0")
+        elif stages.settings[key] and hasattr(schedule.component, "layers_by_stage"):
+            text = f"[{schedule.name}] says how many layers each stage has, by its own costs of them"
+            yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
 def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
