@@ -14,12 +14,18 @@ from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST,
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.plan import Plan, RankMemory, plan
+from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.timeline import peak_of
 from drawloom.components.planning.traces import Measured
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
+
+LEAST = 1e-9
+"""The least seconds of a slice, and what seconds are rounded to."""
+
+ENOUGH = 2
+"""Times what 1F1B holds at least: ZB-H2 holds no more, and with yet more no schedule has less of a bubble."""
 
 
 class CostSource(Protocol):
@@ -107,6 +113,7 @@ class Planned:
 
     recipe: Recipe
     device: DeviceModel
+    cache: PlanCache | None = None
     _plans: dict[Hashable, Plan] = attrs.field(init=False, factory=dict)
 
     def plan(self, ranks: int, stages_per_rank: int, cut: _Cut | None = None) -> Plan:
@@ -124,7 +131,7 @@ class Planned:
                 raise UserError(f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; take fewer", 2)
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
             values = {nodes.mesh: {"pipeline": ranks}, nodes.schedule: schedule}
-            self._plans[key] = plan(self.recipe.with_values(values), self.device, schedule=cut)
+            self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
         return self._plans[key]
 
     def _cut(self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None) -> Plan:
@@ -143,7 +150,8 @@ class Planned:
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """
-        One for each layer, in seconds; in bytes, too, with those that a device has left, if its memory is known.
+        One for each layer, in seconds; if the device's memory is known, in bytes, too, and with a limit: what the
+        device has left, or what is enough.
 
         They are of a plan with a stage for each layer; what its stages cost together beyond those of a plan with a
         stage for each rank is what every stage costs besides.
@@ -156,9 +164,9 @@ class Planned:
         found = slices_of(attrs.evolve(one.table, lengths=each.table.lengths - per_stage))
         found["per_stage"] = _rounded(per_stage)
         if self.device.memory:
-            found["activations"] = [float(each.costs[stage].passes["F"].held_bytes) for stage in range(count)]
+            held = [float(each.costs[stage].passes["F"].held_bytes) for stage in range(count)]
             room = self.device.memory - max(_besides_activations(one, rank) for rank in one.memory)
-            found["memory"] = max(1.0, float(room))
+            found |= {"activations": held, "memory": max(1.0, min(float(room), ENOUGH * sum(held)))}
         return found
 
 
@@ -171,8 +179,10 @@ def _besides_activations(planned: Plan, rank: RankMemory) -> int:
 
 def slices_of(table: CostTable) -> dict[str, Any]:
     """The settings of `pipeline.schedules.auto` for these costs, its slices being their stages."""
-    return {"comm": float(f"{table.comm:.6g}"), "slices": [_rounded(each) for each in table.lengths]}
+    # What takes no time, such as gradients of weights that are frozen, could be anywhere in a schedule.
+    lengths = np.maximum(table.lengths, LEAST)
+    return {"comm": round(table.comm, 9), "slices": [_rounded(each) for each in lengths]}
 
 
 def _rounded(costs: NDArray[np.float64]) -> list[float]:
-    return [float(f"{cost:.6g}") for cost in costs]
+    return [round(float(cost), 9) for cost in costs]
