@@ -8,7 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 
 .PHONY: train test docs figures journeys bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
-	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu
+	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
+	bench-makespan-gpu bench-breakdown-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -91,6 +92,12 @@ bench-launches-gpu: .venv/test
 
 bench-pipeline-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
+
+bench-makespan-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/makespan.py $(ONLY)
+
+bench-breakdown-gpu: .venv/test
+	RANKS=$(or $(RANKS),1) PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/breakdown.py $(ONLY)
 
 bench-mesh-gpu: .venv/test
 	RANKS=$(or $(RANKS),2) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)

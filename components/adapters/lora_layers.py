@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom.components.distributed.parameter_split import SplitDim
+from drawloom.components.distributed.tensor_parallel import ALONE, TensorRanks
 from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
+from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding, Linear
 from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.graph import UserError
 
 PEFT = "base_model.model."
 """What PEFT's names of tensors begin with, before transformers' name of the module."""
@@ -65,7 +67,7 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
         outputs, inputs = base.weight.shape
-        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit)
+        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit, base.uneven)
         self.weight, self.bias = base.weight, base.bias
         self.form = form
         self.lora_A = factor(form.rank, inputs, like=base.weight)
@@ -83,7 +85,8 @@ class LoraLinear(Linear, AdaptedLayer):
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
         if self.form.dora:
-            scale = dora_scale(self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude)
+            factors = self.weight, self.lora_A, self.lora_B
+            scale = dora_scale(*factors, self.form.scale, self.lora_magnitude, self._ranks_of_rows)
             plain = self.kernels.linear(dropped, self.weight) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
@@ -92,10 +95,13 @@ class LoraLinear(Linear, AdaptedLayer):
         """The layer as the head of a model."""
         return ChunkedHead(self, self.out_features, self.ranks)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    @property
+    def _ranks_of_rows(self) -> TensorRanks:
+        """The ranks that share each row of the weight."""
+        return self.ranks if self.style == "rowwise" else ALONE
+
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """Of the factors the one that has the split dimension of the weight."""
-        if self.style == "rowwise" and self.form.dora:
-            raise UserError("adapters: DoRA needs whole rows, which mesh.tensor splits in o_proj and down_proj", 2)
         dims = super().split_dims()
         if self.style == "rowwise":
             return {**dims, "lora_A": dims["weight"]}
@@ -112,7 +118,10 @@ class LoraLinear(Linear, AdaptedLayer):
             fill(f"{name}.lora_A", self.lora_A, initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
-                self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=wide(self.weight)))
+                weight = ModelParameter(self.weight).whole()
+                # In float64, so that ranks that share rows round the sum to the same number as one that has all.
+                squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
+                self.lora_magnitude.copy_(self._ranks_of_rows.sum(squares).sqrt())
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """W + scale * B A, with DoRA its rows in the magnitudes' lengths."""
@@ -161,9 +170,9 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         change = self.kernels.linear(self.look_up(tokens, self.lora_A), self.lora_B)
         return vectors + (change * self.form.scale).to(vectors.dtype)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """The vocabulary."""
-        return {"weight": (0, 1), "lora_A": (0, 1)}
+        return {"weight": VOCABULARY, "lora_A": VOCABULARY}
 
     @property
     def adapter_names(self) -> list[str]:
@@ -293,12 +302,14 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def dora_scale(weight: Tensor, first: Tensor, second: Tensor, scale: float, magnitude: Tensor) -> Tensor:
+def dora_scale(
+    weight: Tensor, first: Tensor, second: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
+) -> Tensor:
     """
     magnitude / |row of W + scale * B A| for each row, at least float32 (outputs,).
 
-    weight (outputs, inputs), first = A (rank, inputs), second = B (outputs, rank). It is differentiable in the
-    magnitude alone: the norm is a constant for the gradient, as in section 4.3 of the paper.
+    weight (outputs, inputs), first = A (rank, inputs), second = B (outputs, rank); several `ranks` share the inputs. It
+    is differentiable in the magnitude alone: the norm is a constant for the gradient, as in section 4.3 of the paper.
     """
     with torch.no_grad():
         # By |w|² + 2 scale w·(bA) + scale² |bA|², which needs no second matrix of the weight's size.
@@ -307,6 +318,6 @@ def dora_scale(weight: Tensor, first: Tensor, second: Tensor, scale: float, magn
         a, b = first.to(dtype), second.to(dtype)
         cross = ((weight @ first.to(weight.dtype).T).to(dtype) * b).sum(1)
         square = square + 2 * scale * cross + scale**2 * ((b @ (a @ a.T)) * b).sum(1)
-        norm = square.clamp_min(0).sqrt()
+        norm = ranks.sum(square).clamp_min(0).sqrt()
     factor: Tensor = magnitude.to(dtype) / norm
     return factor

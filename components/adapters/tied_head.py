@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from drawloom.components.adapters.lora_layers import PEFT, LoraForm, factor, initial_std, wide
+from drawloom.components.distributed.parameter_split import SplitDim
 from drawloom.components.distributed.tensor_parallel import TensorParallel
-from drawloom.components.model.layers import ChunkedHead, Embedding
+from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -47,9 +48,9 @@ class LoraTiedHead(TensorParallel, AdaptedLayer):
         """The layer as the head of a model."""
         return ChunkedHead(self, self.vocab_size, self.ranks)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """The vocabulary, as of the table."""
-        return {"lora_B": (0, 1)}
+        return {"lora_B": VOCABULARY}
 
     @property
     def adapter_names(self) -> list[str]:

@@ -49,8 +49,15 @@ def rope(kernels: Kernels) -> None:
 
 
 def attention(kernels: Kernels) -> None:
-    """Softmax over earlier tokens of the same document, with groups of heads that share keys and values."""
+    """
+    Softmax over earlier tokens of the same document, with groups of heads that share keys and values.
+
+    The same if it is known that each row is one document.
+    """
     q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
+    one = torch.zeros(2, 6, dtype=torch.int64)
+    known = kernels.attention_mask(one, whole_rows=True)
+    _expect_close(kernels.attention(q, k, v, known), kernels.attention(q, k, v, kernels.attention_mask(one)).double())
     documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
     k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
     scores = torch.einsum("rihd,rjhd->rhij", q.double(), k64) / 8**0.5

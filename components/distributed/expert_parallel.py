@@ -7,7 +7,7 @@ context and tensor parallel ones. How tokens travel is a dispatcher's business.
 
 from torch import nn
 
-from drawloom.components.distributed.parameter_split import split_parameter
+from drawloom.components.distributed.parameter_split import SplitDim, split_parameter
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.slices import RankSlice
@@ -36,5 +36,5 @@ def share_experts(module: nn.Module, ranks: Group, dispatcher: Dispatcher | None
             if ranks.size > 1:
                 for leaf, _ in list(part.named_parameters(recurse=False)):
                     name = f"{path}.{leaf}" if path else leaf
-                    splits[name] = split_parameter(module, name, ranks, "expert", 0)
+                    splits[name] = split_parameter(module, name, ranks, "expert", SplitDim(0))
     return splits

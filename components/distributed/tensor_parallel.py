@@ -8,6 +8,7 @@ by each rank for its own tokens (Korthikanti et al. 2022, "Reducing Activation R
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from drawloom.components.distributed.meta_collectives import collective
-from drawloom.components.distributed.parameter_split import split_parameter
+from drawloom.components.distributed.parameter_split import SplitDim, split_parameter
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import VocabularyPart
-from drawloom.components.ports.slices import RankSlice
+from drawloom.components.ports.slices import RankSlice, gather_shares, rank_shares
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -80,26 +81,34 @@ class TensorRanks:
         """The sum over the ranks of a tensor of any shape, with which all ranks compute the same."""
         return partial if self.size == 1 else _exchange(partial, self.group, _sum, _same)
 
-    def gather_last(self, part: Tensor) -> Tensor:
-        """The last dimension (..., n / size) of all ranks, (..., n), with which all ranks compute the same."""
-        return part if self.size == 1 else _exchange(part, self.group, _gather_last, _own_last)
+    def share(self, length: int) -> range:
+        """Which of `length` elements this rank has, where each has its share."""
+        return rank_shares(length, self.size)[self.group.rank]
 
-    def rows_of(self, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gather_last(self, share: Tensor, length: int) -> Tensor:
+        """The last dimension (..., length), of which each rank has a share, with which all ranks compute the same."""
+        if self.size == 1:
+            return share
+        return _exchange(share, self.group, partial(_gather_last, length=length), _own_last)
+
+    def rows_of(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
-        Which rows of this rank's part of a table (rows, width) the tokens' are, and a mask (..., 1) of those it has.
+        Which rows of this rank's share of a table (vocab_size, width) the tokens' are, and a mask (..., 1) of those it
+        has.
 
         tokens: int64 (...); the rows have their shape, and are 0 where another rank has the token's. Alone there is no
         mask.
         """
         if self.size == 1:
             return tokens, None
-        local = tokens - self.group.rank * len(table)
-        here = (local >= 0) & (local < len(table))
+        mine = self.share(vocab_size)
+        local = tokens - mine.start
+        here = (local >= 0) & (local < len(mine))
         return local.where(here, 0), here.unsqueeze(-1)
 
-    def vocabulary_part(self, weight: Tensor) -> VocabularyPart | None:
-        """The part of the vocabulary that this rank's rows (rows, width) of the output weight are."""
-        return None if self.size == 1 else VocabularyPart(self.group.rank * len(weight), self.group)
+    def vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
+        """The part of the vocabulary that this rank's share of the output weight is."""
+        return None if self.size == 1 else VocabularyPart(self.share(vocab_size).start, self.group)
 
 
 ALONE = TensorRanks(SingleProcess())
@@ -116,8 +125,8 @@ class TensorParallel(nn.Module):
 
     ranks: TensorRanks = ALONE
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
-        """The parameters that are split: by name the dimension, and how many of its elements must stay together."""
+    def split_dims(self) -> Mapping[str, SplitDim]:
+        """The parameters that are split, by name."""
         return {}
 
 
@@ -125,15 +134,15 @@ def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
     """
     Split the modules of a model on the meta device over ranks; gives the slices of what is split, by name.
 
-    Raises UserError for a parameter that can't be split evenly.
+    Raises UserError for a parameter that can't be split so.
     """
     splits: dict[str, RankSlice] = {}
     for path, part in module.named_modules():
         if ranks.size > 1 and isinstance(part, TensorParallel):
             part.ranks = ranks
-            for leaf, (dim, unit) in part.split_dims().items():
+            for leaf, how in part.split_dims().items():
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = split_parameter(module, name, ranks.group, "tensor", dim, unit)
+                splits[name] = split_parameter(module, name, ranks.group, "tensor", how)
     return splits
 
 
@@ -188,11 +197,10 @@ def _sum(partial: Tensor, group: Group) -> Tensor:
     return total
 
 
-def _gather_last(part: Tensor, group: Group) -> Tensor:
-    if part.is_meta:
-        shape = (*part.shape[:-1], group.size * part.shape[-1])
-        return collective(part, shape, "all_gather", "tensor", group.size)
-    return group.gather(part).movedim(0, -2).flatten(-2)
+def _gather_last(share: Tensor, group: Group, length: int) -> Tensor:
+    if share.is_meta:
+        return collective(share, (*share.shape[:-1], length), "all_gather", "tensor", group.size)
+    return gather_shares(share, group, share.ndim - 1, length)
 
 
 def _own(whole: Tensor, group: Group) -> Tensor:
@@ -200,4 +208,5 @@ def _own(whole: Tensor, group: Group) -> Tensor:
 
 
 def _own_last(whole: Tensor, group: Group) -> Tensor:
-    return whole.chunk(group.size, -1)[group.rank].contiguous()
+    mine = rank_shares(whole.shape[-1], group.size)[group.rank]
+    return whole[..., mine.start : mine.stop].contiguous()

@@ -7,11 +7,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.gradients.norm import scale
 from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.kernels.scale import scale
 
 
 @component(changes=("gradients",))

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from drawloom.components.gradients.norm import scale
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting
+from drawloom.kernels.scale import scale
 
 
 @component(reads=("grad_norm",), changes=("gradients",))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import HostCopy
-from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, scale, total_norm
+from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
 from drawloom.components.ports.distributed import DATA, Mesh, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import LateValues, Step
 from drawloom.graph import component, setting
+from drawloom.kernels.scale import scale
 
 
 @component(reads=("losses", "local_gradients"), writes=("gradients", "loss", "grad_norm"))

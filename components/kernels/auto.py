@@ -43,9 +43,9 @@ class AutoKernels:
     The operations that a model computes with: `eager` is plain torch, `auto` the best for the device.
 
     Linear layers and embeddings are torch's everywhere, and have no setting.
-    `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs; the
-    cross entropy `triton` keeps the logits' gradients, up to 2.5 GiB in bfloat16, and `cut` never keeps logits; `torch`
-    is torch's grouped product.
+    `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs, and
+    `cudnn` is `flex` but for rows of one document, which cuDNN computes; the cross entropy `triton` keeps the logits'
+    gradients, up to 2.5 GiB in bfloat16, and `cut` never keeps logits; `torch` is torch's grouped product.
     """
 
     device: Device
@@ -55,7 +55,7 @@ class AutoKernels:
     _swiglu_halves: Choice = _operation("swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor")
     _rope: Choice = _operation("rope", "the rotary position embedding")
     _qk_norm_rope: Choice = _operation("qk_norm_rope", "the norms and rotations of queries and keys")
-    _attention: Literal["auto", "eager", "flex", "varlen"] = _operation("attention", "attention")
+    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _operation("attention", "attention")
     _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation(
         "linear_cross_entropy", "the loss over the vocabulary"
     )
@@ -155,16 +155,17 @@ class AutoKernels:
         window: int | None = None,
         part: RowPart | None = None,
         cache: KeyValueCache | None = None,
+        whole_rows: bool = False,
     ) -> Any:
         """
-        The mask that `attention` takes, from document ids int64 (rows, length): of whole rows, of a `part` of each, or
-        with a cache of one document.
+        The mask that `attention` takes, from document ids int64 (rows, length): of all tokens, of a `part` of each row,
+        or with a cache of one document.
         """
         if cache is not None:
             return Cached(cache, window)
         make = self._functions["attention"].mask
         if part is None:
-            return make(documents, window)
+            return make(documents, window, whole_rows=whole_rows)
         return PartMask(make(part.gather(documents), window, part.places), part)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

@@ -42,10 +42,11 @@ OPERATIONS = {
     "attention": Operation(
         {
             "eager": "attention.EAGER",
+            "cudnn": "attention_cudnn.CUDNN",
             "flex": "attention_flex.FLEX",
             "varlen": "attention.VARLEN",
         },
-        ("flex", "eager"),
+        ("cudnn", "flex", "eager"),
     ),
     "linear_cross_entropy": Operation(
         {
@@ -67,10 +68,10 @@ OPERATIONS = {
     ),
 }
 
-TRITON = {"triton", "cut", "flex"}
+TRITON = {"triton", "cut", "cudnn", "flex"}
 """Implementations that Triton compiles."""
 
-GPU = {"varlen", "flex"}
+GPU = {"varlen", "cudnn", "flex"}
 """Implementations whose backward pass runs on GPUs alone."""
 
 

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from drawloom.components.distributed.parameter_split import SplitDim
 from drawloom.components.distributed.tensor_parallel import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import Head, Kernels
+
+VOCABULARY = SplitDim(0, uneven=True)
+"""How ranks share the rows of a table: the cross entropy and lookups take parts of any size."""
 
 
 class Linear(nn.Linear, TensorParallel):
@@ -18,7 +22,8 @@ class Linear(nn.Linear, TensorParallel):
     x @ weight.T, with or without a bias (outputs,); the weight is (outputs, inputs).
 
     `style`, as in torch and transformers, says how ranks share the layer: `colwise` splits the outputs, `rowwise` the
-    inputs, in units of `unit` channels. Rowwise layers give partial sums then; the bias is part of the first rank's.
+    inputs, in units of `unit` channels, and with `uneven` not evenly where these do not divide. Rowwise layers give
+    partial sums then; the bias is part of the first rank's.
     """
 
     def __init__(
@@ -29,11 +34,13 @@ class Linear(nn.Linear, TensorParallel):
         bias: bool = False,
         style: Literal["colwise", "rowwise"] = "colwise",
         unit: int = 1,
+        uneven: bool = False,
     ) -> None:
         super().__init__(inputs, outputs, bias)
         self.kernels = kernels
         self.style: Literal["colwise", "rowwise"] = style
         self.unit = unit
+        self.uneven = uneven
 
     def reset_parameters(self) -> None:
         """As in torch; on the meta device nothing, where to draw values would import torch's compiler, in 2 s."""
@@ -47,13 +54,12 @@ class Linear(nn.Linear, TensorParallel):
 
     def head(self) -> Head:
         """The layer, without a bias, as a head. Made anew for each forward: wrappers may replace the weight."""
-        return LinearHead(self.weight, self.kernels, self.ranks)
+        return LinearHead(self.weight, self.out_features, self.kernels, self.ranks)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """Outputs or inputs."""
-        if self.style == "rowwise":
-            return {"weight": (1, self.unit)}
-        return {"weight": (0, self.unit)} | ({} if self.bias is None else {"bias": (0, self.unit)})
+        how = SplitDim(1 if self.style == "rowwise" else 0, self.unit, self.uneven)
+        return {"weight": how} | ({} if self.bias is None or self.style == "rowwise" else {"bias": how})
 
 
 class RMSNorm(nn.Module):
@@ -92,17 +98,17 @@ class Embedding(nn.Embedding, TensorParallel):
 
     def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
         """The rows of a table (vocab_size, width), or of this rank's part, for token ids, int64 (...): (..., width)."""
-        rows, here = self.ranks.rows_of(table, tokens)
+        rows, here = self.ranks.rows_of(tokens, self.num_embeddings)
         vectors = self.kernels.embedding(rows, table)
         return vectors if here is None else vectors * here
 
     def head(self) -> Head:
         """The head that is tied to the table."""
-        return LinearHead(self.weight, self.kernels, self.ranks)
+        return LinearHead(self.weight, self.num_embeddings, self.kernels, self.ranks)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """The vocabulary."""
-        return {"weight": (0, 1)}
+        return {"weight": VOCABULARY}
 
 
 class _Chunked:
@@ -147,30 +153,26 @@ class LinearHead(_Chunked):
     """
 
     weight: Tensor
+    vocab_size: int
     kernels: Kernels
     ranks: TensorRanks = ALONE
 
-    @property
-    def vocab_size(self) -> int:  # type: ignore[override]
-        """The number of logits of a token."""
-        return len(self.weight) * self.ranks.size
-
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""
-        part = self.ranks.vocabulary_part(self.weight)
+        part = self.ranks.vocabulary_part(self.vocab_size)
         return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights, part)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) to (..., vocab_size), in the weight's dtype."""
         mine = self.kernels.linear(self.ranks.copy(hidden.to(self.weight.dtype)), self.weight)
-        return self.ranks.gather_last(mine)
+        return self.ranks.gather_last(mine, self.vocab_size)
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) to (...), at least float32."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # The mean of the logits is the logit of the weight's mean row: one product with a vector.
-        of_part = self.ranks.copy(hidden.to(dtype)) @ self.weight.mean(0, dtype=dtype)
-        return self.ranks.sum(of_part) / self.ranks.size
+        row = self.weight.sum(0, dtype=dtype) / self.vocab_size
+        return self.ranks.sum(self.ranks.copy(hidden.to(dtype)) @ row)
 
 
 @attrs.define(eq=False)
@@ -187,7 +189,7 @@ class ChunkedHead(_Chunked):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) to (..., vocab_size)."""
-        return self.ranks.gather_last(self.project(self.ranks.copy(hidden)))
+        return self.ranks.gather_last(self.project(self.ranks.copy(hidden)), self.vocab_size)
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""

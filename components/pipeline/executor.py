@@ -186,7 +186,8 @@ class Executor:
         group = self.mesh.group("context")
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
-            return MicrobatchInputs(*self.objective.inputs(moved), moved)
+            tokens, shared = self.objective.inputs(moved)
+            return MicrobatchInputs(tokens, attrs.evolve(shared, whole_rows=batch.has_whole_rows()), moved)
         length = batch.tokens.shape[1]
         if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
             part = ContextPart.of(length, group)

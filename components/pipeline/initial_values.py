@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -49,14 +48,10 @@ class InitialValues:
             else:
                 self._draw(module)
 
-    def fill_adapters(self, modules: Iterable[nn.Module], sharded: Iterable[Any]) -> None:
-        """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
-        for each in sharded:
-            each.unshard()
+    def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
+        """Fill what adapters have added. A collective of ranks that share weights, which DoRA reads."""
         for module in modules:
             fill_adapters(module, self.device, self._fill_normal)
-        for each in sharded:
-            each.reshard()
 
     def origin(self, parameters: Iterable[nn.Parameter]) -> str:
         """What the values of frozen parameters follow from; empty if all are trained."""

@@ -171,7 +171,7 @@ class MaterializedStages:
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, places)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules.values()))
         if self.adapters:
-            self._values.fill_adapters(modules.values(), sharded)
+            self._values.fill_adapters(modules.values())
         tie(list(modules.values()))
         self._store = self._take_over([*modules.values()], sharded)
         self._hold(spans, modules)

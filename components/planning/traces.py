@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,19 +103,48 @@ def _actions(path: Path) -> dict[str, Span]:
             trace = json.load(file)
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        ranges = [event for event in events if event.get("cat") == "gpu_user_annotation"]
-        ranges = ranges or [event for event in events if event.get("cat") == "user_annotation"]
+        ranges = [event for event in events if event.get("cat") == "user_annotation"]
         spans = sorted((*_span(event, base), event["name"]) for event in ranges)
+        launched = _launched(events, base)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} can't be read as a trace: {error}; trace the run again") from error
     start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
     waits = [(begin, end) for begin, end, name in spans if name == WAIT and begin >= start]
     found: dict[str, Span] = {}
     for begin, end, name in spans:
-        if begin >= start:
-            # A validation in the same step comes later, with forwards of the same names.
-            found.setdefault(name, (_without(waits, begin, end), end))
+        # A validation in the same step comes later, with forwards of the same names.
+        if begin >= start and name not in found:
+            found[name] = _on_gpu(launched, begin, end) or (_without(waits, begin, end), end)
     return found
+
+
+Launches = Sequence[tuple[float, Span]]
+"""When the host issued an operation of the GPU, and when that ran; in the order of the former."""
+
+
+def _launched(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
+    """All but messages between ranks, which run beside the passes; none in a trace of a CPU."""
+    issued = {
+        event["args"]["correlation"]: _span(event, base)[0]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    ran = [event for event in events if event.get("cat") in ON_GPU and "nccl" not in event["name"].lower()]
+    pairs = ((issued.get(event["args"].get("correlation")), _span(event, base)) for event in ran)
+    return sorted((when, span) for when, span in pairs if when is not None)
+
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def _on_gpu(launched: Launches, begin: float, end: float) -> Span | None:
+    """
+    From the start to the end of what was issued in a span of the host; None if nothing was.
+
+    torch's own ranges of the GPU lack backward passes, whose operations are issued by a thread of autograd.
+    """
+    spans = [span for _, span in launched[bisect_left(launched, (begin,)) : bisect_left(launched, (end,))]]
+    return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
 
 def _span(event: Mapping[str, Any], base: int) -> Span:

@@ -43,6 +43,10 @@ class Batch:
         """All tensors that there are, in order."""
         return tuple(each for each in attrs.astuple(self, recurse=False) if isinstance(each, Tensor))
 
+    def has_whole_rows(self) -> bool:
+        """Whether each row is one document, as far as the host knows: False of ids that are on a GPU."""
+        return self.document_ids.is_cpu and bool((self.document_ids == self.document_ids[:, :1]).all())
+
     @property
     def token_count(self) -> int:
         """The tokens of documents in all rows."""

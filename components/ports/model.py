@@ -59,9 +59,10 @@ class BatchContext:
     What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
     `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
-    router's; without them there are none, as in inference. `part` says which tokens of longer rows these are. With a
-    `cache`, the tokens follow those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden
-    states and a dict of those that are asked for, by layer, up to here.
+    router's; without them there are none, as in inference. `part` says which tokens of longer rows these are;
+    `whole_rows`, that each row is known to be one document, all of which is here. With a `cache`, the tokens follow
+    those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden states and a dict of those
+    that are asked for, by layer, up to here.
     """
 
     positions: Tensor
@@ -70,6 +71,7 @@ class BatchContext:
     part: RowPart | None = None
     cache: KeyValueCache | None = None
     hidden_states: HiddenStates | None = None
+    whole_rows: bool = False
 
 
 @attrs.frozen
@@ -230,6 +232,7 @@ class Kernels(Protocol):
         window: int | None = None,
         part: RowPart | None = None,
         cache: KeyValueCache | None = None,
+        whole_rows: bool = False,
     ) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
@@ -237,7 +240,8 @@ class Kernels(Protocol):
         documents int64 (rows, length): a token sees itself and those before it that have its number; with a window
         `window` tokens at most, itself included. With a `part`, documents are those of its tokens, and the mask is for
         them as queries and for the keys of whole rows, which `attention` gathers. With a cache, rows are of one
-        document, of which a token sees what the cache holds, too; `attention` extends it.
+        document, of which a token sees what the cache holds, too; `attention` extends it. `whole_rows` says that each
+        row is known to be one document.
         """
         ...
 

@@ -1,13 +1,39 @@
 """Slices of tensors: which part of a whole tensor one rank holds."""
 
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Group
+
+
+def rank_shares(length: int, ranks: int) -> list[range]:
+    """
+    Which of `length` elements each of several ranks has: consecutive ones.
+
+    Where they do not divide, the first ranks have one more than the last.
+    """
+    each, more = divmod(length, ranks)
+    starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
+    """
+    The whole dimension `dim` of `length` elements, of which each rank of a group has its share; a collective.
+
+    share: (..., n, ...), of any dtype; the result is (..., length, ...).
+    """
+    sizes = [len(each) for each in rank_shares(length, ranks.size)]
+    if missing := sizes[0] - sizes[ranks.rank]:  # a group gathers tensors of one shape
+        share = F.pad(share, (*(0, 0) * (share.ndim - 1 - dim), 0, missing))
+    parts = zip(ranks.gather(share), sizes, strict=True)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in parts], dim)
 
 
 @attrs.frozen
@@ -100,7 +126,9 @@ class ModelParameter:
         """The whole parameter, of any shape; a collective of the ranks that have slices of it."""
         tensor: Any = self.tensor.detach()
         mine: Tensor = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
-        return mine if self.split is None else torch.cat([*self.split.ranks.gather(mine)], self.split.dim)
+        if self.split is None:
+            return mine
+        return gather_shares(mine, self.split.ranks, self.split.dim, self.shape[self.split.dim])
 
 
 class SlicedTensor:

@@ -128,7 +128,14 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import ModelParameter, RankSlice, SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import (
+    ModelParameter,
+    RankSlice,
+    SlicedTensor,
+    TensorSlice,
+    gather_shares,
+    rank_shares,
+)
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
@@ -263,9 +270,11 @@ __all__ = [
     "check_cadence",
     "due",
     "flat",
+    "gather_shares",
     "gradient_of",
     "group_overlaps",
     "has_pairs",
     "memory_by_kind",
+    "rank_shares",
     "routers_of",
 ]

@@ -64,7 +64,12 @@ class TorchKernels:
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
     def attention_mask(
-        self, documents: Tensor, window: int | None = None, part: Any = None, cache: KeyValueCache | None = None
+        self,
+        documents: Tensor,
+        window: int | None = None,
+        part: Any = None,
+        cache: KeyValueCache | None = None,
+        whole_rows: bool = False,
     ) -> Tensor:
         return causal_document_mask(documents)
 

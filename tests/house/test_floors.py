@@ -47,6 +47,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
+    # A factor that the device alone knows is applied in one way.
+    "components.gradients": (BELOW | {"kernels.scale"}, {"attrs", "numpy", "torch"}),
     # What operations put off or compute again is decided where forward and backward passes run.
     "components.pipeline": (
         BELOW | {"kernels.deferred_grads", "kernels.recompute"},

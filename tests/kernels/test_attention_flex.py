@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drawloom.kernels.attention import VARLEN, Implementation, attention_eager, causal_document_mask
+from drawloom.kernels.attention_cudnn import CUDNN
 from drawloom.kernels.attention_flex import FLEX, _dense_mask, attention_flex, block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -43,7 +44,7 @@ def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1] * 3
 
 
-@pytest.mark.parametrize("attention", [FLEX, VARLEN], ids=["flex", "varlen"])
+@pytest.mark.parametrize("attention", [CUDNN, FLEX, VARLEN], ids=["cudnn", "flex", "varlen"])
 def test_meta_tensors_give_the_shape(attention: Implementation) -> None:
     """Meta tensors give a meta tensor of the right shape, from which a pipeline infers what stages exchange."""
     q, k = torch.empty(2, 300, 4, 8, device="meta"), torch.empty(2, 300, 2, 8, device="meta")

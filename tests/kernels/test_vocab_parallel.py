@@ -9,7 +9,9 @@ from torch import Tensor
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.ports.model import VocabularyPart
 from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
+from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.vocab_parallel import local_targets
+from support.kernels import DEVICE
 from support.processes import run_ranks
 
 SPLIT = [0, 5, 6, 17]
@@ -31,19 +33,23 @@ def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.randn(3, 4, 6), torch.randn(17, 6), targets, torch.randn(3, 4)
 
 
-def one_part() -> dict[str, Any]:
-    """What this rank finds out with its part of the weight."""
+def one_part() -> list[dict[str, Any]]:
+    """What this rank finds out with its part of the weight, in plain torch and in Triton."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    hidden, weight, targets, grad = numbers()
+    hidden, weight, targets, grad = (each.to(DEVICE) for each in numbers())
     hidden.requires_grad_()
     weight = weight[SPLIT[rank] : SPLIT[rank + 1]].clone().requires_grad_()
     group = TorchGroup("world", range(3), dist.group.WORLD, torch.device("cpu"))
     cut = Cut(soft_cap=3.0, part=VocabularyPart(SPLIT[rank], group))
-    losses, lse = cut_cross_entropy_eager(hidden, weight, targets, cut)
-    grads = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
+    found = []
+    for function in (cut_cross_entropy_eager, cut_cross_entropy_triton):
+        losses, lse = function(hidden, weight, targets, cut)
+        grads = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
+        parts = {"losses": losses, "lse": lse, "hidden": grads[0], "weight": grads[1]}
+        found.append({name: part.tolist() for name, part in parts.items()})
     dist.destroy_process_group()
-    return {"losses": losses.tolist(), "lse": lse.tolist(), "hidden": grads[0].tolist(), "weight": grads[1].tolist()}
+    return found
 
 
 def test_parts_make_up_the_whole() -> None:
@@ -53,7 +59,7 @@ def test_parts_make_up_the_whole() -> None:
     weight.requires_grad_()
     losses, lse = cut_cross_entropy_eager(hidden, weight, targets, Cut(soft_cap=3.0))
     of_hidden, of_weight = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
-    for rank, found in enumerate(run_ranks(one_part, 3)):
+    for rank, found in ((rank, each) for rank, both in enumerate(run_ranks(one_part, 3)) for each in both):
         torch.testing.assert_close(torch.tensor(found["losses"]), losses.detach())
         torch.testing.assert_close(torch.tensor(found["lse"]), lse.detach())
         torch.testing.assert_close(torch.tensor(found["hidden"]), of_hidden)

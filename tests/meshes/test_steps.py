@@ -49,7 +49,11 @@ MESHES = [
     Meshed(
         "tensors of shards",
         {"tensor": 2, "data_shard": 2},
-        [("gpipe", 4, True, False, "muon"), ("gpipe", 4, False, True, "smoothed")],
+        [
+            ("gpipe", 4, True, False, "muon"),
+            ("gpipe", 4, False, True, "smoothed"),
+            ("gpipe", 4, False, False, "dora"),
+        ],
     ),
     Meshed(
         "pipelines of tensors",
@@ -57,6 +61,7 @@ MESHES = [
         [
             ("one_f_one_b", 4, True, False, "dft"),
             ("zero_bubble_v", 4, False, False, "muon"),
+            ("zero_bubble_v", 4, False, False, "dora"),
             ("circular", 4, False, False, "plain"),
         ],
     ),

@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     write_corpus(folder)
     (folder / "lora.toml").write_text(LORA, "utf-8")
-    sizes = ("model.num_hidden_layers=2", "model.num_key_value_heads=2", "model.vocabulary_multiple=2")
+    sizes = ("model.num_hidden_layers=2", "model.num_key_value_heads=2")
     base = ("run", "tiny.toml", *sizes, "trainer.steps=2", "trainer.on_finish=['@export']")
     assert drawloom(folder, *base)[0].code == 0
     train(folder, "one")

@@ -23,7 +23,7 @@ class Sample:
 
     def head(self, device: torch.device = CPU, **choices: Any) -> LinearHead:
         """The head, with these kernels."""
-        return LinearHead(self.weight, kernels_on(device, **choices))
+        return LinearHead(self.weight, len(self.weight), kernels_on(device, **choices))
 
     def logits(self) -> Tensor:
         """All logits (3, 5, 11)."""

@@ -29,12 +29,14 @@ from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
+from support.adapted import lora
 from support.qwen3 import cpu_kernels
 
 TRAINING = [
@@ -43,6 +45,9 @@ TRAINING = [
     if name.startswith("pipeline.schedules.")
 ]
 """The names of all schedules."""
+
+VOCABULARY = 21
+"""Token ids: neither two ranks nor four share them evenly."""
 
 
 @attrs.frozen
@@ -76,8 +81,8 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         length = shortest + step * (number % 3)
-        tokens = torch.randint(0, 20, (2, length), generator=generator)
-        targets = torch.randint(0, 20, (2, length), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+        targets = torch.randint(0, VOCABULARY, (2, length), generator=generator)
         targets[:, 1] = IGNORE_INDEX
         positions = torch.arange(length).expand(2, length).contiguous()
         weights = torch.rand(targets.shape, generator=generator).masked_fill(targets == IGNORE_INDEX, 0)
@@ -134,6 +139,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "plain": NextToken,
     "muon": NextToken,
     "symmetric": NextToken,
+    "dora": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
@@ -143,7 +149,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 Case = tuple[str, int, bool, bool, str]
 """
 A schedule, how many microbatches, whether embedding and head are tied, whether the first layer is frozen, and the name
-of a loss; those of "muon" and "symmetric" are the plain one, with another optimizer or dispatcher.
+of a loss; those of "muon", "symmetric" and "dora" are the plain one, with another optimizer, dispatcher or adapters.
 """
 
 
@@ -224,6 +230,11 @@ def steps_on_meshes(
         processes.close()
 
 
+def _adapters() -> list[Adapter]:
+    """Factors of every kind of layer, and DoRA where there can be."""
+    return [lora("*_proj", "lm_head", dora=True), lora("embed_tokens")]
+
+
 def _dispatcher(kind: str, kernels: Any, mesh: RankMesh) -> Dispatcher:
     if kind == "symmetric":
         return SymmetricExperts(kernels=kernels, mesh=mesh, max_tokens=64, capacity=2.0)
@@ -252,7 +263,7 @@ def _steps(
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
-        "vocab_size": 20,
+        "vocab_size": VOCABULARY,
         "hidden_size": 16,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -272,6 +283,7 @@ def _steps(
         device=device,
         precision=precision,
         job=Job(),
+        adapters=_adapters() if kind == "dora" else [],
         transforms=[FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
         recompute=recompute,

@@ -68,7 +68,7 @@ class Job:
             *("checkpoint.every=3", f"checkpoint.keep={KEEP}", "evaluate.every=7"),
             *(f"mesh.{name}={size}" for name, size in self.mesh),
             f"model.num_hidden_layers={dict(self.mesh).get('pipeline', 1)}",
-            *("model.num_key_value_heads=2", "model.vocabulary_multiple=2"),
+            "model.num_key_value_heads=2",
             f"batch.micro_size={2 if self.ranks < 4 else 1}",
             f"staging.use=checkpoint.staging.{self.staging}",
         ]

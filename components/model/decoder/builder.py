@@ -136,11 +136,7 @@ class DecoderBuilder:
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """
-        Why this number of ranks along `tensor` can't share the model; nothing if they can.
-
-        The vocabulary of a tokenizer is not known yet: a model of which it does not divide is refused at its start.
-        """
+        """Why this number of ranks along `tensor` can't share the model; nothing if they can."""
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         config = node.settings["config"]

@@ -145,9 +145,11 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
 
 def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Why ranks along `tensor` can't share a model with these sizes, as far as they are known."""
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} does not divide by {ranks}"
+    if (size := sizes.get("vocab_size")) and size < ranks:
+        yield f"vocab_size = {size} is less than {ranks}"
     if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
         experts = sizes["n_shared_experts"] or 1
         if experts * inner % ranks:

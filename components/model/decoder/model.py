@@ -115,7 +115,9 @@ class Decoder(TensorParallel):
         windows = [architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
         masks = {
-            window: self.kernels.attention_mask(shared.document_ids, window, shared.part, shared.cache)
+            window: self.kernels.attention_mask(
+                shared.document_ids, window, shared.part, shared.cache, shared.whole_rows
+            )
             for window in dict.fromkeys(windows)
         }
         for (number, layer), window in zip(self.layers.items(), windows, strict=True):
@@ -140,7 +142,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(architecture, span, kernels, mlp)
         self.tied = architecture.tie_word_embeddings
         if span.head and not self.tied:
-            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
+            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True)
 
     def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         """

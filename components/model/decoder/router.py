@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.distributed.parameter_split import SplitDim
 from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.layers import Linear
 from drawloom.components.ports.experts import ExpertKernels, ObserveRouting
@@ -116,7 +117,7 @@ class Router(Linear, RowSums):
         else:
             nn.init.zeros_(bias)
 
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+    def split_dims(self) -> Mapping[str, SplitDim]:
         """None."""
         return {}
 

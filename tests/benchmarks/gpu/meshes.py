@@ -267,7 +267,7 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
     mesh.open()
     shape = f"{case.model} {case.rows} {case.microbatches} {case.length}"
     try:
-        seconds, memory = _measured((_peer if case.peer else _ours)(case, mesh, device), device)
+        seconds, memory = measured((_peer if case.peer else our_step)(case, mesh, device), device)
         speed = case.tokens / seconds
         if processes.world_size == 1 and not case.capture:
             ones[shape] = speed
@@ -288,7 +288,7 @@ def _random_experts(router: Router, scores: Tensor) -> Tensor:
     return torch.rand_like(scores).topk(router.num_experts_per_tok).indices
 
 
-def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
+def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
     Router._choose = _random_experts  # type: ignore[assignment,method-assign]
     kernels = AutoKernels(device=device)
     kernels.open()
@@ -317,8 +317,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
-    # Ranks along `context` cut rows before they are copied to the GPU.
-    place = ComputeDevice(kind="cpu") if "context" in case.sizes else device
+    place = ComputeDevice(kind="cpu")  # from where a run's batches come
     batches = [_batch(number, place, *size) for number in range(case.microbatches)]
 
     def step() -> None:
@@ -376,7 +375,7 @@ def _config(case: Case) -> dict[str, Any]:
     return MODELS[case.model] | layers | (small if TINY else {})
 
 
-def _measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:
+def measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:
     """The median of the seconds of several steps, and GiB at most."""
     gpu, times = device.device.type == "cuda", []
     for number in range(WARM_UPS + STEPS):

@@ -48,6 +48,7 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.program import Program  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
@@ -87,7 +88,7 @@ def _worker() -> None:
         mesh.open()
         base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
         if processes.world_size == 1:
-            ones = {rows: _measured(_run(mesh, device, "one_f_one_b", 0, rows), device)[0] for rows in ROWS}
+            ones = {rows: _measured(training_run(mesh, device, "one_f_one_b", 0, rows), device)[0] for rows in ROWS}
             base.write_text(json.dumps(ones))
             for rows, seconds in ones.items():
                 print(f"one GPU, {rows} rows: {_tokens(rows) / seconds:,.0f} tokens/s", flush=True)
@@ -103,7 +104,7 @@ def _worker() -> None:
 
 def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int, one: float) -> None:
     """Measure a schedule and print its line."""
-    run = _run(mesh, device, name, head, rows)
+    run = training_run(mesh, device, name, head, rows)
     times = mesh.world.gather_json(_measured(run, device))
     traces = mesh.world.gather_json(_traced(run.train, device) if "--trace" in sys.argv else {})
     if mesh.world.rank == 0:
@@ -118,13 +119,15 @@ def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int
 
 @attrs.frozen
 class Run:
-    """A model that is ready to take steps: all of a step, and the executor's part."""
+    """A model that is ready to take steps: all of a step, the executor's part, and its program."""
 
     step: Callable[[], None]
     train: Callable[[], object]
+    program: Program
 
 
-def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int) -> Run:
+def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int) -> Run:
+    """A model on all pipeline ranks, with a schedule by name and microbatches of some rows."""
     dtype: Any = "float32" if TINY else "bfloat16"
     kernels = AutoKernels(device=device)
     kernels.open()
@@ -150,18 +153,19 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
     executor = Executor(schedule=schedule, objective=loss, device=device, **parts)
     executor.open()
-    synchronise = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
+    reduction = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-5)
     optimizer.open()
-    batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
+    place = ComputeDevice(kind="cpu")  # from where a run's batches come
+    batches = [_batch(number, place, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
     def step() -> None:
         state = Step(1, 1)
         state.outputs["losses"] = executor.train(batches)
-        synchronise.run_phase(state)
+        reduction.run_phase(state)
         optimizer.run_phase(state)
 
-    return Run(step, lambda: executor.train(batches))
+    return Run(step, lambda: executor.train(batches), schedule.program(mesh.size("pipeline"), MICROBATCHES))
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
@@ -187,18 +191,18 @@ def _measured(run: Run, device: ComputeDevice) -> tuple[float, float]:
     for _ in range(3 + STEPS):
         start = time.perf_counter()
         run.step()
-        _wait(device)
+        synchronise(device)
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times[3:])
     for _ in range(2):
         start = time.perf_counter()
         run.train()
         issuing.append(time.perf_counter() - start)
-        _wait(device)
+        synchronise(device)
     return seconds, min(issuing) / seconds
 
 
-def _wait(device: ComputeDevice) -> None:
+def synchronise(device: ComputeDevice) -> None:
     if device.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -225,13 +229,13 @@ def summary(events: Any) -> dict[str, float]:
             (messages if "nccl" in event.name().lower() else compute).append((start, end))
         elif event.name() in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"):
             waits += 1
-    busy, moving = list(_union(compute)), list(_union(messages))
+    busy, moving = list(union(compute)), list(union(messages))
     hidden = sum(max(0.0, min(e, f) - max(s, t)) for s, e in moving for t, f in busy if t < e and f > s)
     total = sum(end - start for start, end in moving)
     return {"waits": waits, "messages_ms": total, "hidden": hidden / total if total else 1.0}
 
 
-def _union(intervals: list[Interval]) -> Iterator[Interval]:
+def union(intervals: list[Interval]) -> Iterator[Interval]:
     """The same time, in intervals that don't overlap."""
     current: Interval | None = None
     for start, end in sorted(intervals):

@@ -186,7 +186,8 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     if case.stochastic:
         optimizer = StochasticAdamW(parameters=stages, mesh=mesh, lr=1e-5, job=job, device=device)
     optimizer.open()
-    batches = [_batch(number, device.device, config["vocab_size"], case.rows) for number in range(case.microbatches)]
+    place = torch.device("cpu")  # from where a run's batches come
+    batches = [_batch(number, place, config["vocab_size"], case.rows) for number in range(case.microbatches)]
 
     def step() -> None:
         state = Step(1, 1)

@@ -179,7 +179,9 @@ def _step_of(
         StochasticAdamW(parameters=stages, mesh=mesh, lr=1e-5, job=job, device=device),
     ]
     phases[2].open()
-    batches = [_batch(number, device.device, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]
+    place = torch.device("cpu")  # from where a run's batches come
+    batches = [_batch(number, place, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]
+    there = _batch(0, device.device, sizes["vocab_size"], rows, length)
 
     def step() -> list[float]:
         state = Step(1, 1)
@@ -189,7 +191,7 @@ def _step_of(
             phase.run_phase(state)
         return [losses.total, state.outputs["grad_norm"]]
 
-    return step, _kept(stages.local[0].module, loss, batches[0], policy)
+    return step, _kept(stages.local[0].module, loss, there, policy)
 
 
 def _kept(module: Any, loss: NextToken, batch: Batch, policy: Recompute) -> int:

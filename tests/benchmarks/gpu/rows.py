@@ -272,9 +272,11 @@ def _attentions(tiny: bool) -> Iterator[Row]:
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
         from drawloom.kernels.attention import VARLEN
+        from drawloom.kernels.attention_cudnn import CUDNN
         from drawloom.kernels.attention_flex import FLEX
 
-        fast = {"drawloom flex": _masked(FLEX, documents), "drawloom varlen": _masked(VARLEN, documents)}
+        kinds = {"cudnn": CUDNN, "flex": FLEX, "varlen": VARLEN}
+        fast = {f"drawloom {name}": _masked(kind, documents) for name, kind in kinds.items()}
     eager = _masked(EAGER, documents)
     yield Row(
         "attention",
@@ -290,5 +292,5 @@ def _attentions(tiny: bool) -> Iterator[Row]:
 
 def _masked(attention: Implementation, documents: Tensor) -> Callable[..., Tensor]:
     """What a layer computes: the mask is there already."""
-    mask = attention.mask(documents)
+    mask = attention.mask(documents, whole_rows=True)
     return lambda q, k, v: attention.attend(q, k, v, mask)

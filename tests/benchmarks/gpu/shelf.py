@@ -18,6 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GPUS = torch.cuda.device_count()
 STEPS = 6
+NO_CHECKPOINT = "edit.trainer.phases.remove=@checkpoint"
+"""Writing that of the last step, of some 100 GB, would take longer than the steps."""
 
 MODELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "qwen3_0_6b": (1, ("batch.global_size=16",)),
@@ -61,7 +63,7 @@ def _drawloom(place: Path, *words: str, ranks: int = 1) -> subprocess.CompletedP
 
 def _line(place: Path, name: str, ranks: int, words: tuple[str, ...]) -> str:
     data = ("vars.data=store", "vars.tokenizer=tokenizer", 'tokenizer.end_token="<end>"', "validation.rows_used=8")
-    run = (f"run.folder={place / name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]", "checkpoint.every=1000")
+    run = (f"run.folder={place / name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]", NO_CHECKPOINT)
     done = _drawloom(place, "run", name, *data, *words, *run, 'listeners.plan={use="planning.check"}', ranks=ranks)
     try:
         rows = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]

@@ -29,14 +29,14 @@ def layer(**form: Any) -> LoraLinear:
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
-    """A linear layer, with and without DoRA, has PEFT's outputs, and PEFT's gradients of what it trains."""
+    """A linear layer, with and without DoRA, has PEFT's outputs and gradients of what it trains, in float64."""
     import peft  # takes seconds
 
-    ours = layer(dora=dora)
-    base = nn.Sequential(nn.Linear(6, 5, bias=False))
+    ours = layer(dora=dora).double()
+    base = nn.Sequential(nn.Linear(6, 5, bias=False, dtype=torch.float64))
     alpha: Any = 1.4
     config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["0"], use_dora=dora)
-    theirs: Any = peft.get_peft_model(base, config)
+    theirs: Any = peft.get_peft_model(base, config).double()
     twin = theirs.base_model.model[0]
     pairs = {"lora_A": twin.lora_A.default.weight, "lora_B": twin.lora_B.default.weight}
     pairs |= {"lora_magnitude": twin.lora_magnitude_vector.default.weight} if dora else {}
@@ -44,12 +44,12 @@ def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
         twin.base_layer.weight.copy_(ours.weight)
         for name, parameter in pairs.items():
             parameter.copy_(getattr(ours, name))
-    x = torch.randn(3, 4, 6)
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
     y, wanted = ours(x), theirs(x)
-    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
     grads = torch.autograd.grad(y.square().sum(), [getattr(ours, name) for name in pairs])
     for grad, other in zip(grads, torch.autograd.grad(wanted.square().sum(), list(pairs.values())), strict=True):
-        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -34,13 +34,15 @@ def _exchanged() -> list[dict[str, Any]]:
         mesh.open()
         ranks, factor = TensorRanks(mesh.group("tensor")), 1.0 + mesh.world.rank
         found = []
+        first = mesh.world.rank == 0
         for given, exchange in (
             (torch.arange(3.0)[None, :, None] * factor, ranks.reduce_scatter_tokens),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens(x, (1, 3)) * factor),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens_for_all(x, (1, 3))),
             (torch.arange(2.0) * factor, lambda x: ranks.copy(x) * factor),
             (torch.arange(2.0) * factor, ranks.sum),
-            (torch.arange(2.0)[None] * factor, ranks.gather_last),
+            (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last(x, 4)),
+            (torch.tensor([[7.0, 8.0]] if first else [[9.0]]), lambda x: ranks.gather_last(x, 3)),
         ):
             given.requires_grad_()
             result = exchange(given)
@@ -61,15 +63,15 @@ def _exchanged() -> list[dict[str, Any]]:
 def test_exchanges_and_their_gradients() -> None:
     """
     What each rank gets, and the gradient of what it gave: sums where ranks compute something else, parts where the
-    same; the third token is alone on the second rank, which is padded.
+    same; the third token is alone on the second rank, which is padded, and so is the third word of a vocabulary.
     """
     first, second = run_ranks(_exchanged, 2)
-    assert [each["shape"] for each in first] == [[2, 1], [1, 3, 1], [1, 3, 1], [2], [2], [1, 4]]
+    assert [each["shape"] for each in first] == [[2, 1], [1, 3, 1], [1, 3, 1], [2], [2], [1, 4], [1, 3]]
     values = [([0.0, 3.0], [6.0, 0.0]), ([0.0, 1.0, 0.0], [0.0, 2.0, 0.0]), ([0.0, 1.0, 0.0],) * 2]
-    values += [([0.0, 1.0], [0.0, 4.0]), ([0.0, 3.0],) * 2, ([0.0, 1.0, 0.0, 2.0],) * 2]
+    values += [([0.0, 1.0], [0.0, 4.0]), ([0.0, 3.0],) * 2, ([0.0, 1.0, 0.0, 2.0],) * 2, ([7.0, 8.0, 9.0],) * 2]
     assert [(a["values"], b["values"]) for a, b in zip(first, second, strict=True)] == values
     grads = [([1.0, 2.0, 1.0],) * 2, ([3.0, 6.0], [9.0, 0.0]), ([1.0, 2.0], [3.0, 0.0])]
-    grads += [([3.0, 6.0],) * 2, ([1.0, 2.0],) * 2, ([1.0, 2.0], [3.0, 4.0])]
+    grads += [([3.0, 6.0],) * 2, ([1.0, 2.0],) * 2, ([1.0, 2.0], [3.0, 4.0]), ([1.0, 2.0], [3.0])]
     assert [(a["grad"], b["grad"]) for a, b in zip(first, second, strict=True)] == grads
 
 
@@ -77,14 +79,14 @@ def test_one_rank_exchanges_nothing() -> None:
     """Alone, each exchange gives its argument, not a copy."""
     x = torch.ones(2, 3)
     same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_for_all(x, (2,)), ALONE.reduce_scatter_tokens(x))
-    assert all(each is x for each in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x)))
-    assert ALONE.rows_of(x, torch.ones(1)) == (torch.ones(1), None) and ALONE.vocabulary_part(x) is None
+    assert all(each is x for each in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x, 3)))
+    assert ALONE.rows_of(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.vocabulary_part(2) is None
 
 
 def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
     """The slices of all ranks are disjoint and as large as the parameter together; what has no entry is whole."""
     with torch.device("meta"):
-        model = dense(num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=10)
+        model = dense(num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
         sizes = {name: tuple(part.shape) for name, part in whole(model).named_parameters()}
         found = []
         for rank in range(2):
@@ -104,7 +106,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
     [
         (Linear(4, 12, cpu_kernels(), unit=4), "can't share 3 heads of 4 channels of weight evenly"),
         (Linear(3, 4, cpu_kernels(), style="rowwise"), "can't share dimension 1 of size 3 of weight evenly"),
-        (Embedding(5, 2, cpu_kernels()), "can't share dimension 0 of size 5 of weight evenly"),
+        (Embedding(1, 2, cpu_kernels()), "can't share dimension 0 of size 1 of weight"),
     ],
 )
 def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.gradients.norm import EXACT, ON_DEVICE, scale, total_norm
+from drawloom.components.gradients.norm import EXACT, ON_DEVICE, total_norm
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
 CPU = torch.device("cpu")
@@ -102,20 +102,3 @@ def test_the_largest_gradients_are_finite(norm: Norm) -> None:
 def test_without_gradients_the_norm_is_zero(norm: Norm) -> None:
     """A rank without parameters has a norm of zero."""
     assert norm([], Ranks()) == 0.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_factor_is_not_rounded_to_a_narrow_dtype(dtype: torch.dtype) -> None:
-    """Each element is the product in at least float32, rounded once, also beside gradients of other dtypes."""
-    factor = torch.tensor(1 / 3.7, dtype=torch.float64)
-    wide = torch.promote_types(dtype, torch.float32)
-    gradients = [torch.randn(shape).to(dtype) for shape in ((500,), (3, 4), (), (0, 2))]
-    expected = [(gradient.to(wide) * factor.to(wide)).to(dtype) for gradient in gradients]
-    others = [torch.ones(2, dtype=torch.float32), torch.ones(2, dtype=torch.bfloat16)]
-    scale([others[0], *gradients, others[1]], factor)
-    assert all(torch.equal(found, right) for found, right in zip(gradients, expected, strict=True))
-
-
-def test_without_gradients_nothing_happens() -> None:
-    """A pipeline rank whose parameters are all frozen has none."""
-    scale([], torch.tensor(2.0, dtype=torch.float64))

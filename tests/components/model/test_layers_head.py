@@ -49,7 +49,7 @@ def test_chunks_never_hold_more_logits_than_their_bound() -> None:
     """Neither pass makes a tensor with more elements than `max_bytes` of float32, but for inputs and gradients."""
     hidden, weight = torch.randn(4, 64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
     case = sample(torch.float32)
-    head = type(case.head())(weight, case.head().kernels)
+    head = type(case.head())(weight, 1000, case.head().kernels)
     with LargestTensor() as largest:
         found = head.map_logits(lambda logits: logits.logsumexp(-1), hidden, max_bytes=8 * 1000 * 4)
         torch.autograd.grad(found.sum(), (hidden, weight))

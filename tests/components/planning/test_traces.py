@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,9 @@ RANKS = (
 )
 
 
-def write(folder: Path, rank: int, spans: Mapping[str, tuple[float, float]], base: int = 7 * 10**9) -> None:
+def write(
+    folder: Path, rank: int, spans: Mapping[str, tuple[float, float]], more: Sequence[dict[str, object]] = ()
+) -> None:
     """A trace as torch writes it, of spans in microseconds; spaces behind a name tell equal ones apart."""
     (folder / "traces").mkdir(exist_ok=True)
     events = [
@@ -27,7 +29,7 @@ def write(folder: Path, rank: int, spans: Mapping[str, tuple[float, float]], bas
         for name, (start, end) in spans.items()
     ]
     others = [{"ph": "X", "cat": "cpu_op", "name": "0F0", "ts": 101, "dur": 1}, {"ph": "M", "name": "process_name"}]
-    trace = {"baseTimeNanoseconds": base + rank * 10**9, "traceEvents": [*others, *events]}
+    trace = {"baseTimeNanoseconds": (7 + rank) * 10**9, "traceEvents": [*others, *events, *more]}
     with gzip.open(folder / f"traces/steps-3-4-rank-{rank}.json.gz", "wt") as file:
         json.dump(trace, file)
 
@@ -44,6 +46,29 @@ def test_the_last_step_is_read_without_waits(tmp_path: Path) -> None:
     assert (table.lengths[0] * 1e6).round(3).tolist() == [20, 10, 5, 5]
     assert table.comm * 1e6 == pytest.approx(2)
     assert found.simulation.makespan * 1e6 == pytest.approx(45)
+
+
+def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: Path) -> None:
+    """An action lasts from its first to its last operation on the GPU, whichever thread issued it, without messages."""
+    host = {"step 4": (100, 130), "0F0": (101, 104), "0B0": (104, 110), "0B0 ": (90, 95)}
+    operations = [  # issued, began, ended
+        ("gemm", 102, 120, 130),
+        ("ncclDevKernel_SendRecv", 103, 130, 190),
+        ("norm", 103.5, 131, 140),
+        ("Memcpy", 105, 142, 150),
+        ("gemm", 109, 150, 171),
+    ]
+    events: list[dict[str, object]] = []
+    for number, (name, issued, began, ended) in enumerate(operations):
+        same = {"ph": "X", "args": {"correlation": number}}
+        events.append(same | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": issued, "dur": 0.5})
+        kind = "gpu_memcpy" if name == "Memcpy" else "kernel"
+        events.append(same | {"cat": kind, "name": name, "ts": began, "dur": ended - began})
+    events.append({"ph": "X", "cat": "gpu_user_annotation", "name": "0F0", "ts": 120, "dur": 70})
+    write(tmp_path, 0, host, more=events)
+    found = measured(tmp_path, read_program("0: 0F0 0B0\n"))
+    assert (found.start * 1e6).round(3).tolist() == [0, 22]
+    assert (found.end * 1e6).round(3).tolist() == [20, 51]
 
 
 def test_what_is_no_trace_of_the_program_is_told(tmp_path: Path) -> None:

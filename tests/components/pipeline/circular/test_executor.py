@@ -36,7 +36,12 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
     try:
         mesh = RankMesh(processes=processes, pipeline=processes.world_size)
         mesh.open()
-        sizes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 20, "hidden_size": 16, "head_dim": 8}
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": 4,
+            "vocab_size": pipelines.VOCABULARY,
+            "hidden_size": 16,
+            "head_dim": 8,
+        }
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
         model = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **sizes)
         objective, schedule = NextToken(), pipelines.schedule("circular", stages_per_rank=REPEATS)

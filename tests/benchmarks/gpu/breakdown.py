@@ -1,0 +1,116 @@
+"""
+What a step of one GPU is made of, or of two with shards: `make bench-breakdown-gpu`, or with RANKS=2.
+
+Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, as `meshes.py` trains them. A line says
+tokens per second and GPU and the milliseconds of a step, both not traced; then of a traced step how long the GPU
+computed, how long it did nothing, and the sums of its operations by kind. Those of NCCL run beside the others. The
+longest ones and the longest gaps follow.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.meshes import EXPERTS, LARGE, SMALL_MODEL, TINY, Case, measured, our_step
+from benchmarks.gpu.pipeline import Interval, union
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+
+SHAPES = ((LARGE, 2, 1), (SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (EXPERTS, 4, 1))
+LONGEST = 8
+
+KINDS = {
+    "NCCL": ("nccl",),
+    "attention": ("sdpa", "attention", "fmha", "flash"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_matrices_kernel"),
+    "optimizer, norm": ("multi_tensor_apply",),
+    "copies": ("memcpy", "memset"),
+}
+"""Parts of names of GPU operations, by kind; the first that fits counts."""
+
+
+def main() -> None:
+    """Start processes, of which the first prints lines."""
+    if "RANK" in os.environ:
+        return _worker()
+    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "1")]
+    subprocess.run([*starter, __file__, *sys.argv[1:]], env=os.environ | {"OMP_NUM_THREADS": "4"}, check=True)
+
+
+def _worker() -> None:
+    device = ComputeDevice(kind="cpu" if TINY else "cuda")
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    try:
+        ranks = processes.world_size
+        for shape in SHAPES:
+            for reshard in (True, False) if ranks > 1 else (True,):
+                case = Case(*shape, {"data_shard": ranks} if ranks > 1 else {}, reshard=reshard)
+                if not words or any(word in case.name for word in words):
+                    _lines(case, processes, device)
+    finally:
+        processes.close()
+
+
+def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None:
+    mesh = RankMesh(processes=processes, **{"data_replicate": 1, **case.sizes})
+    mesh.open()
+    step = our_step(case, mesh, device)
+    seconds, _ = measured(step, device)
+    found = list(_operations(step)) if device.device.type == "cuda" else []
+    if processes.rank == 0:
+        print(f"{case.name:<60}{case.tokens / seconds:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms", flush=True)
+        for line in _made_of(found) if found else ():
+            print(f"    {line}", flush=True)
+    del step
+    gc.collect()
+    if device.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
+    """Names of all operations of the GPU in a step, and when they ran, in ms."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
+        step()
+        torch.cuda.synchronize()
+    assert running.profiler is not None and running.profiler.kineto_results is not None
+    for event in running.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()) and not event.is_user_annotation():
+            start = event.start_ns() / 1e6
+            yield event.name(), (start, start + event.duration_ns() / 1e6)
+
+
+def _made_of(operations: list[tuple[str, Interval]]) -> Iterator[str]:
+    kinds, names = Counter[str](), Counter[str]()
+    for name, (start, end) in operations:
+        kinds[_kind(name)] += end - start  # type: ignore[assignment]
+        names[name[:70]] += end - start  # type: ignore[assignment]
+    busy = list(union([span for name, span in operations if _kind(name) != "NCCL"]))
+    computing, whole = sum(end - start for start, end in busy), busy[-1][1] - busy[0][0]
+    yield f"computing {computing:.1f}, idle {whole - computing:.1f}; " + _written(kinds.most_common())
+    yield "longest: " + _written(names.most_common(LONGEST))
+    gaps = [(after[0] - before[1], before[1] - busy[0][0]) for before, after in pairwise(busy)]
+    yield "gaps: " + ", ".join(f"{gap:.2f} at {at:.0f}" for gap, at in sorted(gaps, reverse=True)[:4])
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts)), "other")
+
+
+def _written(counts: list[tuple[str, Any]]) -> str:
+    return ", ".join(f"{name} {ms:.1f}" for name, ms in counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""
+The time of a pipeline of two GPUs beside its simulation, for every schedule: `make bench-makespan-gpu`.
+
+The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 4 rows (ROWS) of 4096 tokens, forward and backward
+passes alone. For each schedule a line says, in milliseconds,
+
+- `run`: the median of several steps that are not traced, from a common start until both GPUs are done;
+- `traced`: from the first action's start to the last one's end, on the GPUs, in a step that is traced;
+- `simulated`: the schedule with the median seconds of each stage's passes in that trace.
+
+The two errors are those of the simulation.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.gpu.pipeline import STEPS, TINY, Run, synchronise, training_run
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.timing import time as simulated
+from drawloom.components.planning.traces import Measured, measured
+from support.pipelines import TRAINING
+
+ROWS = 2 if TINY else int(os.environ.get("ROWS", "4"))
+HEAD = 2 if TINY else 6
+SCHEDULES = [name for name in TRAINING if name != "circular"]
+
+
+def main() -> None:
+    """Start two processes, which print a line for each schedule."""
+    if "RANK" in os.environ:
+        return _worker()
+    with tempfile.TemporaryDirectory() as folder:
+        starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
+        subprocess.run([*starter, __file__, *sys.argv[1:]], env=environment, check=True)
+
+
+def _worker() -> None:
+    device = ComputeDevice(kind="cpu" if TINY else "cuda")
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=2, data_replicate=1)
+        mesh.open()
+        if mesh.world.rank == 0:
+            print(f"{'schedule':20}{'run':>9}{'traced':>9}{'simulated':>11}{'of run':>9}{'of trace':>10}", flush=True)
+        for name in [word for word in sys.argv[1:] if word in SCHEDULES] or SCHEDULES:
+            run = training_run(mesh, device, name, HEAD, ROWS)
+            seconds = _seconds(run, mesh, device)
+            step = _traced(run, mesh, device, Path(os.environ["BENCH_FOLDER"]) / name)
+            if step is not None:
+                traced, found = step.simulation.makespan, simulated(step.program, step.table()).makespan
+                times = f"{seconds * 1e3:9.1f}{traced * 1e3:9.1f}{found * 1e3:11.1f}"
+                print(f"{name:20}{times}{found / seconds - 1:9.1%}{found / traced - 1:10.1%}", flush=True)
+            del run
+    finally:
+        processes.close()
+
+
+def _seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
+    """The median of the seconds of several steps."""
+    times: list[float] = []
+    for _ in range(2 + STEPS):
+        synchronise(device)
+        mesh.world.gather_json(None)
+        start = time.perf_counter()
+        run.train()
+        synchronise(device)
+        times.append(max(mesh.world.gather_json(time.perf_counter() - start)))
+    return statistics.median(times[2:])
+
+
+def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> Measured | None:
+    """A traced step of both ranks, on the first of them; the one before, in which the profiler starts, is left out."""
+    (folder / "traces").mkdir(parents=True, exist_ok=True)
+    kinds = [ProfilerActivity.CPU, *([] if device.device.type == "cpu" else [ProfilerActivity.CUDA])]
+    with profile(activities=kinds, acc_events=True) as running:
+        for number in range(2):
+            synchronise(device)
+            mesh.world.gather_json(None)
+            with record_function(f"step {number}"):
+                run.train()
+                synchronise(device)
+    running.export_chrome_trace(str(folder / "traces" / f"steps-0-1-rank-{mesh.world.rank}.json.gz"))
+    mesh.world.gather_json(None)
+    # Reading takes longer than the steps.
+    return measured(folder, with_whole_backwards(run.program)) if mesh.world.rank == 0 else None
+
+
+if __name__ == "__main__":
+    main()

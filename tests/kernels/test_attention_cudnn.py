@@ -1,0 +1,42 @@
+"""Attention of rows that are known to be one document each, against eager attention with a dense mask."""
+
+import pytest
+import torch
+
+from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS
+from support.kernels import DEVICE
+
+HALF = DEVICE.type == "cuda"
+"""cuDNN computes in 16 bits; on a CPU another implementation of torch's takes its place."""
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (4, 2, 128), (3, 1, 8)])
+def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Results and gradients are those of the mask, in any grouping of heads."""
+    dtype, tolerance = (torch.bfloat16, 0.03) if HALF else (torch.float32, 1e-5)
+    documents = torch.full((2, 300), 7, device=DEVICE)
+    q, k, v = (
+        torch.randn(2, 300, count, head_dim, device=DEVICE, dtype=dtype, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    mask = CUDNN.mask(documents, whole_rows=True)
+    assert mask is WHOLE_ROWS
+    found, expected = CUDNN.attend(q, k, v, mask), attention_eager(q, k, v, causal_document_mask(documents))
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    seed = torch.randn_like(found)
+    grads = (torch.autograd.grad(each, (q, k, v), seed) for each in (found, expected))
+    torch.testing.assert_close(*grads, atol=2 * tolerance, rtol=2 * tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_documents_within_rows_and_windows_keep_apart() -> None:
+    """Without the promise of whole rows, or with a window, the mask is flex_attention's."""
+    documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
+    for ids, window, whole in ((documents, None, False), (documents[1:], 5, True)):
+        mask = CUDNN.mask(ids, window, whole_rows=whole)
+        q = torch.randn(len(ids), 64, 2, 16, device=DEVICE)
+        with torch.no_grad():
+            found = CUDNN.attend(q, q, q, mask)
+        expected = attention_eager(q, q, q, causal_document_mask(ids, window))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,24 @@
+"""Many tensors times one factor on their device."""
+
+import pytest
+import torch
+
+from drawloom.kernels.scale import scale
+from support.kernels import DEVICE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_factor_is_not_rounded_to_a_narrow_dtype(dtype: torch.dtype) -> None:
+    """Each element is the product in at least float32, rounded once, also beside gradients of other dtypes."""
+    factor = torch.tensor(1 / 3.7, dtype=torch.float64, device=DEVICE)
+    wide = torch.promote_types(dtype, torch.float32)
+    gradients = [torch.randn(shape, device=DEVICE).to(dtype) for shape in ((500,), (3, 4), (), (0, 2))]
+    expected = [(gradient.to(wide) * factor.to(wide)).to(dtype) for gradient in gradients]
+    others = [torch.ones(2, dtype=each, device=DEVICE) for each in (torch.float32, torch.bfloat16)]
+    scale([others[0], *gradients, others[1]], factor)
+    assert all(torch.equal(found, right) for found, right in zip(gradients, expected, strict=True))
+
+
+def test_without_gradients_nothing_happens() -> None:
+    """A pipeline rank whose parameters are all frozen has none."""
+    scale([], torch.tensor(2.0, dtype=torch.float64))

@@ -1,0 +1,29 @@
+"""Many tensors in one launch are bitwise those of the eager implementation."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.kernels.scale import scale_eager
+from drawloom.kernels.triton.scale import BLOCK, scale_triton
+from support.kernels import DEVICE, drawn, few, layouts
+from support.seeding import seeds
+
+sizes = st.sampled_from([0, 1, 7, 300, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+halves = st.sampled_from([torch.bfloat16, torch.float16])
+
+
+@few
+@given(seeds, st.lists(st.tuples(sizes, layouts), max_size=5), halves, st.floats(-3, 3), st.integers(0, 8))
+def test_same_bits(_seed: object, kinds: list[tuple[int, str]], dtype: torch.dtype, factor: float, offset: int) -> None:
+    """Any sizes, layouts and addresses give the bits of the eager implementation, and nothing beside them changes."""
+    made = [drawn(layout, 2, size, dtype=dtype).detach() for size, layout in kinds]
+    memory = torch.randn(offset + 100, device=DEVICE).to(dtype)
+    found = [*made, memory[offset : offset + 50]]
+    kept, expected = memory.clone(), [each.clone() for each in found]
+    number = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
+    scale_triton(found, number)
+    scale_eager(expected, number)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    kept[offset : offset + 50] = expected[-1]
+    assert torch.equal(memory, kept)
