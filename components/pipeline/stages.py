@@ -30,6 +30,7 @@ from drawloom.components.pipeline.stage_checks import (
     WRITE_DISPATCHER,
     costs_of_ends,
     gathers_by_block,
+    layers_of_stages,
     losses_that_are_modules,
     misfits_of_capture,
     misfits_of_experts,
@@ -159,6 +160,8 @@ class MaterializedStages:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         for mesh in node.neighbours("mesh"):
             yield from shares_of_parameters(node, mesh)
+            for schedule, model in product(node.neighbours("schedule"), node.neighbours("model")):
+                yield from layers_of_stages(schedule, mesh, model)
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""

@@ -105,6 +105,13 @@ CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.c
 AUTO = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.slices=[1.0, 1.0, 1.0, 2.0]")
 
 
+def test_explain_says_how_many_layers_stages_have() -> None:
+    """As many as the schedule gives them: one less where the last layer costs three."""
+    words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
+    text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *words).explain("stages")
+    assert "layers of stages, by [schedule]: 3, 1" in text
+
+
 @pytest.mark.parametrize(
     ("words", "whys"),
     [
