@@ -25,7 +25,7 @@ LEAST = 1e-9
 """The least seconds of a slice, and what seconds are rounded to."""
 
 ENOUGH = 2
-"""Times what 1F1B holds at least: ZB-H2 holds no more, and with yet more no schedule has less of a bubble."""
+"""Times the activations of a microbatch in all layers: ZB-H2 holds no more, and with more no bubble is smaller."""
 
 
 class CostSource(Protocol):

@@ -101,8 +101,8 @@ class Auto:
     memory: float | None = setting(
         default=None,
         check=above(0),
-        doc="activations that a rank may hold until weight gradients; as many as in 1F1B with ranks that cost alike, "
-        "if left out",
+        doc="activations that a rank may hold until weight gradients; if left out, those of a microbatch for each rank "
+        "in the stage that holds most, where ranks cost alike",
     )
     stages_per_rank: int | None = setting(
         default=None, check=at_least(1), doc="stages on each rank; 1 or 2, what is faster, if left out"
