@@ -128,12 +128,17 @@ class Runs:
         """Start the run, and kill all of its processes when half of the steps are committed."""
         checkpoints = self.place / "resumed" / "checkpoints"
         half = checkpoints / f"step-{self.steps // 2}"
-        self._run("resumed", until=half.exists)
+        self._run("resumed", until=lambda: half.exists() and self._is_hashed(self.steps // 2))
         if not half.exists():
             raise self._failed("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
         return max((row["step"] for row in _rows(self.place / "resumed" / "metrics.jsonl")), default=self.steps // 2)
+
+    def _is_hashed(self, step: int) -> bool:
+        """Whether all ranks have written the digests of a step, which goes on while its checkpoint is committed."""
+        files = (self.place / "straight" / "digests").glob("rank-*.jsonl")
+        return all(step in _digests(self.place / "resumed" / "digests" / path.name) for path in files)
 
     def _finish(self, name: str) -> None:
         if self._run(name):

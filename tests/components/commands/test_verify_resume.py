@@ -34,6 +34,9 @@ for step in range(done + 1, steps + 1):
     elif step in (steps // 2, steps) and sys.argv[3] != "short":
         (folder / "checkpoints" / f"step-{step}").mkdir()
     time.sleep(pause)
+    (folder / "digests").mkdir(exist_ok=True)
+    with open(folder / "digests" / "rank-0.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "digests": {}}) + chr(10))
 """
 """Something that behaves like a run."""
 
@@ -50,6 +53,15 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
     for name in ("straight", "resumed"):
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 11))
+
+
+def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
+    """Hashes that are missing since the kill came between a commit and them would look like a difference."""
+    runs = _runs(tmp_path, 10, 0.2)
+    runs.straight()
+    runs.killed_and_resumed()
+    rows = (tmp_path / "resumed" / "digests" / "rank-0.jsonl").read_text().splitlines()
+    assert 5 in [json.loads(row)["step"] for row in rows]
 
 
 def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> None:
