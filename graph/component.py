@@ -164,6 +164,7 @@ class Traits:
     impact: Impact
     flow: Flow
     needs: Mapping[str, str] = attrs.field(factory=dict)
+    opens_first: str = ""
 
 
 @overload
@@ -176,6 +177,7 @@ def component(
     changes: Sequence[str] = (),
     impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
+    opens_first: str = "",
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
 def component(
@@ -187,6 +189,7 @@ def component(
     changes: Sequence[str] = (),
     impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
+    opens_first: str = "",
 ) -> Any:
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
@@ -194,7 +197,8 @@ def component(
     Members of a sequence edge declare which values they read, write and change in place; a value whose name ends in
     "?" is read only if some member writes it. `impact` is what it means to resume with this node added, removed,
     swapped or with other settings: see `setting`. `needs` maps modules that the component imports when it opens to
-    what `pip install` takes: {"aim": "drawloom[aim]"}.
+    what `pip install` takes: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, with what they need, are
+    built and opened before those of the component's other edges, whatever the order of its fields.
 
     `check` calls these class methods, if the class has them, without building the component:
 
@@ -215,7 +219,7 @@ def component(
         if "__repr__" not in vars(cls):
             made.__repr__ = _short_repr  # type: ignore[method-assign]
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
-        made.__component__ = Traits(impact, flow, dict(needs or {}))  # type: ignore[attr-defined]
+        made.__component__ = Traits(impact, flow, dict(needs or {}), opens_first)  # type: ignore[attr-defined]
         return made
 
     return make if cls is None else make(cls)

@@ -1,6 +1,6 @@
 """What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Head, Shards, Stage
 from drawloom.components.ports.pipeline import Loss, Losses
 from drawloom.components.storage.pytree import leaves, transform
-from drawloom.kernels.deferred_grads import accumulating
+from drawloom.kernels.deferred_grads import Accumulation
 
 LossSums = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """A microbatch's loss and weight, both 0-dimensional, and its named sums, detached."""
@@ -46,11 +46,10 @@ class StageRunner:
     split: bool = False
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the last stage, which has the head."""
-        return self.stage.index == self.stage.count - 1
+    # whether this is the last stage, which has the head
+    last: bool = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.stage.index == self.stage.count - 1, takes_self=True)
+    )
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
@@ -63,7 +62,7 @@ class StageRunner:
         # Evaluation keeps nothing for a backward pass, and recomputes nothing.
         keeps = torch.is_grad_enabled()
         split = SplitBackward() if self.split else None
-        with accumulating() if split is None else split.forward():
+        with Accumulation() if split is None else split.forward():
             if keeps and self.stage.recompute != "none":
                 with recomputing(self.stage.recompute):
                     outputs = self._run(microbatch, inputs, shared, batch, finish)
@@ -100,8 +99,9 @@ class StageRunner:
         1.
         """
         kept = self._in_flight.pop(microbatch)
+        given: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
-        pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
+        pairs = [pair for pair in zip(kept.outputs, given, strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         if self._reduces_next:
@@ -111,7 +111,7 @@ class StageRunner:
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """I: as `backward`, with weight gradients left for W: gradients (...) as the leaves of the input."""
         kept = self._in_flight[microbatch]
-        found = _split(kept).backward_input(kept.outputs, grads or _ones(kept.outputs), kept.inputs)
+        found = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
         back = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, found, strict=True)]
         # Activations are freed here and not after W, which may come much later.
         kept.inputs, kept.outputs = [], []
@@ -169,11 +169,6 @@ def _split(kept: InFlight) -> SplitBackward:
     if kept.split is None:
         raise ValueError("this stage's backward is not split: its program has no action I")
     return kept.split
-
-
-def _ones(losses: list[Tensor]) -> list[Tensor]:
-    """The gradients of losses, which are summed: 1 each."""
-    return [torch.ones_like(loss) for loss in losses]
 
 
 def floating(tree: Any) -> list[Tensor]:
