@@ -5,8 +5,8 @@ A component is an attrs class. A field whose type is a port is an edge, every ot
 """
 
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, dataclass_transform, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, dataclass_transform, overload
 
 import attrs
 
@@ -113,28 +113,12 @@ def is_named(kind: type) -> bool:
     return bool(vars(kind).get("__port__", {}).get("named"))
 
 
-class Every(Mapping[str, P], Generic[P]):
+class Every(dict[str, P]):
     """
     All built nodes that implement a port, by node name; the container fills it after building.
 
     It is no edge, so it makes no cycle: a checkpointer takes every stateful node, and some of those use it.
     """
-
-    def __init__(self, members: Mapping[str, P] | None = None) -> None:
-        self._members: dict[str, P] = dict(members or {})
-
-    def fill(self, members: Mapping[str, P]) -> None:
-        """Set the members; the container calls it once."""
-        self._members = dict(members)
-
-    def __getitem__(self, name: str) -> P:
-        return self._members[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
 
 
 class Ordered(tuple[P, ...]):
