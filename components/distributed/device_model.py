@@ -23,12 +23,13 @@ class Reached:
 
     `products` is of matrix products, `attention` of those inside of attention, `memory` of the memory's bandwidth,
     `messages` of links. `launch` are the seconds that an operation takes at least on the device, `host` those that the
-    host needs to issue one. The defaults are fitted to steps of two dense models on one H200: Qwen3-0.6B and a
-    Llama-3-8B shape, in rows of 4096 tokens; `drawloom plan --calibrate` measures those of a machine.
+    host needs to issue one. The defaults are fitted to steps of two dense models on one H200, Qwen3-0.6B and a
+    Llama-3-8B shape, in rows of one document of 4096 tokens (`make bench-breakdown-gpu`), whose plans are 0.2 to 1.6 %
+    off; `drawloom plan --calibrate` measures those of a machine.
     """
 
-    products: float = 0.66
-    attention: float = 0.35
+    products: float = 0.71
+    attention: float = 0.43
     memory: float = 0.5
     messages: float = 0.75
     launch: float = 3e-6
