@@ -9,7 +9,7 @@ from drawloom.components.commands._pipeline import Pipeline, needed
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import at_hand
-from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units, slices_of
+from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
 from drawloom.components.planning.traces import Measured, measured
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
@@ -63,24 +63,9 @@ def of_run(folder: Path, project: Project) -> Measured:
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
     """The settings of a schedule that say what stages cost: all of `auto`, and `comm` of those laid in a V."""
     if "slices" in fields:
-        if isinstance(source, Units):
-            given = source.given
-            names = ("forward", "backward_input", "backward_weight", "comm")
-            return {name: getattr(given, name) for name in names}
-        return slices_of(_table(source, ranks))
+        return source.slices(ranks)
     if "comm" in fields:
         costs = source.costs(ranks, 2)
         forward = costs.lengths[:, 0].mean() if isinstance(costs, CostTable) else costs.forward
         return {"comm": float(costs.comm / forward)}
     return {}
-
-
-def _table(source: CostSource, ranks: int) -> CostTable:
-    """Costs of two slices for each rank; of one, where the model has too few layers."""
-    try:
-        found = source.costs(ranks, 2)
-    except UserError:
-        found = source.costs(ranks, 1)
-    if not isinstance(found, CostTable):
-        raise TypeError(f"{type(source).__name__} has no table")
-    return found

@@ -25,9 +25,9 @@ from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, com
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.pipeline.stage_checks import gathers_by_block
-from drawloom.components.planning.cost_sources import CostSource, Units
+from drawloom.components.planning.cost_sources import CostSource, Traced, Units
 from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.build.graph import Graph
@@ -185,7 +185,7 @@ def _of_size(
         schedule = _by_name(options, project, name, source, size, anyway=True)
         try:
             yield _simulated(options, name, schedule, size, source)
-        except _TooFewLayers:
+        except _Unsuitable:
             continue
 
 
@@ -205,7 +205,7 @@ def _by_name(
     *,
     anyway: bool = False,
 ) -> Schedule:
-    """A schedule by name, with the costs and stages per rank that it has settings for.
+    """A schedule by name, with the costs, stages per rank and microbatches that it has settings for.
 
     Raises UserError if it has another number of stages per rank, unless `anyway`.
     """
@@ -216,6 +216,8 @@ def _by_name(
     data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
         data["stages_per_rank"] = options.stages_per_rank
+    if "microbatches" in spec.fields:
+        data["microbatches"] = size.microbatches
     # Beside a recipe, values are the recipe's.
     words = {} if options.recipe and _is_recipe(options.recipe, project) else read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
@@ -248,8 +250,8 @@ class Size:
         return f"{self.ranks} ranks, {self.microbatches} microbatches"
 
 
-class _TooFewLayers(UserError):
-    """The model has fewer layers than a schedule has stages."""
+class _Unsuitable(UserError):
+    """A schedule has more stages than the model has layers, or can't do with the memory that there is."""
 
 
 def _simulated(
@@ -261,30 +263,49 @@ def _simulated(
     sharding: Sharding | None = None,
 ) -> Summary:
     ranks, microbatches = size.ranks, size.microbatches
-    stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MOST_RANKS else 1
+    try:
+        stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MOST_RANKS else 1
+    except UserError as error:
+        raise _Unsuitable(str(error), error.exit_code) from error
     if ranks > MOST_RANKS or ranks * microbatches * stages > MOST_WORK:
         large = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
         limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
         raise UserError(f"{large} take too long to simulate; write at most {limits}", 2)
-    return _simulated_program(options, name, schedule.program(ranks, microbatches), source, sharding)
+    program = schedule.program(ranks, microbatches)
+    return _simulated_program(options, name, program, source, sharding, _sizes(options, schedule, ranks, source))
+
+
+def _sizes(options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource) -> Sequence[int] | None:
+    """How many slices of the model each stage has, if the schedule says so and the source has costs of slices."""
+    # The trace of a recipe's own run is one of stages that are cut already.
+    cut = isinstance(source, Traced) and not options.compare and not options.ranks
+    if cut or not isinstance(schedule, PartitioningSchedule):
+        return None
+    slices = source.slices(ranks).get("slices")
+    return schedule.layers_by_stage(ranks, len(slices)) if slices else None
 
 
 def _simulated_program(
-    options: argparse.Namespace, name: str, program: Program, source: CostSource, sharding: Sharding | None
+    options: argparse.Namespace,
+    name: str,
+    program: Program,
+    source: CostSource,
+    sharding: Sharding | None,
+    sizes: Sequence[int] | None = None,
 ) -> Summary:
     if options.forward_only:
         program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # actions that only have costs: gathered once a step
     try:
-        costs = source.costs(program.ranks, program.stages // program.ranks)
+        costs = source.costs(program.ranks, program.stages // program.ranks, sizes)
     except UserError as error:
-        raise _TooFewLayers(str(error), error.exit_code) from error
+        raise _Unsuitable(str(error), error.exit_code) from error
     try:
         simulation = simulate(program, costs, options.channels, sharding)
     except Deadlock as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
-    return Summary(name, simulation, None if options.forward_only else source.memory(program))
+    return Summary(name, simulation, None if options.forward_only else source.memory(program, sizes))
 
 
 def _sharding(graph: Graph) -> Sharding | None:

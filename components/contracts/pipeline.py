@@ -10,7 +10,15 @@ from torch import Tensor
 
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.model import BatchContext
-from drawloom.components.ports.pipeline import Executor, Loss, Losses, Predictor, Referenced, Schedule
+from drawloom.components.ports.pipeline import (
+    Executor,
+    Loss,
+    Losses,
+    PartitioningSchedule,
+    Predictor,
+    Referenced,
+    Schedule,
+)
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import expect
 
@@ -32,6 +40,16 @@ def every_rank_has_its_stages(schedule: Schedule) -> None:
             expect(len(held) == program.stages // ranks, f"rank {rank} of {ranks} holds {len(held)} stages")
             strange = set(program.stage[program.rows(rank)].tolist()) - set(held)
             expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of other ranks")
+
+
+def layers_are_those_of_the_model(schedule: Schedule) -> None:
+    """A schedule that says how many layers each stage has gives each stage some, and all layers of the model."""
+    if not isinstance(schedule, PartitioningSchedule):
+        return
+    for ranks, _ in LAYOUTS:
+        sizes = [*schedule.layers_by_stage(ranks, 16)]
+        expect(len(sizes) == len(schedule.stage_to_rank(ranks)), f"{ranks} ranks have stages, and {len(sizes)} sizes")
+        expect(min(sizes) > 0 and sum(sizes) == 16, f"16 layers on {ranks} ranks are cut into {sizes}")
 
 
 def every_microbatch_goes_through_every_stage_once(schedule: Schedule) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drawloom.components.pipeline.runtime.layer_partition import build_schedule
 from drawloom.components.ports.distributed import SHARDS
+from drawloom.components.ports.pipeline import PartitioningSchedule
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError
 from drawloom.graph.build.node import NodeView
@@ -78,11 +80,23 @@ def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
 
 
 def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Costs of embedding and head in layers, where no stage has them instead of layers."""
+    """Costs of embedding and head in layers, where no stage has them instead of layers, or the schedule has them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and getattr(schedule.component, "ends_on_every_rank", False):
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
             yield stages.problem(key, text, f"write {key} = 0")
+        elif stages.settings[key] and hasattr(schedule.component, "layers_by_stage"):
+            text = f"[{schedule.name}] says how many layers each stage has, by its own costs of them"
+            yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
+
+
+def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
+    """How many layers each stage has, for `explain`, if the schedule says so."""
+    built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
+    if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
+        with suppress(UserError):  # a problem of its own
+            sizes = built.layers_by_stage(mesh.settings.get("pipeline", 1), layers)
+            yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
 
 
 def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:

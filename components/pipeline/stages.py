@@ -21,7 +21,7 @@ from drawloom.components.pipeline.parameter_store import ParameterStore, compute
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
-from drawloom.components.pipeline.runtime.layer_partition import partition_layers, with_ends_apart
+from drawloom.components.pipeline.runtime.layer_partition import layer_ranges, partition_layers, with_ends_apart
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, shard
 from drawloom.components.pipeline.sliced_store import SlicedStore
@@ -30,6 +30,7 @@ from drawloom.components.pipeline.stage_checks import (
     WRITE_DISPATCHER,
     costs_of_ends,
     gathers_by_block,
+    layers_of_stages,
     losses_that_are_modules,
     misfits_of_capture,
     misfits_of_experts,
@@ -44,7 +45,7 @@ from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Pr
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Recompute, Stage, Transform
-from drawloom.components.ports.pipeline import Loss, Schedule
+from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.weights.adapted import adapted_model, inject
@@ -159,6 +160,8 @@ class MaterializedStages:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         for mesh in node.neighbours("mesh"):
             yield from shares_of_parameters(node, mesh)
+            for schedule, model in product(node.neighbours("schedule"), node.neighbours("model")):
+                yield from layers_of_stages(schedule, mesh, model)
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
@@ -311,10 +314,15 @@ class MaterializedStages:
             )
 
     def _split(self, stages: int) -> list[LayerRange]:
+        layers = self.model.num_hidden_layers
+        if isinstance(self.schedule, PartitioningSchedule):
+            sizes = [*self.schedule.layers_by_stage(self.mesh.size("pipeline"), layers)]
+            if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
+                text = f"layers_by_stage gives {sizes} for {layers} layers in {stages} stages"
+                raise UserError(f"{type(self.schedule).__name__}.{text}; let each have some, and all {layers} together")
+            return layer_ranges(sizes)
         try:
-            return partition_layers(
-                self.model.num_hidden_layers, stages, self.embedding_layer_cost, self.head_layer_cost
-            )
+            return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; take fewer stages", exit_code=2) from error
 

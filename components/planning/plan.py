@@ -21,6 +21,7 @@ from drawloom.components.planning.step_time import StepTime, cost_table, step_ti
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.memory import memory_by_kind
+from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -77,6 +78,7 @@ class Plan:
     rows: int
     length: int
     microbatches: int
+    layers: int
     costs: Mapping[int, StageCosts]
     table: CostTable
     memory: Sequence[RankMemory]
@@ -120,8 +122,8 @@ class PlanCache:
     """
     What plans of one recipe have in common, if they differ in mesh, sizes, schedule and recomputation alone.
 
-    `views` are those of ranks, by mesh and by the ranks of stages. Whether shards are reduced early must follow from
-    the mesh.
+    `views` are those of ranks, by mesh, and by the ranks and the layers of stages. Whether shards are reduced early
+    must follow from the mesh.
     """
 
     recordings: Recordings = attrs.field(factory=dict)
@@ -136,16 +138,23 @@ class TooLarge(UserError):
         self.bytes = size
 
 
-def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None, cache: PlanCache | None = None) -> Plan:
+def plan(
+    recipe: Recipe,
+    device: DeviceModel,
+    ranks: int | None = None,
+    cache: PlanCache | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
     """
     The plan of a recipe for a device; without `ranks`, for as many as its mesh has at least.
 
-    With a `cache` of plans of the same recipe it is made faster; then TooLarge is raised where parameters alone do not
-    fit. Raises RecipeError for a recipe with errors, and UserError for one that can't be planned.
+    A `schedule` takes the place of the recipe's. With a `cache` of plans of the same recipe it is made faster; then
+    TooLarge is raised where parameters alone do not fit. Raises RecipeError for a recipe with errors, and UserError for
+    one that can't be planned.
     """
     nodes = Nodes.of(recipe)
     mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
-    with opened(nodes, device, mesh) as planned:
+    with opened(nodes, device, mesh, schedule) as planned:
         if cache is None:
             return planned.plan()
         planned.cache, planned.at_most = cache, device.memory
@@ -153,10 +162,14 @@ def plan(recipe: Recipe, device: DeviceModel, ranks: int | None = None, cache: P
 
 
 @contextmanager
-def opened(nodes: Nodes, device: DeviceModel, mesh: PlannedMesh) -> Iterator["Planner"]:
+def opened(
+    nodes: Nodes, device: DeviceModel, mesh: PlannedMesh, schedule: Schedule | None = None
+) -> Iterator["Planner"]:
     """A planner whose model, loss and kernels are open."""
     kind = "cuda" if device.is_gpu else "cpu"
-    given = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
+    given: dict[str, Any] = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
+    if schedule is not None:
+        given[nodes.schedule] = schedule
     with nodes.recipe.open(nodes.needed_by_stages, given) as objects:
         yield Planner(nodes, device, mesh, {**objects, **given})
 
@@ -208,6 +221,7 @@ class Planner:
             rows=rows,
             length=self.nodes.length,
             microbatches=microbatches,
+            layers=self._layers,
             costs=costs,
             table=table,
             memory=memory,
@@ -218,13 +232,21 @@ class Planner:
             steps=self.nodes.steps,
         )
 
+    @property
+    def _layers(self) -> int:
+        layers: int = self.objects[self.nodes.model].num_hidden_layers
+        return layers
+
     @cached_property
     def _counted(self) -> ForwardFlops | None:
         """The operations of the model, if it counts them."""
         return self.objects[self.nodes.model].forward_flops() if self.nodes.counts_flops else None
 
     def _views(self, program: Program) -> list[RankView]:
-        key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank
+        schedule = self.objects[self.nodes.schedule]
+        cuts = isinstance(schedule, PartitioningSchedule)
+        sizes = tuple(schedule.layers_by_stage(program.ranks, self._layers)) if cuts else ()
+        key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank, sizes
         if key not in self.cache.views:
             self.cache.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
         return [attrs.evolve(view, microbatches=program.microbatches) for view in self.cache.views[key]]

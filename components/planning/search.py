@@ -1,12 +1,14 @@
 """Looks for the fastest plan of a recipe on some ranks: over meshes, microbatches, schedules and recomputation."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 
 from drawloom.components.distributed.device_model import DeviceModel
+from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLarge, plan
 from drawloom.components.planning.remedies import Values, toml_lines
@@ -28,8 +30,15 @@ ALIKE = 0.01
 """Plans whose times differ by less are taken for alike, for none is so exact; that of less memory comes first then."""
 
 
+LONG = re.compile(r"\[.{60,}\]")
+"""Lists that a table has no room for; overlays and JSON have them."""
+
 HOPELESS = 1.25
 """How much slower than the fastest a plan may be that does not fit, for more recomputation to be tried."""
+
+
+ENDS = ("embedding_layer_cost", "head_layer_cost")
+"""Settings of stages that a schedule that cuts them does without."""
 
 
 @attrs.frozen
@@ -50,10 +59,12 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[Found]:
     The fastest plans that fit, the first is the fastest; of none, those that take least memory.
 
     A mesh is tried with little recomputation first, and with more only if it does not fit, and with larger microbatches
-    while they fit and are faster; tensors are divided further while that is faster. The number of rows in a step stays
-    as it is.
+    while they fit and are faster; tensors are divided further while that is faster. The fastest pipeline is tried with
+    `pipeline.schedules.auto`, too. The number of rows in a step stays as it is.
     """
-    every = list(_Search(Nodes.of(recipe), device, ranks).found())
+    searched = _Search(Nodes.of(recipe), device, ranks)
+    every = list(searched.found())
+    every += searched.with_auto(every)
     fitting = sorted((found for found in every if found.plan.fits), key=_order)
     return (fitting or sorted(every, key=lambda found: max(found.plan.peak_memory_bytes)))[:MOST]
 
@@ -87,6 +98,25 @@ class _Search:
             for _, mesh in sorted(self.too_large, key=lambda each: each[0])[:MOST]:
                 if (found := self._planned(mesh, 1, _schedules(mesh)[0], POLICIES[-1], None)) is not None:
                     yield found
+
+    def with_auto(self, every: Sequence[Found]) -> list[Found]:
+        """The fastest pipeline that fits with a schedule and stages that are found for it."""
+        nodes, device = self.nodes, self.device
+        pipelines = [each for each in every if each.plan.fits and each.values[nodes.mesh]["pipeline"] > 1]
+        fastest = min(pipelines, key=lambda each: each.plan.time.seconds, default=None)
+        if fastest is None:
+            return []
+        try:
+            planned = Planned(nodes.recipe.with_values(fastest.values), device, self.cache)
+            costs = planned.slices(fastest.values[nodes.mesh]["pipeline"])
+        except (RecipeError, UserError):
+            return []
+        schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
+        # Slices have the costs of the ends.
+        ends = [key for key in ENDS if nodes.settings(nodes.stages).get(key)]
+        stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0)}
+        found = self._with({**fastest.values, nodes.schedule: schedule, nodes.stages: stages}, self.cache)
+        return [] if found is None else [found]
 
     def _of(self, mesh: dict[str, Any]) -> Iterator[Found]:
         """Plans of one mesh: for each schedule and size of microbatches the first policy that fits, or the last."""
@@ -132,8 +162,11 @@ class _Search:
         values: dict[str, dict[str, Any]] = {nodes.mesh: mesh, nodes.only(Batching): batch, nodes.stages: stages}
         if schedule:
             values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
+        return self._with(values, cache)
+
+    def _with(self, values: Values, cache: PlanCache | None) -> Found | None:
         try:
-            return Found(values, plan(nodes.recipe.with_values(values), self.device, self.ranks, cache))
+            return Found(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
         except TooLarge:
             raise
         except (RecipeError, UserError):
@@ -177,5 +210,6 @@ def search_text(found: Sequence[Found]) -> str:
             if name != "compute" and seconds > 0.01 * part.seconds
         )
         speed = f"{part.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {peak:.1f} GB"
-        lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {'; '.join(toml_lines(each.values))}"]
+        settings = "; ".join(LONG.sub("[...]", line) for line in toml_lines(each.values))
+        lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")

@@ -76,6 +76,15 @@ class PartialSchedule(Protocol):
         ...
 
 
+@runtime_checkable
+class PartitioningSchedule(Protocol):
+    """A schedule that says how many layers each stage has; those of others have about as many as one another."""
+
+    def layers_by_stage(self, ranks: int, layers: int) -> Sequence[int]:
+        """Of each stage, at least 1, and all `layers` together; UserError if that can't be."""
+        ...
+
+
 @attrs.frozen
 class Losses:
     """

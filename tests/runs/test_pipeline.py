@@ -63,6 +63,44 @@ def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str
     assert (place / "runs" / name / "export/config.json").exists()
 
 
+HELD = '''"""A final task that writes down which layers each stage holds."""
+
+from pathlib import Path
+
+from drawloom.components.ports.model import Stages
+from drawloom.graph import component
+
+
+@component
+class Held:
+    """Which layers each stage holds."""
+
+    stages: Stages
+
+    def is_finished(self, step: int) -> bool:
+        return False
+
+    def finish(self, step: int) -> None:
+        for stage in self.stages.local:
+            layers = sorted({name.split(".")[2] for name, _ in stage.named_parameters() if ".layers." in name})
+            Path(f"stage-{stage.index}.txt").write_text(" ".join(layers))
+'''
+
+
+def test_the_layers_that_auto_gives_a_stage_are_those_it_holds(place: Path) -> None:
+    """With a last layer that costs three, the second rank has fewer layers; the losses are those of one process."""
+    (place / "my_lab").mkdir()
+    (place / "my_lab/__init__.py").write_text('"""Components of our own."""')
+    (place / "my_lab/held.py").write_text(HELD)
+    costs = ["schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1", "schedule.trials=8"]
+    words = [*COMMON, "run.name=cut", "mesh.pipeline=2", *scheduled("auto"), *costs, "--import", "my_lab"]
+    held = 'trainer.on_finish=[{use = "my_lab.held"}]'
+    outcomes = drawloom(place, *words, held, ranks=2, path=str(place))
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert [(place / f"stage-{stage}.txt").read_text() for stage in range(2)] == ["0 1 2", "3"]
+    assert_same(place / "runs/one", place / "runs/cut")
+
+
 def moved(place: Path, name: str, layouts: Sequence[int], *words: str) -> Path:
     """A run that resumes for some steps on each of these numbers of pipeline ranks."""
     often = 6 // len(layouts)

@@ -422,6 +422,7 @@ ROWS: dict[str, Row] = {
             "backward_weight": 3.0,
             "comm": 1.0,
             "slices": [1.0, 1.0, 1.0, 3.0],
+            "per_stage": 9.0,
             "activations": [1.0, 1.0, 1.0, 2.0],
             "memory": 3.0,
             "stages_per_rank": 1,

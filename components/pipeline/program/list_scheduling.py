@@ -106,6 +106,7 @@ class _Queue:
     op: int
     place: int  # of the stage among those of its rank
     cost: float
+    weights: float  # the cost of weight gradients of this stage
     due: float
     size: float  # of a microbatch's activations
     most: float  # that this stage's activations may take
@@ -157,9 +158,7 @@ def makespan(task: Task, policy: Policy) -> float:
 def _dispatched(task: Task, policy: Policy) -> list[_Rank]:
     """The ranks with all that they have done."""
     ranks = _ranks(task, policy)
-    pace, costs = policy.pace * task.period, task.costs
-    # Weight gradients take this many times as long as the input gradients of their stage.
-    ratio = costs.backward_weight / costs.backward_input
+    pace = policy.pace * task.period
     # Times that differ by rounding errors are the same.
     grain = 1e-9 * task.period
     events = [(0.0, number) for number in range(len(ranks))]  # when which rank may have something to do
@@ -177,8 +176,8 @@ def _dispatched(task: Task, policy: Policy) -> list[_Rank]:
                 # A rank that is busy until later looks at its queues then.
                 if ranks[queue.feeds_rank].free <= end + queue.delay and queue.feeds_rank != number:
                     heapq.heappush(events, (end + queue.delay, queue.feeds_rank))
-        elif rank.pending and soon - now + grain >= policy.patience * ratio * rank.pending[0].cost:
-            end = now + ratio * rank.pending[0].cost
+        elif rank.pending and soon - now + grain >= policy.patience * rank.pending[0].weights:
+            end = now + rank.pending[0].weights
             _run_weight_gradients(rank)
         else:
             if soon < NEVER:
@@ -200,9 +199,9 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         place = local[owner].index(stage)
         limits = _limits(task, policy, local[owner], place)
-        forward, back = costs.length("F", stage), costs.length("I", stage)
-        forwards.append(_Queue(stage, FORWARD, place, forward, due_forward[stage] * period, *limits))
-        inputs.append(_Queue(stage, BACKWARD_INPUT, place, back, due_input[stage] * period, *limits))
+        forward, back, weights = (costs.length(op, stage) for op in "FIW")
+        forwards.append(_Queue(stage, FORWARD, place, forward, weights, due_forward[stage] * period, *limits))
+        inputs.append(_Queue(stage, BACKWARD_INPUT, place, back, weights, due_input[stage] * period, *limits))
     for one, other in [*pairwise(forwards), (forwards[-1], inputs[-1]), *pairwise(reversed(inputs))]:
         one.feeds, one.feeds_rank = other, owners[other.stage]
         one.delay = costs.comm if owners[one.stage] != owners[other.stage] else 0.0

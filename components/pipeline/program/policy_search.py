@@ -58,11 +58,10 @@ def halved(task: Task) -> Task:
     # The first and the last rank are among those that stay: they have the stages of other costs.
     kept = {round(number * last / (count - 1)): number for number in range(count)}
     stages = [stage for stage, owner in enumerate(task.stage_to_rank) if owner in kept]
-    factors = tuple(task.costs.factors[stage] for stage in stages) if task.costs.factors else ()
     half = Task(
         tuple(kept[task.stage_to_rank[stage]] for stage in stages),
         max(1, task.microbatches // 2),
-        attrs.evolve(task.costs, factors=factors),
+        task.costs.of_stages(stages),
         tuple(task.activations[stage] for stage in stages),
         task.limit / 2,
     )

@@ -8,6 +8,7 @@ over ranks.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -51,6 +52,10 @@ class Costs:
         shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
         return shards.get(work, self.comm)
 
+    def of_stages(self, stages: Sequence[int]) -> "Costs":
+        """Those of some stages alone."""
+        return attrs.evolve(self, factors=tuple(self.factors[stage] for stage in stages) if self.factors else ())
+
     def divided(self, stages_per_rank: int) -> "Costs":
         """Those of a stage, if these are those of all stages of a rank; a message between stages is as large."""
         names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
@@ -72,12 +77,16 @@ class CostTable(Costs):
         """The duration of one action, by the name of its op and its stage."""
         return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().length(work, stage)
 
-    def resampled(self, stages: int) -> "CostTable":
+    def of_stages(self, stages: Sequence[int]) -> "CostTable":
+        """Those of some stages alone."""
+        return attrs.evolve(self, lengths=self.lengths[list(stages)])
+
+    def resampled(self, sizes: Sequence[int]) -> "CostTable":
         """
-        Those of the same model in another number of stages, whose cost is spread evenly within each of these stages.
+        Those of the same model in stages of other `sizes`, if cost is spread evenly within each of these stages.
         """
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
-        cuts, known = np.linspace(0, 1, stages + 1), np.linspace(0, 1, len(whole))
+        cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
         columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, each)) for each in whole.T]
         return attrs.evolve(self, lengths=np.stack(columns, axis=1))
 
@@ -130,6 +139,38 @@ def time(program: Program, costs: Costs) -> Timing:
         next_action[ranks] += 1
         wave += 1
     return timing
+
+
+@attrs.frozen(eq=False)
+class ManyTimings:
+    """A program that is timed with many costs at once, for about the time that a few take one by one."""
+
+    program: Program
+    comm: float
+    _order: NDArray[np.int64] = attrs.field(init=False)
+    _bounds: NDArray[np.int64] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # Which action is in which wave does not depend on costs.
+        wave = time(self.program, Costs()).wave
+        object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
+        object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
+
+    def makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The makespan (costs,) with each of some costs, `lengths` (costs, stages, ops) in the order of OPS."""
+        produces, consumes, delay = (each[self._order] for each in dependencies(self.program, Costs(comm=self.comm)))
+        rank = self.program.rank[self._order]
+        kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
+        table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
+        end_of = np.zeros((int(produces.max(initial=0)) + 1, len(lengths)))
+        free_at = np.zeros((self.program.ranks, len(lengths)))
+        for first, last in pairwise(self._bounds.tolist()):
+            rows = slice(first, last)
+            ready = end_of[consumes[rows]] + delay[rows, None]
+            end = np.maximum(free_at[rank[rows]], ready) + table[kind[rows]]
+            free_at[rank[rows]] = end_of[produces[rows]] = end
+        found: NDArray[np.float64] = free_at.max(axis=0)
+        return found
 
 
 def _time_part(program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]) -> Timing:

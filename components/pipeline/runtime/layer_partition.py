@@ -1,11 +1,12 @@
 """Partition of layers over stages, and checks that a schedule, a mesh and a model fit one another."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import attrs
 
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -24,6 +25,11 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
         return
     if isinstance(layers, int) and layers < stages:
         yield mesh.problem("pipeline", *_too_few(layers, ranks, stages // ranks, model.name))
+    elif isinstance(layers, int) and isinstance(built, PartitioningSchedule):
+        try:
+            built.layers_by_stage(ranks, layers)
+        except UserError as error:
+            yield schedule.problem("use", str(error))
 
 
 def build_schedule(schedule: NodeView) -> Schedule | None:
@@ -60,9 +66,14 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
         cheapest = costs.index(min(costs))
         costs[cheapest] += 1
         sizes[cheapest] += 1
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return layer_ranges(sizes)
+
+
+def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
+    """The stages with these numbers of layers, of which the first one has the embedding and the last one the head."""
+    ends, last = accumulate(sizes), len(sizes) - 1
     return [
-        LayerRange(end - size, end, embedding=stage == 0, head=stage == stages - 1)
+        LayerRange(end - size, end, embedding=stage == 0, head=stage == last)
         for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 

@@ -1,20 +1,23 @@
 """
-Auto: the fastest schedule for measured costs that fits in memory.
+Auto: the fastest schedule for measured costs that fits in memory, and the layers of its stages.
 
-Every published schedule is simulated with the costs of the model's slices and of messages. Then a program on a V is
-searched for in the same memory (`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pipeline
-Parallelism", ICLR 2024, section 3, and in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The shortest
-of all is taken, so it is never longer than a published one. All ranks find the same.
+Every published schedule is simulated with the costs of the model's slices and of messages, and its stages are cut where
+it takes least time (`pipeline/program/partition.py`). Then programs are searched for in the same memory
+(`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3, and
+in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The shortest of all is taken, so it is never longer
+than a published one. All ranks find the same.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import attrs
+import numpy as np
 
 from drawloom.components.pipeline.program.builders import loop, vee
-from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule, peak_activations
-from drawloom.components.pipeline.program.policy_search import TRIALS, best_policy
-from drawloom.components.pipeline.program.timing import Costs, time
+from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule
+from drawloom.components.pipeline.program.partition import Fit, Fitted, Sizes, Slices, even
+from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.pipeline.schedules.interleaved_1f1b import Interleaved1F1B
@@ -26,7 +29,7 @@ from drawloom.components.pipeline.schedules.zero_bubble_1p import ZeroBubble1P
 from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from drawloom.components.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.program import Program
+from drawloom.components.ports.program import OPS, Program
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -43,8 +46,29 @@ def published(stages_per_rank: int) -> list[Schedule]:
     return [*found, ZeroBubbleV(), DualPipeV(), VHalf(), VMin()] if stages_per_rank == 2 else found
 
 
-def _positive(values: list[float]) -> str | None:
+Cost = float | Sequence[float]
+"""The cost of a slice: its times of F, B, I and W, or a number times those of a slice of cost 1."""
+
+
+def _fault_of_activations(values: list[float]) -> str | None:
     return None if all(value > 0 for value in values) else f"{min(values)} is not above 0"
+
+
+def _fault_of_slices(values: Sequence[Cost]) -> str | None:
+    small = [least for each in values if (least := min(_numbers(each), default=1.0)) <= 0]
+    faults = [fault for each in values if (fault := _fault_of_cost(each))]
+    return next(iter(faults), None) or (f"{small[0]} is not above 0" if small else None)
+
+
+def _fault_of_cost(cost: Cost) -> str | None:
+    numbers = _numbers(cost)
+    if len(numbers) not in (1, len(OPS)):
+        return f"{numbers} has {len(numbers)} times; write one number, or {len(OPS)}, for {', '.join(OPS)}"
+    return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
+
+
+def _numbers(cost: Cost) -> list[float]:
+    return [cost] if isinstance(cost, float | int) else [*cost]
 
 
 @component(impact="safe")
@@ -52,95 +76,135 @@ class Auto:
     """
     The fastest schedule for measured costs and a memory limit, published or found by a search. Times are in any unit.
 
-    `slices` cuts the model into equal slices, and says what each costs, in order; a stage is one slice or several. With
-    two slices for each rank, stages of one and of two slices are compared.
+    `slices` cuts the model into parts of as many layers each, mostly of one, and says what each costs, in order; the
+    first one has the embedding, and the last one the head. A stage gets one or several of them, so that layers of
+    stages differ where that is faster. Stages on a rank are one or two, what is faster.
     """
 
     forward: float = setting(default=1.0, check=above(0), doc="time of a microbatch's forward in a slice of cost 1")
     backward_input: float = setting(default=1.0, check=above(0), doc="time of its input gradients")
     backward_weight: float = setting(default=1.0, check=above(0), doc="time of its weight gradients")
     comm: float = setting(default=0.0, check=at_least(0), doc="time that a message is on its way")
-    slices: list[float] = setting(
-        factory=list, check=_positive, doc="cost of each slice of the model; if empty, a rank's equal share costs 1"
+    slices: Sequence[Cost] = setting(
+        factory=list,
+        check=_fault_of_slices,
+        doc="cost of each slice of the model, or its times of F, B, I and W; if empty, a rank's equal share costs 1",
+    )
+    per_stage: Cost = setting(
+        default=0.0, check=_fault_of_cost, doc="cost that every stage has besides, or its times of F, B, I and W"
     )
     activations: list[float] = setting(
-        factory=list, check=_positive, doc="activations of a microbatch in each slice; if empty, 1 in a rank's share"
+        factory=list,
+        check=_fault_of_activations,
+        doc="activations of a microbatch in each slice; if empty, 1 in a rank's share",
     )
     memory: float | None = setting(
         default=None,
         check=above(0),
-        doc="activations that a rank may hold until weight gradients; those of a microbatch in all slices if left out",
+        doc="activations that a rank may hold until weight gradients; if left out, those of a microbatch for each rank "
+        "in the stage that holds most, where ranks cost alike",
     )
     stages_per_rank: int | None = setting(
         default=None, check=at_least(1), doc="stages on each rank; 1 or 2, what is faster, if left out"
     )
     microbatches: int | None = setting(
-        default=None, check=at_least(1), doc="of a step, for which stages are placed; 4 a rank if left out"
+        default=None, check=at_least(1), doc="of a step, for which stages are placed and cut; 4 a rank if left out"
     )
     trials: int = setting(default=TRIALS, check=at_least(0), doc="orders tried in the search; more take longer")
-    _found: dict[tuple[int, int], Program] = attrs.field(init=False, factory=dict)
+    _found: dict[tuple[int, int], Fitted] = attrs.field(init=False, factory=dict)
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage; UserError if slices or memory do not fit."""
-        return self._fastest(ranks, self.microbatches or 4 * ranks).stage_to_rank
+        return self._planned(ranks).program.stage_to_rank
+
+    def layers_by_stage(self, ranks: int, layers: int) -> Sizes:
+        """How many of a model's layers each stage has; UserError if they can't be cut into the slices."""
+        sizes = self._planned(ranks).sizes
+        if not self._slice_count:
+            return even(layers, len(sizes))
+        each, rest = divmod(layers, self._slice_count)
+        if rest or not each:
+            slices = f"{self._slice_count} slices"
+            raise UserError(f"{layers} layers can't be cut into {slices} of as many each; write {layers} slices")
+        return tuple(each * size for size in sizes)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """The actions of every rank, in order; UserError if slices or memory do not fit."""
-        planned = self._fastest(ranks, self.microbatches or 4 * ranks)
-        if microbatches == planned.microbatches:
-            return planned
-        # Stages can't move between ranks when a step has another number of microbatches.
-        return self._fastest(ranks, microbatches, planned.stage_to_rank)
+        planned = self._planned(ranks)
+        if microbatches == planned.program.microbatches:
+            return planned.program
+        # Stages can't change when a step has another number of microbatches.
+        return self._fastest(ranks, microbatches, planned).program
 
-    def _fastest(self, ranks: int, microbatches: int, placement: tuple[int, ...] | None = None) -> Program:
+    def _planned(self, ranks: int) -> Fitted:
+        return self._fastest(ranks, self.microbatches or 4 * ranks)
+
+    def _fastest(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
+        """The shortest program, or the shortest one on the stages of another."""
         size = ranks, microbatches
         if size not in self._found:
-            programs = list(self._programs(ranks, microbatches, placement))
-            lengths = [time(program, self._task(program.stage_to_rank, 1).costs).makespan for program in programs]
-            self._found[size] = programs[lengths.index(min(lengths))]
+            counts = [planned.program.stages // ranks] if planned else self._stage_counts(ranks)
+            found = [each for count in counts for each in self._of_count(ranks, microbatches, count, planned)]
+            shortest = min(found, key=lambda each: each.makespan)  # the first of several
+            if shortest.makespan == math.inf:
+                least = min(each.least for each in found)
+                text = f"a microbatch's activations are {least:g} on a rank"
+                raise UserError(f"memory = {self.memory:g}: {text}; write more")
+            self._found[size] = shortest
         return self._found[size]
 
-    def _programs(self, ranks: int, microbatches: int, placement: tuple[int, ...] | None) -> Iterator[Program]:
-        """All programs that fit, on the stages of a placement or on any."""
-        counts = self._stage_counts(ranks)
-        for schedule in (schedule for count in counts for schedule in published(count)):
-            if placement in (None, schedule.stage_to_rank(ranks)):
-                program = schedule.program(ranks, microbatches)
-                task = self._task(program.stage_to_rank, microbatches)
-                if max(peak_activations(program, task.activations)) <= task.limit * (1 + 1e-9):
-                    yield program
-        task = self._task(placement or (vee(ranks) if 2 in counts else loop(ranks, counts[0])), microbatches)
-        yield list_schedule(task, best_policy(task, trials=self.trials))
+    def _of_count(self, ranks: int, microbatches: int, count: int, planned: Fitted | None) -> Iterator[Fitted]:
+        """Programs with a number of stages on each rank: published ones, and what a search finds."""
+        slices, placement = self._slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
+        limit = self.memory or ranks * float(slices.held_by([slices.starts(loop(ranks))[1]]).max())
+        if planned:
+            slices, placement = slices.joined(planned.sizes), planned.program.stage_to_rank
+        alike = []
+        for schedule in published(count):
+            if planned is None or schedule.stage_to_rank(ranks) == placement:
+                found = Fit(schedule.program(ranks, microbatches), slices, limit).best()
+                alike += [found] if found.program.stage_to_rank == placement else []
+                yield found
+        # Where none fits, the search starts from the stages that hold least.
+        first = min(alike, key=lambda each: (each.makespan, each.least)).sizes
+        policy, starts = None, slices.starts(placement)
+        for number, sizes in enumerate(dict.fromkeys((first, starts[1]))):
+            held = tuple(slices.held_by([sizes])[0].tolist())
+            task = Task(placement, microbatches, slices.table(sizes), held, limit)
+            if max(task.activations_by_rank) <= limit * (1 + 1e-9):
+                policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
+                yield Fit(list_schedule(task, policy), slices, limit).best([sizes, *starts])
 
     def _stage_counts(self, ranks: int) -> list[int]:
-        """Numbers of stages on a rank into which the slices can be joined."""
+        """Numbers of stages on a rank for which there are enough slices."""
         wanted = [self.stages_per_rank] if self.stages_per_rank else [1, 2]
-        found = [count for count in wanted if all(len(each) % (ranks * count) == 0 for each in self._by_slice)]
-        if found:
+        if found := [count for count in wanted if ranks * count <= (self._slice_count or ranks * count)]:
             return found
-        sizes = " and ".join(f"{len(each)} {name}" for each, name in zip(self._by_slice, NAMES, strict=True) if each)
-        hint = f"write {2 * ranks} of each" if not self.stages_per_rank else f"write {ranks * wanted[0]} of each"
-        raise UserError(f"{sizes} can't be joined to equally many slices for every stage of {ranks} ranks; {hint}")
+        stages = ranks * wanted[0]
+        raise UserError(f"{self._slice_count} slices are too few for {stages} stages; write {stages} of each or more")
 
     @property
-    def _by_slice(self) -> tuple[list[float], list[float]]:
-        return self.slices, self.activations
+    def _slice_count(self) -> int:
+        """How many slices there are, 0 if they are not given; UserError if costs and activations are of others."""
+        if self.slices and self.activations and len(self.slices) != len(self.activations):
+            text = f"{len(self.slices)} slices have {len(self.activations)} activations"
+            raise UserError(f"{text}; write as many of each")
+        return len(self.slices) or len(self.activations)
 
-    def _task(self, placement: tuple[int, ...], microbatches: int) -> Task:
-        """What a program on these stages costs and holds, with the memory limit."""
-        share = (max(placement) + 1) / len(placement)
-        factors, activations = (_joined(each, len(placement)) or (share,) * len(placement) for each in self._by_slice)
-        costs = Costs(self.forward, self.backward_input, self.backward_weight, comm=self.comm, factors=factors)
-        task = Task(placement, microbatches, costs, activations, self.memory or sum(activations))
-        if (least := max(task.activations_by_rank)) > task.limit * (1 + 1e-9):
-            raise UserError(f"memory = {task.limit:g}: a microbatch's activations are {least:g} on a rank; write more")
-        return task
+    def _slices(self, ranks: int, count: int) -> Slices:
+        """The slices, or equal shares of stages if they are not given."""
+        number = self._slice_count or ranks * count
+        share = [ranks / number] * number
+        return Slices(
+            np.array([self._times(cost) for cost in self.slices or share]),
+            np.array(self.activations or share, dtype=np.float64),
+            np.array(self._times(self.per_stage)),
+            self.comm,
+        )
 
-
-NAMES = "slices", "activations"
-
-
-def _joined(values: list[float], stages: int) -> tuple[float, ...]:
-    """The sums over as many consecutive slices as a stage has; empty if there are none."""
-    size = len(values) // stages
-    return tuple(sum(values[start : start + size]) for start in range(0, len(values), size or 1))
+    def _times(self, cost: Cost) -> list[float]:
+        """The times of F, B, I and W."""
+        if len(numbers := _numbers(cost)) == len(OPS):
+            return numbers
+        one = self.forward, self.backward_input + self.backward_weight, self.backward_input, self.backward_weight
+        return [numbers[0] * each for each in one]

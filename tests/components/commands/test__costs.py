@@ -29,11 +29,12 @@ def test_schedules_learn_what_they_have_settings_for() -> None:
     assert settings_for({"stages_per_rank"}, units, 4) == {}
 
 
-def test_a_model_of_few_layers_has_a_slice_for_each_rank() -> None:
-    """Two for each where it has enough."""
-    options = argparse.Namespace(costs="plan", device="cpu")
-    for layers, slices in ((2, 2), (4, 4)):
+def test_a_model_has_a_slice_for_each_layer() -> None:
+    """With what each stage costs besides, and activations in bytes."""
+    options = argparse.Namespace(costs="plan", device="h100")
+    for layers in (2, 3):
         recipe: Recipe = RECIPE.with_values({"model": {"num_hidden_layers": layers}})
         planned = source(options, recipe.project, recipe)
         assert isinstance(planned, Planned)
-        assert len(settings_for({"slices"}, planned, 2)["slices"]) == slices
+        found = settings_for({"slices"}, planned, 2)
+        assert len(found["slices"]) == len(found["activations"]) == layers and len(found["per_stage"]) == 4

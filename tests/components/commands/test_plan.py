@@ -13,6 +13,8 @@ Capture = pytest.CaptureFixture[str]
 
 EXPERTS = ("qwen3_30b_a3b", "vars.data=store", "vars.tokenizer=folder", "--device", "h100")
 
+WHOLE = ("stages.recompute=none", "mesh.expert=1")
+
 
 def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
     """The output of the command: stdout, or stderr for a mistake."""
@@ -48,7 +50,7 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
 
 def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
     """In words and by the exit status, with what would help."""
-    said = printed(capsys, *EXPERTS, "--ranks", "16", "stages.sync_each_microbatch=false", code=1)
+    said = printed(capsys, *EXPERTS, "--ranks", "16", *WHOLE, "stages.sync_each_microbatch=false", code=1)
     assert ": too much" in said
     assert "stages.sync_each_microbatch = true  # " in said
 

@@ -102,6 +102,34 @@ def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: li
 CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
 
 
+AUTO = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.slices=[1.0, 1.0, 1.0, 2.0]")
+
+
+def test_explain_says_how_many_layers_stages_have() -> None:
+    """As many as the schedule gives them: one less where the last layer costs three."""
+    words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
+    text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *words).explain("stages")
+    assert "layers of stages, by [schedule]: 3, 1" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "whys"),
+    [
+        (AUTO, []),
+        (
+            (*AUTO, "stages.head_layer_cost=2"),
+            ["by its own costs of them; write head_layer_cost = 0, and"],
+        ),
+        ((*AUTO, "model.num_hidden_layers=6"), ["6 layers can't be cut into 4 slices of as many each"]),
+    ],
+)
+def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...], whys: list[str]) -> None:
+    """Costs of embedding and head are written once; the layers are a multiple of the slices."""
+    given = ("model.num_hidden_layers=4", *words)
+    found = [str(each) for each in drawloom.Recipe.load("pipeline", *given).graph.problems]
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
 @pytest.mark.parametrize(
     ("words", "whys"),
     [

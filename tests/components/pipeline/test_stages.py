@@ -297,6 +297,28 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
         made(mesh, job, Blueprint(num_hidden_layers=1))
 
 
+@attrs.frozen
+class Cuts(Loops):
+    """A schedule that says how many layers each stage has."""
+
+    sizes: tuple[int, ...] = (3, 1)
+
+    def layers_by_stage(self, ranks: int, layers: int) -> tuple[int, ...]:
+        return self.sizes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: Any, job: Any) -> None:
+    """Each rank builds those of its stages; sizes that are not those of the model are refused."""
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
+    stages = made(mesh, job, Blueprint(), schedule=Cuts())
+    assert [name for name, _ in stages.named()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]
+    assert [(each.span.embedding, each.span.head) for each in stages.local] == [[(True, False)], [(False, True)]][rank]
+    for sizes in ((3, 2), (4, 0), (2, 1, 1)):
+        with pytest.raises(UserError, match=r"Cuts.layers_by_stage gives .* for 4 layers in 2 stages; let each have"):
+            made(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
+
+
 def test_memory_counts_what_a_step_holds_once(one_rank: Any, job: Any) -> None:
     """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
     model = Blueprint()

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
-from drawloom.components.planning.cost_sources import Planned, Traced, Units, slices_of
+from drawloom.components.planning.cost_sources import Planned, Traced, Units
 from drawloom.components.planning.traces import Measured
 from drawloom.graph import UserError
 from support.plans import RECIPE
@@ -43,9 +44,28 @@ def test_units_are_those_of_a_rank() -> None:
     assert Units(Costs(comm=1)).costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
 
 
-def test_slices_add_up_to_the_costs() -> None:
-    """Settings of auto: a slice of mean cost takes the mean seconds."""
-    found = slices_of(CostTable(comm=0.5, lengths=np.array([[1.0, 0, 1, 1], [3, 0, 1, 2]])))
-    assert found == {
-        "forward": 2.0, "backward_input": 1.0, "backward_weight": 1.5, "comm": 0.5, "slices": [0.6667, 1.3333],
-    }  # fmt: skip
+def test_slices_of_a_plan_make_the_stages_of_another() -> None:
+    """
+    Sums of slices, and what every stage costs besides, are the costs of stages of any numbers of layers in a plan.
+
+    Those of a model with a large vocabulary, whose last slice has the head and costs most.
+    """
+    words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
+    planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100"))
+    found = planned.slices(2)
+    slices, per_stage = np.array(found["slices"]), np.array(found["per_stage"])
+    assert slices[-1].sum() > 2 * slices[2].sum() and found["memory"] > 1e9
+    for sizes in ([3, 3], [5, 1], [2, 1, 1, 2]):
+        ends = np.cumsum(sizes)
+        wanted = [slices[end - size : end].sum(0) + per_stage for size, end in zip(sizes, ends, strict=True)]
+        table = planned.costs(2, len(sizes) // 2, sizes)
+        assert isinstance(table, CostTable)
+        assert table.lengths == pytest.approx(np.array(wanted), rel=0.03)
+
+
+def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
+    """Two for each rank, with the times of their ops."""
+    program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
+    times = np.array([0.0, 6, 1, 3])
+    found = Traced(Measured(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
+    assert found["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2

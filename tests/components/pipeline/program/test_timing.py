@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Costs, CostTable, Deadlock, time
+from drawloom.components.pipeline.program.timing import Costs, CostTable, Deadlock, ManyTimings, time
+from support.schedules import schedule
 
 
 def test_actions_wait_for_their_inputs() -> None:
@@ -63,6 +64,15 @@ def test_a_table_has_costs_of_each_stage() -> None:
     program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
     assert table.of(program).tolist() == [1, 4, 3, 4, 4]
     assert (table.length("W", 1), table.length("SEND_F", 1)) == (4, 1)
-    assert table.resampled(4).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
-    assert table.resampled(1).lengths.tolist() == [[4, 12, 6, 6]]
+    assert table.resampled([1, 1, 1, 1]).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
+    assert table.resampled([2]).lengths.tolist() == [[4, 12, 6, 6]]
     assert time(program, table).makespan == 1 + 1 + 3 + 4 + 1 + 4
+
+
+@pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_1p", "gpipe", "v_min"])
+def test_many_costs_at_once_take_as_long_as_one_by_one(name: str) -> None:
+    """The makespans with several tables are those with each."""
+    program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
+    lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
+    found = ManyTimings(program, 0.3).makespans(lengths)
+    assert found.tolist() == [time(program, CostTable(comm=0.3, lengths=each)).makespan for each in lengths]

@@ -1,0 +1,186 @@
+"""
+How slices of a model are joined to stages, so that a program takes least time in the memory that there is.
+
+Stages have consecutive slices, at least one each. A program takes as long as the longest path through its actions, and
+so its makespan is a convex function of the costs of stages: a partition that no single slice that moves makes better is
+mostly the best of all. Where there are few partitions, all are tried.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
+from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+
+Sizes = tuple[int, ...]
+"""How many slices each stage has."""
+
+FEW = 500
+"""Up to so many partitions of a model, all are tried."""
+
+MOST_WORK = 3_000_000
+"""The most actions that are timed for one program, times partitions: half a second."""
+
+
+@attrs.frozen(eq=False)
+class Slices:
+    """
+    What a microbatch costs in each slice of a model, `lengths` (slices, ops) in the order of OPS, and what it holds.
+
+    `activations` (slices,) are held from a forward until weight gradients, `per_stage` (ops,) is what every stage costs
+    besides, and a message takes `comm`.
+    """
+
+    lengths: NDArray[np.float64]
+    activations: NDArray[np.float64]
+    per_stage: NDArray[np.float64]
+    comm: float
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def table(self, sizes: Sizes) -> CostTable:
+        """The costs of stages."""
+        forward, whole, inputs, weights = self.lengths.mean(0).tolist()
+        return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.costs_of([sizes])[0])
+
+    def costs_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+        """The costs (partitions, stages, ops) of the stages of partitions of as many stages."""
+        return _summed(self.lengths, partitions) + self.per_stage
+
+    def held_by(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+        """The activations (partitions, stages) of a microbatch in the stages of partitions of as many stages."""
+        return _summed(self.activations, partitions)
+
+    def joined(self, sizes: Sizes) -> "Slices":
+        """The same model in slices that are the stages of a partition."""
+        lengths, activations = self.costs_of([sizes])[0], self.held_by([sizes])[0]
+        return Slices(lengths, activations, np.zeros_like(self.per_stage), self.comm)
+
+    def starts(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
+        """Partitions that a search starts from: as even ones, ranks that cost alike, and that hold alike."""
+        every_op = self.lengths[:, [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]].sum(1)
+        alike = [_alike(values, stage_to_rank) for values in (every_op, self.activations)]
+        return [even(len(self), len(stage_to_rank)), *alike]
+
+
+@attrs.frozen(eq=False)
+class Fitted:
+    """
+    A program, how many slices each of its stages has, and its makespan, infinite if it does not fit in memory.
+
+    `least` is the most that a rank holds of one microbatch.
+    """
+
+    program: Program
+    sizes: Sizes
+    makespan: float
+    least: float
+
+
+@attrs.frozen(eq=False)
+class Fit:
+    """A program that is timed with many partitions of a model, whose ranks hold at most `limit` of activations."""
+
+    program: Program
+    slices: Slices
+    limit: float
+    _timings: ManyTimings = attrs.field(init=False)
+    _held: list[tuple[list[int], NDArray[np.int64]]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_timings", ManyTimings(self.program, self.slices.comm))
+        object.__setattr__(self, "_held", [_held(self.program, rank) for rank in range(self.program.ranks)])
+
+    def best(self, starts: Sequence[Sizes] = ()) -> Fitted:
+        """The partition of shortest makespan that is found, from some or from usual ones on."""
+        slices, stages, actions = len(self.slices), self.program.stages, len(self.program.op)
+        starts = starts or self.slices.starts(self.program.stage_to_rank)
+        if math.comb(slices - 1, stages - 1) <= min(FEW, MOST_WORK // actions):
+            return self._shortest([*starts, *_every(slices, stages)])
+        best, room, chance = self._shortest(starts), MOST_WORK // actions, random.Random(0)
+        while moves := _moved(best.sizes):
+            moves = chance.sample(moves, room) if len(moves) > room else moves
+            room -= len(moves)
+            if not moves or (found := self._shortest(moves)).makespan >= best.makespan * (1 - 1e-9):
+                break
+            best = found
+        return best
+
+    def _shortest(self, partitions: Sequence[Sizes]) -> Fitted:
+        found, least = self._timings.makespans(self.slices.costs_of(partitions)), np.zeros(len(partitions))
+        activations = self.slices.held_by(partitions)
+        for stages, held in self._held:
+            least = np.maximum(least, activations[:, stages].sum(1))
+            peak = (activations[:, stages] @ held.T).max(axis=1)
+            found[peak > self.limit * (1 + 1e-9)] = math.inf  # sums have rounding errors
+        if found.min() == math.inf:
+            number = int(least.argmin())
+        else:
+            # A difference by rounding errors does not count: the first one is the most even.
+            number = int(np.flatnonzero(found <= found.min() * (1 + 1e-9))[0])
+        return Fitted(self.program, partitions[number], float(found[number]), float(least[number]))
+
+
+def even(slices: int, stages: int) -> Sizes:
+    """Stages of as many slices each; a remainder goes to the earlier ones."""
+    each, more = divmod(slices, stages)
+    return (each + 1,) * more + (each,) * (stages - more)
+
+
+def _alike(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
+    """Stages whose ranks have about the same sum of the values (slices,), of which inner ones count as their mean."""
+    mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
+    stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
+    stages[0], stages[-1] = float(values[0]), float(values[-1])
+    for value, rank in zip(stages, stage_to_rank, strict=True):
+        ranks[rank] += value
+    # Each further slice goes to the rank that has least so far, to its stage that has least, to the first of several.
+    for _ in range(len(values) - len(sizes)):
+        stage = min(range(len(sizes)), key=lambda each: (ranks[stage_to_rank[each]], stages[each]))
+        sizes[stage] += 1
+        stages[stage] += mean
+        ranks[stage_to_rank[stage]] += mean
+    return tuple(sizes)
+
+
+def _summed(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+    """The sums (partitions, stages, ...) of what the slices (slices, ...) of each stage have."""
+    bounds = np.cumsum(np.array(partitions), axis=1)
+    whole = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
+    found: NDArray[np.float64] = whole[bounds] - whole[bounds - np.array(partitions)]
+    return found
+
+
+def _every(slices: int, stages: int) -> Iterator[Sizes]:
+    """All partitions."""
+    for cuts in combinations(range(1, slices), stages - 1):
+        yield tuple(last - first for first, last in pairwise((0, *cuts, slices)))
+
+
+def _moved(sizes: Sizes) -> list[Sizes]:
+    """All partitions in which one stage has a slice less, and another one more."""
+    found = []
+    for one in range(len(sizes)):
+        for other in range(len(sizes)):
+            if one != other and sizes[one] > 1:
+                moved = list(sizes)
+                moved[one] -= 1
+                moved[other] += 1
+                found.append(tuple(moved))
+    return found
+
+
+def _held(program: Program, rank: int) -> tuple[list[int], NDArray[np.int64]]:
+    """A rank's stages, and of how many microbatches it holds activations of each (times, stages), at various times."""
+    rows = program.rows(rank)
+    stages = sorted({*program.stage[rows].tolist()})
+    change = np.select([program.op[rows] == FORWARD, program.op[rows] != BACKWARD_INPUT], [1, -1], 0)
+    own = program.stage[rows, None] == np.array(stages)
+    return stages, np.unique((own * change[:, None]).cumsum(0), axis=0)

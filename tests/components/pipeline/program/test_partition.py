@@ -1,0 +1,60 @@
+"""How slices are joined to stages."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.pipeline.program import partition
+from drawloom.components.pipeline.program.builders import loop, vee
+from drawloom.components.pipeline.program.list_scheduling import peak_activations
+from drawloom.components.pipeline.program.partition import Fit, Slices, even
+from drawloom.components.pipeline.program.timing import time
+from support.schedules import schedule
+
+COSTS = st.lists(st.lists(st.floats(0.2, 2), min_size=4, max_size=4), min_size=6, max_size=7)
+
+
+def slices_of(costs: list[list[float]], held: list[float] | None = None, comm: float = 0.25) -> Slices:
+    """Slices with these costs, in stages that cost something besides."""
+    return Slices(np.array(costs), np.array(held or [1.0] * len(costs)), np.array([0.1, 0.3, 0.2, 0.1]), comm)
+
+
+@given(costs=COSTS, name=st.sampled_from(["one_f_one_b", "zero_bubble_v", "interleaved_1f1b"]))
+def test_the_best_of_few_partitions_is_found(costs: list[list[float]], name: str) -> None:
+    """Of all partitions, timed and counted one by one, it is the fastest that fits in memory, if one does."""
+    program, slices = schedule(name).program(2, 4), slices_of(costs)
+    limit, found = len(costs) * 1.25, []
+    for cuts in combinations(range(1, len(costs)), program.stages - 1):
+        sizes = tuple(last - first for first, last in pairwise((0, *cuts, len(costs))))
+        if max(peak_activations(program, sizes)) <= limit:
+            found.append(time(program, slices.table(sizes)).makespan)
+    best = Fit(program, slices, limit).best()
+    assert best.makespan == pytest.approx(min(found, default=float("inf")))
+    if found:
+        assert best.makespan == pytest.approx(time(program, slices.table(best.sizes)).makespan)
+        assert max(peak_activations(program, best.sizes)) <= limit
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_v"])
+def test_where_partitions_are_many_descent_comes_close(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1 % of the best of all, for a model whose first layers are cheap and whose last one has a head."""
+    program = schedule(name).program(3, 9)
+    slices = slices_of([[0.5, 1, 0.5, 0.5]] * 3 + [[1.0, 2, 1, 1]] * 8 + [[2.5, 5, 2.5, 2.5]])
+    fit = Fit(program, slices, 1e9)
+    best = fit.best()
+    monkeypatch.setattr(partition, "FEW", 0)
+    found = fit.best()
+    starts = [time(program, slices.table(each)).makespan for each in slices.starts(program.stage_to_rank)]
+    assert best.makespan <= found.makespan <= min(1.01 * best.makespan, *starts)
+
+
+def test_a_search_starts_from_ranks_that_cost_alike() -> None:
+    """With a head that costs three layers, its stage has fewer, and in a V its rank has; even ones come first."""
+    slices = slices_of([[1.0, 2, 1, 1]] * 15 + [[4.0, 8, 4, 4]])
+    assert slices.starts(loop(4)) == [(4, 4, 4, 4), (5, 5, 5, 1), (4, 4, 4, 4)]
+    first, second, third, last = slices.starts(vee(2))[1]
+    assert {first + last + 3, second + third} == {9, 10}
+    assert even(11, 4) == (3, 3, 3, 2)
