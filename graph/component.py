@@ -5,8 +5,8 @@ A component is an attrs class. A field whose type is a port is an edge, every ot
 """
 
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, dataclass_transform, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, dataclass_transform, overload
 
 import attrs
 
@@ -113,28 +113,12 @@ def is_named(kind: type) -> bool:
     return bool(vars(kind).get("__port__", {}).get("named"))
 
 
-class Every(Mapping[str, P], Generic[P]):
+class Every(dict[str, P]):
     """
     All built nodes that implement a port, by node name; the container fills it after building.
 
     It is no edge, so it makes no cycle: a checkpointer takes every stateful node, and some of those use it.
     """
-
-    def __init__(self, members: Mapping[str, P] | None = None) -> None:
-        self._members: dict[str, P] = dict(members or {})
-
-    def fill(self, members: Mapping[str, P]) -> None:
-        """Set the members; the container calls it once."""
-        self._members = dict(members)
-
-    def __getitem__(self, name: str) -> P:
-        return self._members[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
 
 
 class Ordered(tuple[P, ...]):
@@ -164,6 +148,7 @@ class Traits:
     impact: Impact
     flow: Flow
     needs: Mapping[str, str] = attrs.field(factory=dict)
+    opens_first: str = ""
 
 
 @overload
@@ -176,6 +161,7 @@ def component(
     changes: Sequence[str] = (),
     impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
+    opens_first: str = "",
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
 def component(
@@ -187,6 +173,7 @@ def component(
     changes: Sequence[str] = (),
     impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
+    opens_first: str = "",
 ) -> Any:
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
@@ -194,7 +181,8 @@ def component(
     Members of a sequence edge declare which values they read, write and change in place; a value whose name ends in
     "?" is read only if some member writes it. `impact` is what it means to resume with this node added, removed,
     swapped or with other settings: see `setting`. `needs` maps modules that the component imports when it opens to
-    what `pip install` takes: {"aim": "drawloom[aim]"}.
+    what `pip install` takes: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, with what they need, are
+    built and opened before those of the component's other edges, whatever the order of its fields.
 
     `check` calls these class methods, if the class has them, without building the component:
 
@@ -215,7 +203,7 @@ def component(
         if "__repr__" not in vars(cls):
             made.__repr__ = _short_repr  # type: ignore[method-assign]
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
-        made.__component__ = Traits(impact, flow, dict(needs or {}))  # type: ignore[attr-defined]
+        made.__component__ = Traits(impact, flow, dict(needs or {}), opens_first)  # type: ignore[attr-defined]
         return made
 
     return make if cls is None else make(cls)

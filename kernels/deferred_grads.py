@@ -10,9 +10,10 @@ recorded under a deferral is an ordinary one, except for backward passes within 
 Queued tensors are held, not copied. If one is changed in place before its gradient is computed, its version counter
 tells, as it does for tensors that autograd saves.
 
-A full backward pass of what ran within `accumulating` adds summands that are `Addable`, such as a linear layer's weight
-gradient, to the `.grad` of the weight while they are computed, in the dtype of that sum. Autograd would write a product
-in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients 20 bytes an element, not 8.
+A full backward pass of what ran within an `Accumulation` adds summands that are `Addable`, such as a linear layer's
+weight gradient, to the `.grad` of the weight while they are computed, in the dtype of that sum. Autograd would write a
+product in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients 20 bytes an element, not
+8.
 
 What a forward pass records to is the only ambient state, a context variable of the calling thread. The backward pass,
 which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward needs none.
@@ -191,17 +192,38 @@ class DeferredGrad:
         return None if summand is None else summand.to(dtype=self.weight.grad_dtype)
 
 
-class Deferral:
-    """The deferrable weight gradients of one forward pass, and what its backward pass has queued."""
+class Recording(ABC):
+    """A context manager: what an operation within it does with its weight's gradient is for `grad_for` to say."""
+
+    # A class, because a context manager made of a generator takes four times as long; each microbatch enters one.
+
+    __slots__ = ("_token",)
+
+    @abstractmethod
+    def grad_for(self, weight: Tensor) -> WeightGradient:
+        """What computes the gradient of a weight (any shape)."""
+
+    def __enter__(self) -> None:
+        self._token: Token[Recording | None] = _recording.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _recording.reset(self._token)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+class Deferral(Recording):
+    """
+    The deferrable weight gradients of one forward pass, and what its backward pass has queued.
+
+    Operations that run within it record to it.
+    """
 
     __slots__ = ("_grads",)
 
     def __init__(self) -> None:
         self._grads: dict[int, DeferredGrad] = {}  # by the weight's id: the hash of a tensor is slow
-
-    def recording(self) -> "_Recording":
-        """A context manager: operations that run within it record to this deferral."""
-        return _Recording(self)
 
     def defer(self, except_for: Iterable[Tensor] = ()) -> "_Deferring":
         """A context manager: backward passes defer gradients of recorded weights (any shape) but those excepted."""
@@ -237,41 +259,18 @@ class _Deferring:
             each.active = False
 
 
-class _Accumulation:
-    """Weight gradients are added when they are computed."""
+class Accumulation(Recording):
+    """
+    What runs within it has one full backward pass, which adds gradients to `.grad` when they are computed.
+
+    `torch.autograd.grad` would return None for weights whose gradients it is to return.
+    """
+
+    __slots__ = ()
 
     def grad_for(self, weight: Tensor) -> WeightGradient:
         """What adds a summand to the gradient of a weight (any shape)."""
         return partial(add_to_grad, weight)
-
-
-_deferral: ContextVar[Deferral | _Accumulation | None] = ContextVar("deferral", default=None)
-
-
-def accumulating() -> "_Recording":
-    """
-    A context manager: what runs within it has one full backward pass, which adds gradients to `.grad`.
-
-    `torch.autograd.grad` would return None for weights whose gradients it is to return.
-    """
-    return _Recording(_Accumulation())
-
-
-class _Recording:
-    """The context of `recording` and `accumulating`."""
-
-    # A class, because a context manager made of a generator takes four times as long; each microbatch enters one.
-
-    __slots__ = ("_deferral", "_token")
-
-    def __init__(self, deferral: Deferral | _Accumulation) -> None:
-        self._deferral = deferral
-
-    def __enter__(self) -> None:
-        self._token: Token[Deferral | _Accumulation | None] = _deferral.set(self._deferral)
-
-    def __exit__(self, *_: object) -> None:
-        _deferral.reset(self._token)
 
 
 def deferring(function: type[Function]) -> type[Function]:
@@ -295,11 +294,11 @@ def weight_gradient_of(weight: Tensor) -> WeightGradient:
     """What an operation calls in its backward pass to compute the gradient of this weight (any shape, any dtype)."""
     if torch.compiler.is_compiling():
         return _now  # the compiled backward has no place for a decision at run time
-    deferral = _deferral.get()
+    recording = _recording.get()
     # A weight that is computed from others must pass its gradient on in the same pass.
-    if deferral is None or not (weight.requires_grad and weight.is_leaf):
+    if recording is None or not (weight.requires_grad and weight.is_leaf):
         return _now
-    return deferral.grad_for(weight)
+    return recording.grad_for(weight)
 
 
 def _now(compute: Compute, *tensors: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
         shared = share(value)
     except Exception as error:
         failure, shared = error, None
-    outcomes = group.gather_json({"shared": shared, "failure": _described(failure, group)})
+    outcomes = group.gather_json({"shared": shared, "failure": failure and _described(failure, group)})
     for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
             # a bug keeps its type and its traceback on the rank where it happened
@@ -51,10 +51,8 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     return shared[0]
 
 
-def _described(error: Exception | None, group: Group) -> dict[str, Any] | None:
+def _described(error: Exception, group: Group) -> dict[str, Any]:
     """An error as the arguments of Agreed; the message of any but a UserError is prefixed with its rank."""
-    if error is None:
-        return None
     if isinstance(error, UserError):
         return {"message": str(error), "exit_code": error.exit_code, "errno": getattr(error, "errno", None)}
     text, code = f"{type(error).__name__}: {error}", None

@@ -36,11 +36,7 @@ class TensorRanks:
     """
 
     group: Group
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self.group.size
+    size: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.group.size, takes_self=True))
 
     def gather_tokens(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """

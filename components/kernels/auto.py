@@ -115,13 +115,8 @@ class AutoKernels:
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (..., inputs) @ weight.T + bias, weight (outputs, inputs), bias (outputs,): (..., outputs)."""
-        return linear_eager(x, weight, bias)
-
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """weight (vocab_size, hidden_size)[tokens (...)]: (..., hidden_size)."""
-        return embedding_eager(tokens, weight)
+    linear = staticmethod(linear_eager)
+    embedding = staticmethod(embedding_eager)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x (..., hidden_size), weight (hidden_size,)."""

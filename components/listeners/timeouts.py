@@ -135,27 +135,24 @@ class Timeouts:
     def on_event(self, event: Event) -> None:
         """Set the limit of what the run does next."""
         try:
-            self._handle(event)
+            self._set_location(event)
+            match event.kind:
+                case "run_started":
+                    self._limit(self.first_step)
+                case "step_started":
+                    self._allow(self._step_limit())
+                case "step_ended" if event.step:
+                    self._end_step(last=event.step.last)
+                case "saving_started":
+                    self._limit(self.saving)
+                case "saving_ended":
+                    self._limit(self._step_limit())
+                case "run_ended":
+                    self._allow(None)
         except Exception:
             # the dispatcher drops this listener then: a limit that no event lifts would end a healthy run
             self._allow(None)
             raise
-
-    def _handle(self, event: Event) -> None:
-        self._set_location(event)
-        match event.kind:
-            case "run_started":
-                self._limit(self.first_step)
-            case "step_started":
-                self._allow(self._step_limit())
-            case "step_ended" if event.step:
-                self._end_step(last=event.step.last)
-            case "saving_started":
-                self._limit(self.saving)
-            case "saving_ended":
-                self._limit(self._step_limit())
-            case "run_ended":
-                self._allow(None)
 
     def _set_location(self, event: Event) -> None:
         if event.step is not None:

@@ -10,7 +10,7 @@ from drawloom.graph import UserError
 def losses_of(step: Step) -> Losses | None:
     """The step's losses, on ranks that hold the last stage; None on others."""
     losses: Losses | None = step.outputs.get("losses")
-    return None if losses is None or losses.state is None else losses
+    return None if losses is None or losses.by_microbatch is None else losses
 
 
 def total_of(losses: Losses, name: str) -> Tensor:
@@ -43,9 +43,9 @@ def _named(losses: Losses, name: str) -> Tensor:
 def by_microbatch(losses: Losses, name: str) -> Tensor:
     """The same divided by the microbatch's weights: float64 (microbatches,), NaN where nothing weighs anything."""
     total_of(losses, name)
-    state = losses.state
-    if state is None:
+    found = losses.by_microbatch
+    if found is None:
         raise ValueError("ranks without the last stage have no losses")
-    values: Tensor = state["loss"] if name == "loss" else state["sums"][name]
-    weights: Tensor = state["weight"]
+    values: Tensor = found["loss"] if name == "loss" else found["sums"][name]
+    weights: Tensor = found["weight"]
     return values.double() / weights.double()

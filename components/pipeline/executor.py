@@ -16,14 +16,13 @@ from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, sum_losses
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
-from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
+from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
@@ -95,7 +94,8 @@ class Executor:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
         program, split = self._training_program(len(microbatches))
         self.stages.cast_weights()
-        runner = self._runner(self._with_references(microbatches), split)
+        losses: dict[int, LossSums] = {}
+        runner = self._runner(self._with_references(microbatches), losses, split)
         runner.streams = self._streams
         if self._captures is None:
             runner.run(program)
@@ -104,16 +104,17 @@ class Executor:
             runner.run(program)
             self._captures.end()
         self.stages.hand_over_gradients()
-        return runner.losses(self.device.device)
+        return sum_losses(losses, self.device.device)
 
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
         """Forward of every microbatch; nothing is kept of them but their losses."""
         self.stages.cast_weights()
-        runner = self._runner(self._with_references(microbatches))
+        losses: dict[int, LossSums] = {}
+        runner = self._runner(self._with_references(microbatches), losses)
         # Cheaper than no_grad, as tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(len(runner.microbatches)))
-        return runner.losses(self.device.device)
+        return sum_losses(losses, self.device.device)
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""
@@ -154,7 +155,7 @@ class Executor:
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
         """Forward of every microbatch, without gradients; what each is finished with is handed out."""
-        runner = self._runner(inputs)
+        runner = self._runner(inputs, {})
         runner.each_output = each_output
         with torch.inference_mode():
             runner.run(self._forward_program(len(inputs)))
@@ -175,12 +176,13 @@ class Executor:
         # A tensor of inference mode can't be part of a graph, and its clone can.
         return {number: each.clone() for number, each in found.items()}
 
-    def _runner(self, inputs: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
-        # A state has at least one microbatch; an evaluation on a rank without data has none.
-        state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), max(1, len(inputs)))
+    def _runner(
+        self, inputs: Sequence[MicrobatchInputs], losses: dict[int, LossSums], split: Set[int] = frozenset()
+    ) -> ProgramRunner:
+        """A runner that leaves the losses of microbatches in `losses`."""
         new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
-        stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in self.stages.local}
-        return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device), state)
+        stages = {stage.index: new(stage, losses=losses, split=stage.index in split) for stage in self.stages.local}
+        return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
     def _inputs(self, batch: Batch) -> MicrobatchInputs:
         group = self.mesh.group("context")

@@ -109,12 +109,10 @@ class StageParameters:
     def changing(self) -> list[dict[str, Tensor]]:
         """What changes from step to step in each stage: trained parameters and persistent buffers."""
         every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self.stages]
-        return [{name: each for name, each in held.items() if _changes(each)} for held in every]
-
-
-def _changes(tensor: Tensor) -> bool:
-    """Whether a parameter is trained, or a tensor is a buffer."""
-    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        return [
+            {name: each for name, each in held.items() if each.requires_grad or not isinstance(each, nn.Parameter)}
+            for held in every
+        ]
 
 
 def _is_of_loss(name: str) -> bool:

@@ -125,8 +125,8 @@ class MaterializedStages:
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
     _values: InitialValues = attrs.field(init=False, default=None)
-    _local: list[Stage] = attrs.field(init=False, factory=list)
-    _store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
+    local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
+    store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)  # what holds the parameters
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
     # the slices that tensor and expert ranks have of parameters, which data ranks may slice again
@@ -176,7 +176,7 @@ class MaterializedStages:
         if self.adapters:
             self._values.fill_adapters(modules.values())
         tie(list(modules.values()))
-        self._store = self._take_over([*modules.values()], sharded)
+        self.store = self._take_over([*modules.values()], sharded)
         self._hold(spans, modules)
         for module in modules.values():
             if self.compile:
@@ -194,9 +194,9 @@ class MaterializedStages:
             by_block = gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
             apart = frozenset(self._of_experts), self._shards_of_experts
             how = self.model.blocks, ranks, self.precision, by_block, *apart
-            self._store = SlicedStore.sliced([*modules.values()], *how)
+            self.store = SlicedStore.sliced([*modules.values()], *how)
         else:
-            self._store = ParameterStore.of(modules.values(), self.precision)
+            self.store = ParameterStore.of(modules.values(), self.precision)
         self._hold(spans, modules)
 
     def _build_all(self) -> tuple[list[LayerRange], dict[int, nn.Module]]:
@@ -213,36 +213,26 @@ class MaterializedStages:
     def _hold(self, spans: Sequence[LayerRange], modules: Mapping[int, nn.Module]) -> None:
         """Make these modules, whose parameters the store has, this rank's stages."""
         of_all = self.adapters, self._splits, self.recompute, self.capture
-        self._local = [
+        self.local = [
             Stage(
                 index,
                 len(spans),
                 spans[index],
                 module,
-                self._store.masters,
-                self._store.shards_of(module),
+                self.store.masters,
+                self.store.shards_of(module),
                 *of_all,
             )
             for index, module in modules.items()
         ]
         how = self.mesh, self.precision, self.device.device, self.bucket_bytes, self._splits, self._of_experts
-        self._parameters = StageParameters(self._local, self._store, *how)
+        self._parameters = StageParameters(self.local, self.store, *how)
 
     @property
     def _layers_keep_shapes(self) -> bool:
         """Whether every layer gives what it takes: the model says so, and nothing here makes layers different."""
         changed = bool(self.transforms or self.precision.uncast)
         return not changed and getattr(self.model, "layers_keep_shapes", False)
-
-    @property
-    def store(self) -> ParameterStore | ShardedStore:
-        """What holds the parameters."""
-        return self._store
-
-    @property
-    def local(self) -> list[Stage]:
-        """This rank's stages, in order."""
-        return self._local
 
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
@@ -262,11 +252,11 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """Cast parameters to what layers compute with."""
-        self._store.cast(only_if_changed)
+        self.store.cast(only_if_changed)
 
     def hand_over_gradients(self) -> None:
         """Give the gradients of a step's microbatches to the parameters that the optimizer keeps."""
-        self._store.hand_over_gradients()
+        self.store.hand_over_gradients()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of parameters, buffers, masters and compute copies, and of the gradients that a step will have."""
@@ -315,7 +305,7 @@ class MaterializedStages:
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
         patterns = self.precision.uncast
-        names = [name for stage in self._local for name, _ in stage.module.named_parameters()]
+        names = [name for stage in self.local for name, _ in stage.module.named_parameters()]
         found = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
         everywhere = {pattern for each in self.mesh.group("pipeline").gather_json(found) for pattern in each}
         if unknown := [pattern for pattern in patterns if pattern not in everywhere]:

@@ -21,12 +21,11 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.pipeline.recompute import make_recomputable
 from drawloom.components.pipeline.runtime.p2p import on_meta
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.planning.recorder import Links, Part, Recorder
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Recompute, Stage
-from drawloom.components.ports.pipeline import Loss, Referenced, Stack
+from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.kernels.deferred_grads import fused_on_meta
 
@@ -124,8 +123,7 @@ class StageMeter:
     def _passes(self, stage: Stage, split: bool) -> Passes:
         """Forward and backward of one microbatch, recorded; `split`, I and W alone."""
         tokens, shared, batch = self._batch()
-        state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), 1)
-        runner = StageRunner(stage, self.loss, state, split=split)
+        runner = StageRunner(stage, self.loss, {}, split=split)
         recorder, found = Recorder(self.device, self.links, self.attended), {}
         for parameter in stage.module.parameters():
             if parameter.requires_grad:

@@ -90,14 +90,14 @@ class Losses:
     """
     What a pass over microbatches gave on this rank: float64 sums of weighted losses, of their weights, and named ones.
 
-    On the rank of the last stage `state` holds them by microbatch too: `loss` and `weight` of shape (microbatches,),
-    and `sums`, a dict of tensors (microbatches, ...) by name. Other ranks have zeros, and no named sums.
+    On the rank of the last stage `by_microbatch` has them, too: `loss` and `weight` of shape (microbatches,), and
+    `sums`, a dict of tensors (microbatches, ...) by name. Other ranks have zeros, and no named sums.
     """
 
     total: Tensor
     weight: Tensor
     sums: Mapping[str, Tensor] = attrs.field(factory=dict)
-    state: PipelineState | None = None
+    by_microbatch: Mapping[str, Any] | None = None
 
 
 @port

@@ -1,6 +1,7 @@
 """Dispatches events to listeners, which can't influence the run."""
 
 import logging
+from functools import cached_property
 from typing import get_args
 
 import attrs
@@ -21,10 +22,16 @@ class Dispatcher:
 
     _dropped: set[str] = attrs.field(init=False, factory=set)
 
+    @cached_property
+    def _observers(self) -> dict[EventKind, list[tuple[str, Listener]]]:
+        """By kind of event, the listeners that observe it, by name."""
+        named = self.listeners.items()
+        return {kind: [each for each in named if kind in getattr(each[1], "observes", KINDS)] for kind in KINDS}
+
     def emit(self, event: Event) -> None:
         """Send an event to the listeners that observe its kind, in order."""
-        for name, listener in self.listeners.items():
-            if name in self._dropped or event.kind not in getattr(listener, "observes", KINDS):
+        for name, listener in self._observers[event.kind]:
+            if name in self._dropped:
                 continue
             try:
                 listener.on_event(event)

@@ -26,13 +26,12 @@ from drawloom.graph.component import Traits
 log = logging.getLogger("drawloom.run")
 
 
-@component
+@component(opens_first="listeners")  # so that logs and timeouts cover the opening of the rest
 class Trainer:
     """Runs the phases of every step, in order; then the final tasks."""
 
-    # nodes open in the order of these fields: listeners first, so that logs and timeouts cover the opening of the rest
-    listeners: list[Listener] = attrs.field(factory=list)
     phases: Ordered[Phase]
+    listeners: list[Listener] = attrs.field(factory=list)
     events: Events
     stop: Stop
     randomness: Randomness

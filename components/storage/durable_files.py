@@ -38,8 +38,10 @@ class FileWriter:
             if self.sha256 is not None and place == self.sha256.size:
                 self.sha256.update(piece)
             while piece:  # pwrite may write less than it is given
-                with _naming(self.name):
+                try:
                     count = os.pwrite(self.descriptor, piece, place)
+                except OSError as error:
+                    raise _named(error, self.name) from error
                 piece, place = piece[count:], place + count
 
     def content(self) -> Content:
@@ -191,14 +193,12 @@ def _sync(descriptor: int, path: Path) -> None:
 
     https://lwn.net/Articles/752063/
     """
-    with _naming(str(path)):
-        os.fsync(descriptor)
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the name of the file to errors of system calls on its descriptor."""
     try:
-        yield
+        os.fsync(descriptor)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, name) from error
+        raise _named(error, str(path)) from error
+
+
+def _named(error: OSError, name: str) -> OSError:
+    """An error of a system call on a descriptor, with the name of the file."""
+    return OSError(error.errno, error.strerror, name)

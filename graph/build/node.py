@@ -78,7 +78,8 @@ class Node:
     def connect(self, key: str, edge: Edge) -> None:
         """Set an edge."""
         self._edges[key] = edge
-        needs = (*self.needs, *edge.targets)
+        first = key == self.spec.traits.opens_first
+        needs = (*edge.targets, *self.needs) if first else (*self.needs, *edge.targets)
         self.needs = tuple(dict.fromkeys(needs)) if needs[1:] else needs
 
     def add_problem(

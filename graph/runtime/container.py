@@ -207,7 +207,7 @@ class Container(Mapping[str, Any]):
             for field in node.spec.every_fields:
                 fitting = {kind for kind in kinds if _fits(kind, field.ports)}
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
-                getattr(self._objects[node.name], field.attribute).fill(members)
+                getattr(self._objects[node.name], field.attribute).update(members)
 
     def __enter__(self) -> "Container":
         try:

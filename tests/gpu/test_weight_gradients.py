@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.kernels.deferred_grads import accumulating
+from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 
@@ -25,7 +25,7 @@ def test_linear_products_are_summed_in_float32() -> None:
     grads = [torch.randn(128, 96, device="cuda").bfloat16() for _ in inputs]
     places = set()
     for x, grad in zip(inputs, grads, strict=True):
-        with accumulating():
+        with Accumulation():
             y = linear_eager(x, linear)
         y.backward(grad)  # type: ignore[no-untyped-call]
         assert linear.grad is not None and linear.grad.dtype == torch.float32
@@ -42,7 +42,7 @@ def test_a_cross_entropy_adds_its_weight_gradient() -> None:
     other.data.copy_(head.data)
     for _ in range(2):
         hidden, targets = torch.randn(32, 64, device="cuda").bfloat16(), torch.randint(512, (32,), device="cuda")
-        with accumulating():
+        with Accumulation():
             losses, _ = linear_cross_entropy_triton(hidden, head, targets)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         linear_cross_entropy_triton(hidden, other, targets)[0].sum().backward()  # type: ignore[no-untyped-call]

@@ -121,7 +121,7 @@ def test_weight_gradient_can_be_deferred() -> None:
     hidden, weight, targets = case(7)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         losses = losses_of(hidden, weight, targets)
     with deferral.defer():
         found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
@@ -141,7 +141,7 @@ def test_gradients_of_both_results(cut: Cut, deferred: bool) -> None:
     exact = at_once(hidden, weight, targets, -100, cut.soft_cap), capped.logsumexp(-1)
     expected = torch.autograd.grad(exact, (hidden, weight), (of_losses, of_lse))
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         found = cut_cross_entropy_eager(hidden, weight, targets, cut)
     torch.testing.assert_close(found, exact)
     if not deferred:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.kernels import deferred_grads
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
-from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, accumulating, weight_gradient_of
+from drawloom.kernels.deferred_grads import Accumulation, ChangedInPlaceError, Deferral, weight_gradient_of
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
@@ -35,7 +35,7 @@ def test_outside_a_recording_gradients_are_computed_at_once() -> None:
 def test_gradients_are_deferred_only_within_defer() -> None:
     """Within `defer` gradients are queued; before and after it, and for excepted weights, they are computed."""
     deferral, one, other = Deferral(), weight(), weight()
-    with deferral.recording():
+    with deferral:
         ask_one, ask_other = weight_gradient_of(one), weight_gradient_of(other)
     grad = torch.randn(3)
     assert ask_one(double, grad) is not None
@@ -51,7 +51,7 @@ def test_gradients_are_deferred_only_within_defer() -> None:
 def test_summands_are_added_in_their_order() -> None:
     """A weight that is used several times has one queue, whose sum is bitwise that of autograd."""
     deferral, one = Deferral(), weight()
-    with deferral.recording():
+    with deferral:
         uses = [weight_gradient_of(one) for _ in range(3)]
     grads = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     with deferral.defer():
@@ -66,7 +66,7 @@ def test_only_trainable_leaves_are_deferred() -> None:
     """A weight that is computed from others passes its gradient on at once; a frozen one has none."""
     deferral = Deferral()
     frozen = weight().requires_grad_(False)
-    with deferral.recording():
+    with deferral:
         for each in (weight() * 2, frozen):
             with deferral.defer():
                 assert weight_gradient_of(each)(double, torch.randn(3)) is not None
@@ -77,8 +77,8 @@ def test_recordings_nest_and_end() -> None:
     """The inner recording applies, and the outer one again after it, also if the forward pass raises an error."""
     outer, inner, one = Deferral(), Deferral(), weight()
     asked = []
-    with outer.recording():
-        with suppress(ArithmeticError), inner.recording():
+    with outer:
+        with suppress(ArithmeticError), inner:
             asked.append(weight_gradient_of(one))
             raise ArithmeticError
         asked.append(weight_gradient_of(one))
@@ -93,7 +93,7 @@ def test_recordings_nest_and_end() -> None:
 def test_deferring_ends_after_a_failure() -> None:
     """After a backward pass that failed within `defer`, gradients are computed at once again."""
     deferral, one = Deferral(), weight()
-    with deferral.recording():
+    with deferral:
         ask = weight_gradient_of(one)
     with suppress(ArithmeticError), deferral.defer():
         raise ArithmeticError
@@ -104,7 +104,7 @@ def test_deferring_ends_after_a_failure() -> None:
 def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
     """A change of a queued tensor, or of a view of its storage, raises an error that names the tensor."""
     deferral, one = Deferral(), weight()
-    with deferral.recording():
+    with deferral:
         ask = weight_gradient_of(one)
     tensors = torch.randn(3), torch.randn(2, 3)
     with deferral.defer():
@@ -148,7 +148,7 @@ def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
     """A hook on an operation's node may change all of its gradients, so none is deferred there."""
     shape, operation = OPERATIONS[name]
     deferral, one = Deferral(), nn.Parameter(torch.randn(shape))
-    with deferral.recording():
+    with deferral:
         plain, hooked = operation(one), operation(one)
     node: Any = hooked.grad_fn
     while not hasattr(node, "weight_gradient"):
@@ -171,7 +171,7 @@ def _passes(linear: nn.Parameter, inputs: list[torch.Tensor]) -> list[int]:
     """One backward pass for each input; where the gradient is in memory after each."""
     places = []
     for x in inputs:
-        with accumulating():
+        with Accumulation():
             y = linear_eager(x, linear)
         y.square().sum().backward()  # type: ignore[no-untyped-call]
         assert linear.grad is not None
@@ -205,7 +205,7 @@ def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
 
 @pytest.mark.usefixtures("fused")
 def test_a_gradient_that_is_asked_for_is_returned() -> None:
-    """Outside of `accumulating`, torch.autograd.grad returns gradients, and `.grad` does not change."""
+    """Outside of an `Accumulation`, torch.autograd.grad returns gradients, and `.grad` does not change."""
     linear, x = nn.Parameter(torch.randn(2, 3)), torch.randn(4, 3)
     linear.grad = torch.ones(2, 3)
     (grad,) = torch.autograd.grad(linear_eager(x, linear).sum(), linear)

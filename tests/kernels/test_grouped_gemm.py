@@ -82,7 +82,7 @@ def test_weight_gradient_can_be_deferred(gemm: Gemm, transposed: bool) -> None:
     weight = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
     used = torch.autograd.grad(gemm(x, weight, ends, transposed)[:10].sum(), (x, weight))
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         result = gemm(x, weight, ends, transposed)[:10]
     with deferral.defer():
         found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)

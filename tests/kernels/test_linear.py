@@ -103,7 +103,7 @@ def test_weight_gradient_can_be_deferred() -> None:
     grad = torch.randn(2, 3, 7, dtype=torch.float64)
     expected = torch.autograd.grad(linear_eager(*tensors), tensors, grad)
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         found = linear_eager(*tensors)
     with deferral.defer():
         grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)

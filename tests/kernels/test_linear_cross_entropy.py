@@ -170,7 +170,7 @@ def test_weight_gradient_can_be_deferred(tokens: int, chunked: bool, monkeypatch
     grad = torch.randn(tokens)
     expected = torch.autograd.grad(losses_of(*tensors, targets), tensors, grad)
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         found = losses_of(*tensors, targets)
     with deferral.defer():
         grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from drawloom.kernels import deferred_grads
-from drawloom.kernels.deferred_grads import Deferral, accumulating
+from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.linear import embedding_eager
 
 
@@ -32,7 +32,7 @@ def test_weight_gradient_can_be_deferred() -> None:
     grad = torch.randn(3, 4, 5)
     (expected,) = torch.autograd.grad(embedding_eager(tokens, weight), weight, grad)
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         found = embedding_eager(tokens, weight)
     with deferral.defer():
         (found_now,) = torch.autograd.grad(found, weight, grad, allow_unused=True)
@@ -53,7 +53,7 @@ def test_rows_are_added_to_the_gradient(
     expected, before = torch.zeros(9, 5), None
     for _ in range(3):
         tokens = torch.randint(2, 8, shape, dtype=dtype)
-        with accumulating():
+        with Accumulation():
             found = embedding_eager(tokens, weight)
         grad = torch.randn(*shape, 5).bfloat16()
         found.backward(grad)  # type: ignore[no-untyped-call]

@@ -111,24 +111,24 @@ class RowStream:
 
     def rows(self, positions: Sequence[int]) -> list[int]:
         """The rows at these positions."""
-        return [self._row(position) for position in positions]
+        # one window is kept, as positions come in order; it is short for few rows, whose epochs are many in a long one
+        size = min(WINDOW, max(64, sum(source.rows for source in self.sources.values())))
+        rows = []
+        for position in positions:
+            window, place = divmod(position, size)
+            if window != self._window:
+                self._rows = self._between(window * size, (window + 1) * size)
+                self._window = window
+            if (row := int(self._rows[place])) == GONE:
+                raise UserError(f"the row at position {position} is of a source which is no more in the mixture")
+            rows.append(row)
+        return rows
 
     def taken(self, position: int) -> dict[str, int]:
         """The rows of each source before a position, also of sources that a later segment has no more."""
         number = self._segment(position)
         segment = self.segments[number]
         return _sum(self._before[number], segment.counts(position - segment.start))
-
-    def _row(self, position: int) -> int:
-        # one window is kept, as positions come in order; it is short for few rows, whose epochs are many in a long one
-        size = min(WINDOW, max(64, sum(source.rows for source in self.sources.values())))
-        window, place = divmod(position, size)
-        if window != self._window:
-            self._rows = self._between(window * size, (window + 1) * size)
-            self._window = window
-        if (row := int(self._rows[place])) == GONE:
-            raise UserError(f"the row at position {position} is of a source which is no more in the mixture")
-        return row
 
     def _between(self, first: int, last: int) -> np.ndarray:
         parts = []

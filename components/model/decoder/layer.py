@@ -42,7 +42,8 @@ class Attention(TensorParallel):
         the kernels' attention_mask makes of the document ids of a microbatch, within which tokens attend.
         """
         hidden = self.ranks.gather_tokens(hidden, cos.shape[:2])
-        q, k, v = (self._split(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        by_head = *cos.shape[:2], -1, self.head_dim
+        q, k, v = (project(hidden).view(by_head) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
             # One kernel norms and rotates both, as it reads each vector once.
@@ -51,10 +52,6 @@ class Attention(TensorParallel):
             q, k = self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
         mixed = self.kernels.attention(q, k, v, mask)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
-
-    def _split(self, x: Tensor) -> Tensor:
-        """(rows, length, heads * head_dim) as (rows, length, heads, head_dim)."""
-        return x.view(*x.shape[:-1], -1, self.head_dim)
 
 
 class SwiGLU(TensorParallel):

@@ -90,6 +90,7 @@ class Decoder(TensorParallel):
         self.scaling = scaling_of(architecture.rope_scaling, architecture.max_position_embeddings)
         if span.embedding or (span.head and architecture.tie_word_embeddings):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
+        self.windows = [architecture.window_of(number) for number in range(span.first, span.last)]
         self.layers = nn.ModuleDict(
             {str(n): Block(architecture, kernels, mlp(n)) for n in range(span.first, span.last)}
         )
@@ -112,15 +113,14 @@ class Decoder(TensorParallel):
             kept.add(0, hidden)
         architecture = self.architecture
         cos, sin = rope_angles(shared.positions, architecture.head_dim, architecture.rope_theta, self.scaling)
-        windows = [architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
         masks = {
             window: self.kernels.attention_mask(
                 shared.document_ids, window, shared.part, shared.cache, shared.whole_rows
             )
-            for window in dict.fromkeys(windows)
+            for window in dict.fromkeys(self.windows)
         }
-        for (number, layer), window in zip(self.layers.items(), windows, strict=True):
+        for (number, layer), window in zip(self.layers.items(), self.windows, strict=True):
             hidden = layer(hidden, cos, sin, masks[window], shared.weights)
             kept.add(int(number) + 1, hidden)
         if self.span.head:

@@ -7,7 +7,7 @@ between, hidden states go round the ranks' layers, in as many repeats as a rank 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,16 +18,13 @@ from drawloom.components.pipeline.circular.ring import PendingSends, Ring, Tenso
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, losses_of
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
+from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
+from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, sum_losses
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.pipeline import Losses, Stack
+from drawloom.components.ports.pipeline import Losses
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
-
-SUMS = {"loss": Stack(), "weight": Stack(), "sums": Stack()}
 
 
 @component(impact="safe")
@@ -66,12 +63,12 @@ class CircularExecutor(Executor):
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
         self.stages.cast_weights()
         inputs = [self._inputs(batch) for batch in microbatches]
-        group, state = self.mesh.group("pipeline"), PipelineStateHandler(SUMS, len(inputs))
+        group, found = self.mesh.group("pipeline"), dict[int, LossSums]()
         repeats = (len(self._owners) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
         sends = PendingSends()
         token = begin_token(sends, self.device.device)
-        runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
+        runners = {stage.index: StageRunner(stage, self.objective, found) for stage in self.stages.local}
         passes, share = StagePasses(runners, inputs, token), table.share(group.rank)
         embedded = [passes.forward(0, number, inputs[number].tokens) for number in share]
         one = ForwardPass(
@@ -90,7 +87,7 @@ class CircularExecutor(Executor):
         # From the token, too: a rank without a loss takes part in every exchange of gradients.
         torch.autograd.backward([*losses, one.token])
         self.stages.hand_over_gradients()
-        return _joined(group, state, share, self.device.device)
+        return sum_losses(_joined(group, found, len(inputs), self.device.device), self.device.device)
 
     def _meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """What passes between the stages for a microbatch; UserError unless it is one tensor."""
@@ -104,26 +101,27 @@ class CircularExecutor(Executor):
         return TensorMeta(like.shape, like.dtype, self.device.device)
 
 
-def _joined(group: Group, state: PipelineStateHandler, share: range, device: torch.device) -> Losses:
-    """The losses of all ranks' microbatches, on the rank of the last stage; zeros on others."""
-    mine = [_named(state.sharded_state(number)) for number in share]
+def _joined(group: Group, found: dict[int, LossSums], count: int, device: torch.device) -> dict[int, LossSums]:
+    """The losses of all ranks' microbatches, on the rank of the last stage; none on others."""
+    mine = {}
+    for number, (loss, weight, sums) in found.items():
+        # under names that neither the loss nor the weight has
+        mine[number] = {"loss": loss, "weight": weight} | {f"sums.{name}": each for name, each in sums.items()}
     # A rank without a microbatch does not know what the loss is made of, and the first rank has one.
-    described = {name: [[*each.shape], str(each.dtype)] for name, each in mine[0].items()} if mine else {}
+    first = next(iter(mine.values()), {})
+    described = {name: [[*each.shape], str(each.dtype)] for name, each in first.items()}
     whole = {}
     for name, (shape, dtype) in group.gather_json(described)[0].items():
-        every = torch.zeros(state.num_shards, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        for number, values in zip(share, mine, strict=True):
+        every = torch.zeros(count, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        for number, values in mine.items():
             every[number] = values[name]
         group.sum(every)
         whole[name] = every
-    joined = PipelineStateHandler(SUMS, state.num_shards)
-    if group.rank == group.size - 1:
-        view = joined.global_state()
-        view["loss"], view["weight"] = whole.pop("loss"), whole.pop("weight")
-        view["sums"] = {name.removeprefix("sums."): each for name, each in whole.items()}
-    return losses_of(joined, device)
-
-
-def _named(view: Any) -> dict[str, Tensor]:
-    """What a microbatch left in the state, by name, detached (any shapes)."""
-    return {"loss": view["loss"], "weight": view["weight"]} | {f"sums.{n}": each for n, each in view["sums"].items()}
+    if group.rank < group.size - 1:
+        return {}
+    losses, weights = whole.pop("loss"), whole.pop("weight")
+    named = {name.removeprefix("sums."): each for name, each in whole.items()}
+    return {
+        number: (losses[number], weights[number], {name: each[number] for name, each in named.items()})
+        for number in range(count)
+    }

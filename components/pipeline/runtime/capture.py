@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach, floating
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
+from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, as_input, detach, floating
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Stage
 from drawloom.components.ports.pipeline import Loss
@@ -32,9 +31,6 @@ from drawloom.components.storage.pytree import leaves, transform
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.pipeline")
-
-STATE = ("loss", "weight", "sums")
-"""What the last stage writes of a microbatch."""
 
 
 @attrs.define(eq=False)
@@ -57,11 +53,11 @@ class Slot:
         for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
             self._passes[name] = self.record(partial(self._backward, name))
 
-    def forward(self, given: Any) -> tuple[Any, list[Any]]:
+    def forward(self, given: Any) -> tuple[Any, LossSums | None]:
         """The stage's output, and of the last stage loss, weight and sums: copies, as the slot keeps its tensors."""
         _put(self._given, given)
-        output, kept = self._replay("forward")
-        return output, kept
+        output, losses = self._replay("forward")
+        return output, losses
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the inputs from those of the outputs, and those of weights."""
@@ -90,8 +86,7 @@ class Slot:
         inputs, shared, batch = self._given
         # The start of the stage's graph, but for token ids.
         output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
-        view = self.runner.state.sharded_state(0)
-        return output, [view[name] for name in STATE if name in view]
+        return output, self.runner.losses.get(0)
 
     def _backward(self, name: str) -> Any:
         method = getattr(self.runner, name)
@@ -175,7 +170,7 @@ class StageGraphs:
         self._free.append(slot)
 
     def _runner(self, split: bool) -> StageRunner:
-        return StageRunner(self.stage, self.objective, PipelineStateHandler(None, 1), split=split)
+        return StageRunner(self.stage, self.objective, {}, split=split)
 
     def _warn(self) -> None:
         if not self._warned:
@@ -202,9 +197,9 @@ class CapturedRunner(StageRunner):
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._taken[microbatch] = slot
-        output, kept = slot.forward(given)
-        if kept:
-            self._keep(microbatch, *kept)
+        output, losses = slot.forward(given)
+        if losses is not None:
+            self.losses[microbatch] = losses
         return output
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
@@ -246,10 +241,10 @@ class Captures:
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return cls(objective, lambda: CudaRecord(stream))
 
-    def runner(self, stage: Stage, state: PipelineStateHandler, split: bool) -> CapturedRunner:
+    def runner(self, stage: Stage, losses: dict[int, LossSums], split: bool) -> CapturedRunner:
         """What runs a stage in a step."""
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
-        return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
+        return CapturedRunner(stage, self.objective, losses, split, graphs=graphs)
 
     def begin(self, actions: Iterable[Action]) -> None:
         """

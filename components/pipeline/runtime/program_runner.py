@@ -12,10 +12,8 @@ from torch.autograd import profiler
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, StageInputs
-from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.program import Action
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
@@ -57,7 +55,6 @@ class ProgramRunner:
     microbatches: Sequence[MicrobatchInputs]
     boundaries: StageInputs
     p2p: P2PBuffers
-    state: PipelineStateHandler
     streams: StageStreams | None = None
     each_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
@@ -104,10 +101,6 @@ class ProgramRunner:
         """The tensors that another stage of this rank has left for a pass."""
         kept: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
         return [leaf for leaf in leaves(kept.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
-
-    def losses(self, device: torch.device) -> Losses:
-        """The sums over microbatches, in float64; zeros, and no named ones, on a rank without the last stage."""
-        return losses_of(self.state, device)
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -183,16 +176,6 @@ class ProgramRunner:
     def _receive_backward(self, action: Action) -> None:
         like = floating(self._activations(action.stage + 1, action.microbatch))
         self.p2p.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
-
-
-def losses_of(state: PipelineStateHandler, device: torch.device) -> Losses:
-    """The sums over the microbatches of a state, in float64; zeros, and no named ones, of an empty one."""
-    whole = state.global_state()
-    if "loss" not in whole:
-        return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
-    # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
-    sums = {name: each.double().sum(0) for name, each in whole["sums"].items()}
-    return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
 
 
 def _is_tensor(leaf: Any) -> bool:

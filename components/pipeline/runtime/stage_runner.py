@@ -1,6 +1,6 @@
 """What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from drawloom.components.pipeline.recompute import recomputing
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Head, Shards, Stage
-from drawloom.components.ports.pipeline import Loss
+from drawloom.components.ports.pipeline import Loss, Losses
 from drawloom.components.storage.pytree import leaves, transform
-from drawloom.kernels.deferred_grads import accumulating
+from drawloom.kernels.deferred_grads import Accumulation
+
+LossSums = tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""A microbatch's loss and weight, both 0-dimensional, and its named sums, detached."""
 
 
 @attrs.define(eq=False)
@@ -32,21 +34,22 @@ class StageRunner:
     """
     Runs one stage on the microbatches of a step; if it is `split`, its backward has two parts.
 
+    The last stage leaves in `losses` those of each microbatch.
+
     Every floating-point leaf of what passes between stages is differentiable: a gradient goes back for each, zeros
     where nothing depends on it, so that both ranks know what is sent without asking.
     """
 
     stage: Stage
     objective: Loss
-    state: PipelineStateHandler
+    losses: dict[int, LossSums]
     split: bool = False
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the last stage, which has the head."""
-        return self.stage.index == self.stage.count - 1
+    # whether this is the last stage, which has the head
+    last: bool = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.stage.index == self.stage.count - 1, takes_self=True)
+    )
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
@@ -59,7 +62,7 @@ class StageRunner:
         # Evaluation keeps nothing for a backward pass, and recomputes nothing.
         keeps = torch.is_grad_enabled()
         split = SplitBackward() if self.split else None
-        with accumulating() if split is None else split.forward():
+        with Accumulation() if split is None else split.forward():
             if keeps and self.stage.recompute != "none":
                 with recomputing(self.stage.recompute):
                     outputs = self._run(microbatch, inputs, shared, batch, finish)
@@ -78,7 +81,7 @@ class StageRunner:
             return self.stage.module(inputs, shared, finish)
         # The loss is computed inside of the module's forward, where hooks have made the head's weights ready.
         loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
-        self._keep(microbatch, loss, weight, sums)
+        self.losses[microbatch] = loss.detach(), weight.detach(), {key: each.detach() for key, each in sums.items()}
         return loss
 
     def _loss(self, batch: Batch, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -88,10 +91,6 @@ class StageRunner:
             raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(found).__name__}; return {wanted}")
         return found
 
-    def _keep(self, microbatch: int, loss: Tensor, weight: Tensor, sums: Mapping[str, Tensor]) -> None:
-        view = self.state.sharded_state(microbatch)
-        view["loss"], view["weight"], view["sums"] = loss, weight, dict(sums)
-
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """
         Both parts at once: the gradient of each floating-point leaf of the input, of the leaf's shape and dtype.
@@ -100,8 +99,9 @@ class StageRunner:
         1.
         """
         kept = self._in_flight.pop(microbatch)
+        given: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
-        pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
+        pairs = [pair for pair in zip(kept.outputs, given, strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         if self._reduces_next:
@@ -111,7 +111,7 @@ class StageRunner:
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """I: as `backward`, with weight gradients left for W: gradients (...) as the leaves of the input."""
         kept = self._in_flight[microbatch]
-        found = _split(kept).backward_input(kept.outputs, grads or _ones(kept.outputs), kept.inputs)
+        found = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
         back = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, found, strict=True)]
         # Activations are freed here and not after W, which may come much later.
         kept.inputs, kept.outputs = [], []
@@ -148,15 +148,27 @@ class StageRunner:
         return self.stage.shards
 
 
+def sum_losses(losses: Mapping[int, LossSums], device: torch.device) -> Losses:
+    """The sums over microbatches, in float64; zeros, and no named ones, if there are none."""
+    if not losses:
+        return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
+    every, weights, named = zip(*(losses[number] for number in sorted(losses)), strict=True)
+    for number, each in enumerate(named):
+        if each.keys() != named[0].keys():
+            names = ", ".join(sorted(each.keys() ^ named[0].keys()))
+            raise ValueError(f"the loss gives other sums for microbatch {number} than for the first: {names}")
+    loss, weight = torch.stack(every), torch.stack(weights)
+    sums = {name: torch.stack([each[name] for each in named]) for name in named[0]}
+    # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
+    totals = {name: each.double().sum(0) for name, each in sums.items()}
+    by_microbatch = {"loss": loss, "weight": weight, "sums": sums}
+    return Losses(loss.double().sum(), weight.double().sum(), totals, by_microbatch)
+
+
 def _split(kept: InFlight) -> SplitBackward:
     if kept.split is None:
         raise ValueError("this stage's backward is not split: its program has no action I")
     return kept.split
-
-
-def _ones(losses: list[Tensor]) -> list[Tensor]:
-    """The gradients of losses, which are summed: 1 each."""
-    return [torch.ones_like(loss) for loss in losses]
 
 
 def floating(tree: Any) -> list[Tensor]:

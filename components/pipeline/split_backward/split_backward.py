@@ -50,7 +50,7 @@ class SplitBackward:
 
     def forward(self) -> AbstractContextManager[None]:
         """The context for the stage's forward pass; outside of it, gradients of our kernels are not deferred."""
-        return self._deferral.recording()
+        return self._deferral
 
     def backward_input(
         self, outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]

@@ -38,9 +38,8 @@ class SafetensorsWriter:
             raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
 
 
-def writer_into(file: FileWriter, specs: Mapping[str, TensorSpec]) -> SafetensorsWriter:
-    """Write the header of these tensors into an open, empty file; the result writes the tensors."""
-    head, entries = layout(specs)
+def writer_into(file: FileWriter, head: bytes, entries: dict[str, Entry]) -> SafetensorsWriter:
+    """Write a header, as `layout` makes it, into an open, empty file; the result writes the tensors."""
     file.put(memoryview(head), 0)
     return SafetensorsWriter(file, len(head), entries)
 
@@ -48,9 +47,9 @@ def writer_into(file: FileWriter, specs: Mapping[str, TensorSpec]) -> Safetensor
 @contextmanager
 def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """A new file of these tensors, flushed to disk at the end of the block; OSError if it exists."""
-    check_writable(specs)  # before the file is created
+    head, entries = layout(specs)  # before the file is created: it refuses what can't be written
     with durable_files.new_file(path) as file:
-        writer = writer_into(file, specs)
+        writer = writer_into(file, head, entries)
         yield writer
         writer.finish()
 

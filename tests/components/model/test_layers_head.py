@@ -78,7 +78,7 @@ def test_chunks_of_logits_can_be_deferred_or_not() -> None:
         case.head().map_logits(squared_distance, case.hidden, case.batch.targets).sum(), inputs
     )
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         found = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=100)
     with deferral.defer():
         grad_hidden, grad_weight = torch.autograd.grad(found.sum(), inputs, allow_unused=True)

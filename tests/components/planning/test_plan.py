@@ -12,12 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from drawloom import Recipe, RecipeError
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.memory import memory_by_kind
-from drawloom.components.ports.pipeline import Stack
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -99,8 +97,7 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
         stages.cast_weights()
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
         recorder = Recorder(found.device, lambda _: 1.0, 0.5)
-        state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), 1)
-        runner = StageRunner(stage, run["loss"], state)
+        runner = StageRunner(stage, run["loss"], {})
         given = batch()
         tokens, shared = run["loss"].inputs(given)
         for parameter in stage.module.parameters():

@@ -10,6 +10,7 @@ from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import Event, LateValues, Step
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import Every, Ordered, UserError, component
+from drawloom.graph.project import Recipe
 
 
 @attrs.define
@@ -306,3 +307,14 @@ def test_without_a_checkpoint_a_step_that_goes_back_is_skipped_alone() -> None:
     record = GoesBack(at=2)
     trainer(record, checkpointer=None).run()
     assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish 3"]
+
+
+def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None:
+    """Logs and timeouts cover the opening of data, model and the rest: only what listeners need opens before them."""
+    graph = Recipe.load("first_run").graph
+    order = graph.topological_order(["trainer"])
+    listeners = graph.nodes["trainer"].edges["listeners"].targets
+    needed = set(graph.topological_order(listeners))
+    assert next(iter(graph.nodes["trainer"].edges)) == "phases"
+    assert set(order[: len(needed)]) == needed > set(listeners)
+    assert {"forward_backward", "executor", "stages", "data"}.isdisjoint(needed)

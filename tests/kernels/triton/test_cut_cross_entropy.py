@@ -142,7 +142,7 @@ def test_weight_gradient_can_be_deferred() -> None:
     hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         losses = losses_of(hidden, weight, targets)
     with deferral.defer():
         found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)

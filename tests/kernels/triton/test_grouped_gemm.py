@@ -124,7 +124,7 @@ def test_weight_gradient_can_be_deferred() -> None:
     x, weight = drawn("contiguous", 8, 16), drawn("contiguous", 3, 16, 20)
     expected = torch.autograd.grad(grouped_gemm_triton(x, weight, ends).sum(), (x, weight))
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         result = grouped_gemm_triton(x, weight, ends)
     with deferral.defer():
         found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)

@@ -149,7 +149,7 @@ def test_weight_gradient_can_be_deferred(uniform: bool) -> None:
     grad = (torch.rand(()) if uniform else torch.rand(7)).to(DEVICE).expand(7)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets), (hidden, weight), grad)
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         losses = losses_of(hidden, weight, targets)
     with deferral.defer():
         found = torch.autograd.grad(losses, (hidden, weight), grad, allow_unused=True)
@@ -213,7 +213,7 @@ def test_weight_gradient_of_lse_can_be_deferred() -> None:
     factors = torch.rand(7, device=DEVICE), torch.rand(7, device=DEVICE)
     expected = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), (hidden, weight), factors)
     deferral = Deferral()
-    with deferral.recording():
+    with deferral:
         found = linear_cross_entropy_triton(hidden, weight, targets)
     with deferral.defer():
         grads = torch.autograd.grad(found, (hidden, weight), factors, allow_unused=True)

@@ -104,7 +104,7 @@ def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model()
 def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
     """Of a step its sums and losses by microbatch, and whether gradients were added."""
     found = executor.train(pipelines.batches(3))
-    state = found.state
+    state = found.by_microbatch
     by_microbatch = None if state is None else (state["loss"].tolist(), state["weight"].tolist())
     grads = [stage.module for stage in executor.stages.local]
     return (

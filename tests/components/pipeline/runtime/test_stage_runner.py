@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, sum_losses
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
 from drawloom.components.ports.program import Action, Program, flat
@@ -229,3 +229,19 @@ def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> Non
     modules = [Fourier(number, folded.stages) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
     same_as_one_pass(executor, batches(3), [each for module in modules for each in module.parameters()])
+
+
+def test_losses_are_in_the_order_of_microbatches_whatever_the_order_of_passes() -> None:
+    """A program may run microbatch 1 before 0; sums are float64, exact where float32 would round."""
+    large, one = torch.tensor(2.0**24), torch.tensor(1.0)
+    found = sum_losses({1: (one, one, {"hits": one}), 0: (large, one, {"hits": 2 * one})}, torch.device("cpu"))
+    assert found.by_microbatch is not None
+    assert found.by_microbatch["loss"].tolist() == [2.0**24, 1.0] and found.total.item() == 2.0**24 + 1
+    assert found.by_microbatch["sums"]["hits"].tolist() == [2.0, 1.0] and found.sums["hits"].item() == 3.0
+
+
+def test_named_sums_that_differ_between_microbatches_are_named() -> None:
+    """The message says which microbatch has which other sum."""
+    one = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="other sums for microbatch 1 than for the first: hits"):
+        sum_losses({0: (one, one, {}), 1: (one, one, {"hits": one})}, torch.device("cpu"))
