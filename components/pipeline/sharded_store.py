@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.expert_parallel import ExpertParallel
+from drawloom.components.pipeline.narrow_reduce_scatter import NarrowReduceScatter, sent_dtype
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
@@ -55,6 +56,7 @@ class ShardedModule:
         from torch.distributed.fsdp import fully_shard
 
         by_block, by_microbatch = how["reshard_after_forward"], how.pop("by_microbatch")
+        narrow: NarrowReduceScatter | None = how.pop("narrow")
         inner: list[list[Any]] = [
             [block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
         ]
@@ -69,6 +71,8 @@ class ShardedModule:
             # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            if narrow is not None:
+                sharded.set_custom_reduce_scatter(narrow)
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
@@ -248,16 +252,18 @@ def shard(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    modules = list(modules)
+    modules, sent = list(modules), sent_dtype(precision, replicas=mesh.ndim > 1)
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute,
-        reduce_dtype=torch.promote_types(precision.reduce, precision.gradient),
+        reduce_dtype=sent,
         # Layers cast what they multiply; positions and weights of tokens keep their dtype.
         cast_forward_inputs=False,
     )
     whole = whole_parameters(modules, precision, of_experts if expert_mesh is None else frozenset())
     how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "expert_mesh": expert_mesh}
     how["by_microbatch"] = by_microbatch
+    wide = torch.promote_types(precision.reduce, precision.gradient)
+    how["narrow"] = None if sent == wide else NarrowReduceScatter(wide)
     return [ShardedModule.of(module, blocks, kept, **how) for module, kept in zip(modules, whole, strict=True)]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.pipeline.narrow_reduce_scatter import sent_dtype
 from drawloom.components.pipeline.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import Exchange
@@ -65,13 +66,18 @@ class RankView:
         buckets = self.trained * self._wide
         if self.sliced is not None:
             units = map(self._largest_unit, self.stages.local)
-            return 2 * self._wide * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
+            return 2 * self._sent * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
         return buckets if self.mesh.group(*DATA).size > 1 else 0
 
     @property
     def _wide(self) -> int:
         """Bytes of a number in sums over ranks."""
         return torch.promote_types(self.stages.precision.gradient, self.stages.precision.reduce).itemsize
+
+    @property
+    def _sent(self) -> int:
+        """Bytes of a gradient that travels to the rank that has its slice."""
+        return sent_dtype(self.stages.precision, self.mesh.size("data_replicate") > 1).itemsize
 
     def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
         """Bytes of batches, of messages on their way, and of the device's libraries."""
@@ -105,7 +111,7 @@ class RankView:
         """By stage, how long it takes to reduce the gradients of sharded parameters."""
         if self.sliced is None:
             return {}
-        seconds = self._wide * self._seconds_per_byte(device, *SHARDS)
+        seconds = self._sent * self._seconds_per_byte(device, *SHARDS)
         sizes = {stage.index: sum(each.numel() for each in stage.module.parameters()) for stage in self.stages.local}
         return {stage: size * seconds for stage, size in sizes.items()}
 
