@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.gpu.pipeline import STEPS, TINY, Run, synchronise, training_run
+from benchmarks.gpu.pipeline import TINY, Run, synchronise, training_run
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -32,6 +32,7 @@ from support.pipelines import TRAINING
 
 ROWS = 2 if TINY else int(os.environ.get("ROWS", "4"))
 HEAD = 2 if TINY else 6
+STEPS = 2 if TINY else 5
 SCHEDULES = [name for name in TRAINING if name != "circular"]
 
 
@@ -84,15 +85,18 @@ def _seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
 def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> Measured | None:
     """A traced step of both ranks, on the first of them; the one before, in which the profiler starts, is left out."""
     (folder / "traces").mkdir(parents=True, exist_ok=True)
+    path = str(folder / "traces" / f"steps-1-1-rank-{mesh.world.rank}.json.gz")
     kinds = [ProfilerActivity.CPU, *([] if device.device.type == "cpu" else [ProfilerActivity.CUDA])]
-    with profile(activities=kinds, acc_events=True) as running:
-        for number in range(2):
+    second = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(
+        activities=kinds, schedule=second, on_trace_ready=lambda done: done.export_chrome_trace(path)
+    ) as running:
+        for _ in range(2):
             synchronise(device)
             mesh.world.gather_json(None)
-            with record_function(f"step {number}"):
-                run.train()
-                synchronise(device)
-    running.export_chrome_trace(str(folder / "traces" / f"steps-0-1-rank-{mesh.world.rank}.json.gz"))
+            run.train()
+            synchronise(device)
+            running.step()
     mesh.world.gather_json(None)
     # Reading takes longer than the steps.
     return measured(folder, with_whole_backwards(run.program)) if mesh.world.rank == 0 else None
