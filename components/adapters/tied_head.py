@@ -10,13 +10,13 @@ from drawloom.components.distributed.parameter_split import SplitDim
 from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
-from drawloom.components.ports.model import Head
+from drawloom.components.ports.model import Head, HeadLayer
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.mapper_ops import rename
 
 
-class LoraTiedHead(TensorParallel, AdaptedLayer):
+class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     """
     A head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
 

@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.distributed.parameter_split import SplitDim
 from drawloom.components.distributed.tensor_parallel import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import Head, Kernels
+from drawloom.components.ports.model import Head, HeadLayer, Kernels
 
 VOCABULARY = SplitDim(0, uneven=True)
 """How ranks share the rows of a table: the cross entropy and lookups take parts of any size."""
 
 
-class Linear(nn.Linear, TensorParallel):
+class Linear(nn.Linear, TensorParallel, HeadLayer):
     """
     x @ weight.T, with or without a bias (outputs,); the weight is (outputs, inputs).
 
@@ -53,7 +53,7 @@ class Linear(nn.Linear, TensorParallel):
         return self.kernels.linear(x.to(self.weight.dtype), self.weight, None if partial else self.bias)
 
     def head(self) -> Head:
-        """The layer, without a bias, as a head. Made anew for each forward: wrappers may replace the weight."""
+        """The layer, without a bias, as a head."""
         return LinearHead(self.weight, self.out_features, self.kernels, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
-class Embedding(nn.Embedding, TensorParallel):
+class Embedding(nn.Embedding, TensorParallel, HeadLayer):
     """
     The embedding table: a vector, a row of `weight` (vocab_size, hidden_size), for each token.
 

@@ -21,7 +21,7 @@ from drawloom.components.pipeline.narrow_reduce_scatter import NarrowReduceScatt
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.model import LOSS, HeadLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapter_names
 
@@ -31,14 +31,16 @@ class ShardedModule:
     """
     A stage's module whose parameters are sharded.
 
-    Units of FSDP are the module, for what no block holds, and in each block the block and, where other ranks have their
-    slices than those of the rest, its experts.
+    Units of FSDP are the module, for what no other one holds; a head that is not tied, so that it is gathered while the
+    last block computes, and its gradient is reduced first; and in each block the block and, where other ranks have
+    their slices than those of the rest, its experts.
     `by_block` gathers each block when it is used and frees it afterwards, in forward and backward. Otherwise the
     program gathers the whole stage before its first use in a step, and its gradients' reduction frees it.
     `by_microbatch` reduces gradients after each microbatch, so that no more than those of one are unsharded.
     """
 
     root: Any
+    heads: Sequence[Any]
     blocks: Sequence[Sequence[Any]]
     by_block: bool
     by_microbatch: bool = False
@@ -53,17 +55,18 @@ class ShardedModule:
         Experts are sharded over a mesh of their own if there is one.
         """
         # Takes a second to import, which runs without shards do not pay.
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         by_block, by_microbatch = how["reshard_after_forward"], how.pop("by_microbatch")
         narrow: NarrowReduceScatter | None = how.pop("narrow")
         inner: list[list[Any]] = [
             [block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
         ]
+        heads = heads_of(module)
         # A parameter belongs to the innermost unit around it, which must be sharded first.
-        for unit in reversed([module, *chain(*inner)]):
+        for unit in reversed([module, *heads, *chain(*inner)]):
             # What no block holds is used first and last, so that freeing it in between would save nothing.
-            changed = {"reshard_after_forward": False} if unit is module else {}
+            changed = {"reshard_after_forward": False} if unit is module or unit in heads else {}
             if isinstance(unit, ExpertParallel):
                 changed["mesh"] = expert_mesh
             fully_shard(unit, ignored_params=whole, **(how | changed))
@@ -76,15 +79,18 @@ class ShardedModule:
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
-        for block, *experts in inner:
-            if experts:  # gathered while attention computes
-                block.set_modules_to_forward_prefetch(experts)
-        return cls(module, inner, by_block, by_microbatch)
+        for head in heads:
+            register_fsdp_forward_method(head, "finish")
+        for number, (block, *experts) in enumerate(inner):
+            later = [*experts, *(heads if number == len(inner) - 1 else [])]
+            if later:  # gathered while the block, or its attention, computes
+                block.set_modules_to_forward_prefetch(later)
+        return cls(module, heads, inner, by_block, by_microbatch)
 
     @property
     def units(self) -> list[Any]:
         """Modules that torch gathers and reduces one by one, outer ones before inner ones."""
-        return [self.root, *chain(*self.blocks)]
+        return [self.root, *self.heads, *chain(*self.blocks)]
 
     def open(self, gradient: torch.dtype) -> None:
         """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
@@ -141,7 +147,8 @@ class ShardedModule:
     def gathered_bytes(self) -> int:
         """The most bytes that are gathered at one time; of blocks the one in use and the next."""
         of_blocks = [sum(map(_gathered_bytes, units)) for units in self.blocks]
-        return _gathered_bytes(self.root) + (2 * max(of_blocks, default=0) if self.by_block else sum(of_blocks))
+        ends = sum(map(_gathered_bytes, (self.root, *self.heads)))
+        return ends + (2 * max(of_blocks, default=0) if self.by_block else sum(of_blocks))
 
     def sharded(self) -> Iterator[tuple[str, Any]]:
         """The sharded parameters (DTensors) by name, while they are not gathered."""
@@ -154,7 +161,7 @@ class ShardedModule:
         for unit in self.units:  # without `recurse`, which walks through all modules
             unit.set_requires_gradient_sync(now, recurse=False)
             unit.set_requires_all_reduce(now and final, recurse=False)
-            frees = (now and final) or (self.by_block and unit is not self.root)
+            frees = (now and final) or (self.by_block and unit is not self.root and unit not in self.heads)
             unit.set_reshard_after_backward(frees, recurse=False)
 
 
@@ -265,6 +272,11 @@ def shard(
     wide = torch.promote_types(precision.reduce, precision.gradient)
     how["narrow"] = None if sent == wide else NarrowReduceScatter(wide)
     return [ShardedModule.of(module, blocks, kept, **how) for module, kept in zip(modules, whole, strict=True)]
+
+
+def heads_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of a stage that are its head alone: none of one that is tied to the embedding."""
+    return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:

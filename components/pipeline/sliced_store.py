@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.expert_parallel import ExpertParallel
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore
-from drawloom.components.pipeline.sharded_store import whole_parameters
+from drawloom.components.pipeline.sharded_store import heads_of, whole_parameters
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import TensorSlice
@@ -103,9 +103,9 @@ def _gathered(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[T
 
 
 def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """The most trained elements of a unit that is reduced by itself: a block, its experts, or what is outside."""
+    """The most trained elements of a unit that is reduced by itself: a block, its experts, a head, or what is left."""
     sizes = Counter({id(module): sum(each.numel() for each in module.parameters() if each.requires_grad)})
-    for block in blocks:
+    for block in (*blocks, *heads_of(module)):
         experts = [part for part in block.modules() if isinstance(part, ExpertParallel)]
         inside = sum(each.numel() for part in experts for each in part.parameters() if each.requires_grad)
         whole = sum(each.numel() for each in block.parameters() if each.requires_grad)

@@ -128,6 +128,18 @@ With `BatchContext.hidden_states` the first of these is a pair.
 """
 
 
+class HeadLayer:
+    """A layer that can be the head of a model, or be tied to it."""
+
+    def head(self) -> Head:
+        """The head, made anew for each forward: wrappers may replace weights."""
+        raise NotImplementedError
+
+    def finish(self, hidden: Any, finish: Finish) -> Any:
+        """End a forward pass with the head; what a shard of the weight is gathered for, as for `forward`."""
+        return finish(hidden, self.head())
+
+
 @port
 class Model(Protocol):
     """

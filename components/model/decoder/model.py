@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
-from drawloom.components.ports.model import BatchContext, Finish, Head, HiddenStates, Kernels, LayerRange
+from drawloom.components.ports.model import BatchContext, Finish, HeadLayer, HiddenStates, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
@@ -152,8 +152,8 @@ class CausalLM(nn.Module):
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """
         hidden = self.model(inputs, shared)
-        return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
-
-    def _head(self) -> Head:
+        if not self.span.head or finish is None:
+            return hidden
         # An adapter of a tied head adds a layer.
-        return (self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens).head()
+        layer: HeadLayer = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        return layer.finish(hidden, finish)

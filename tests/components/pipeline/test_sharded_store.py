@@ -143,3 +143,39 @@ def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_
     for found in run_ranks(_gradients_between, 2):
         every = found[True][0][1]
         assert found == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}
+
+
+def _reduced_with_the_head() -> dict[str, list[bool]]:
+    """Which gradients are in slices when the last block's backward pass begins: those of a head, and of the rest."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    found: dict[str, list[bool]] = {}
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        [stage] = (stages := _stages(mesh, device, True)).local
+        shards: Any = stage.shards
+        [head] = shards.heads
+
+        def look(_grad: torch.Tensor) -> None:
+            for name, unit in (("head", head), ("rest", shards.root)):
+                found[name] = [_numel(part.sharded_param.grad) > 0 for part in _parts(unit)]
+
+        shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
+        tokens = torch.arange(6).view(1, 6)
+        stages.cast_weights()
+        shards.reduce_next(final=True)
+        context = BatchContext(tokens, torch.zeros_like(tokens))
+        stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
+        return found
+    finally:
+        processes.close()
+
+
+def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None:
+    """It is ready first, and would wait for that of the embedding if both were one unit."""
+    for found in run_ranks(_reduced_with_the_head, 2):
+        assert found["head"] == [True]
+        assert not any(found["rest"])
