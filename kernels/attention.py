@@ -21,14 +21,15 @@ class Implementation(NamedTuple):
 
     `mask` takes document ids int64 (rows, length), and a window or None: tokens of a row with the same id are one
     document, of which a token attends to the last `window` before it, itself included. With `queries`, int64 (tokens,),
-    the mask is for these tokens of each row as queries and all as keys. `whole_rows` says that each row is known to be
-    one document. `attend` takes q (rows, tokens, heads,
+    the mask is for these tokens of each row as queries and all as keys. `attend` takes q (rows, tokens, heads,
     head_dim), k and v (rows, length, kv_heads, head_dim) and the mask, and returns (rows, tokens, heads, head_dim);
-    kv_heads divides heads.
+    kv_heads divides heads. `whole_rows`, if there is one, takes the place of a mask where each row is one document and
+    there is no window.
     """
 
     mask: Callable[..., Any]
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    whole_rows: Any = None
 
 
 def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -48,9 +49,7 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-def causal_document_mask(
-    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None, *, whole_rows: bool = False
-) -> Tensor:
+def causal_document_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> Tensor:
     """
     The keys that each query attends to: bool (rows, 1, queries, keys) from document ids int64 (rows, length).
 
@@ -143,9 +142,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: DocumentOffsets) -> 
     return found.view(q.shape)
 
 
-def document_offsets(
-    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None, *, whole_rows: bool = False
-) -> DocumentOffsets:
+def document_offsets(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> DocumentOffsets:
     """
     Where documents begin in the flattened tokens, then the number of tokens, cu_seqlens; and the window.
 

@@ -42,13 +42,4 @@ def attention_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-def _mask(
-    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None, *, whole_rows: bool = False
-) -> Any:
-    """WHOLE_ROWS if that is what the mask of document ids int64 (rows, length) says, else `block_mask`."""
-    if whole_rows and window is None and queries is None:
-        return WHOLE_ROWS
-    return FLEX.mask(document_ids, window, queries)
-
-
-CUDNN = Implementation(_mask, attention_cudnn)
+CUDNN = Implementation(FLEX.mask, attention_cudnn, WHOLE_ROWS)

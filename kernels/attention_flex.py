@@ -94,11 +94,9 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
 
-def _mask(
-    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None, *, whole_rows: bool = False
-) -> BlockMask | None:
+def _mask(document_ids: Tensor, *options: Any) -> BlockMask | None:
     """`block_mask`, but nothing on the meta device, where attention takes none."""
-    return None if document_ids.is_meta else block_mask(document_ids, window, queries)
+    return None if document_ids.is_meta else block_mask(document_ids, *options)
 
 
 FLEX = Implementation(_mask, attention_flex)

@@ -158,10 +158,12 @@ class AutoKernels:
         """
         if cache is not None:
             return Cached(cache, window)
-        make = self._functions["attention"].mask
+        chosen = self._functions["attention"]
         if part is None:
-            return make(documents, window, whole_rows=whole_rows)
-        return PartMask(make(part.gather(documents), window, part.places), part)
+            if whole_rows and window is None and chosen.whole_rows is not None:
+                return chosen.whole_rows
+            return chosen.mask(documents, window)
+        return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""

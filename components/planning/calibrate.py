@@ -8,8 +8,6 @@ from pathlib import Path
 
 import attrs
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drawloom.components.distributed.device_model import DeviceModel, device_model, model_of_gpu, products_in
 from drawloom.components.planning.recorder import attention_flops
@@ -136,25 +134,18 @@ def _bandwidth(device: torch.device, size: int, seconds: float) -> float:
 
 def _attention(device: torch.device, length: int, seconds: float) -> float:
     """FLOP/s of causal attention, forward and backward, of the products that it can't do without."""
+    # Takes a second to import, which plans do not need.
+    from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
+
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q, k, v = (torch.randn(1, 16, length, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, length, 16, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.ones_like(q)
 
     def both() -> object:
-        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.autograd.grad(mixed, (q, k, v), grad)
+        return torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
 
     flops = attention_flops(q.numel(), length) + attention_flops(q.numel(), length, backward=True)
     return flops / 2 / _duration(device, both, seconds)
-
-
-FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 def _launches(device: torch.device, seconds: float) -> tuple[float, float]:

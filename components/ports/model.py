@@ -136,7 +136,7 @@ class HeadLayer:
         raise NotImplementedError
 
     def finish(self, hidden: Any, finish: Finish) -> Any:
-        """End a forward pass with the head; what a shard of the weight is gathered for, as for `forward`."""
+        """End a forward pass with the head. Like `forward`, it runs with whole weights where ranks have shards."""
         return finish(hidden, self.head())
 
 

@@ -54,9 +54,9 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"kernels.deferred_grads", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
-    # A plan runs stages without memory, as a run does, and simulates their schedule.
+    # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times attention.
     "components.planning": (
-        BELOW | {"components.pipeline", "kernels.deferred_grads"},
+        BELOW | {"components.pipeline", "kernels.attention_cudnn", "kernels.deferred_grads"},
         {"attrs", "numpy", "torch"},
     ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),

@@ -6,6 +6,7 @@ import torch
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS
 from support.kernels import DEVICE
+from support.qwen3 import cpu_kernels
 
 HALF = DEVICE.type == "cuda"
 """cuDNN computes in 16 bits; on a CPU another implementation of torch's takes its place."""
@@ -20,9 +21,7 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
         torch.randn(2, 300, count, head_dim, device=DEVICE, dtype=dtype, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
     )
-    mask = CUDNN.mask(documents, whole_rows=True)
-    assert mask is WHOLE_ROWS
-    found, expected = CUDNN.attend(q, k, v, mask), attention_eager(q, k, v, causal_document_mask(documents))
+    found, expected = CUDNN.attend(q, k, v, WHOLE_ROWS), attention_eager(q, k, v, causal_document_mask(documents))
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     seed = torch.randn_like(found)
     grads = (torch.autograd.grad(each, (q, k, v), seed) for each in (found, expected))
@@ -31,10 +30,13 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_documents_within_rows_and_windows_keep_apart() -> None:
-    """Without the promise of whole rows, or with a window, the mask is flex_attention's."""
+    """Unless each row is one document and there is no window, the mask is flex_attention's."""
+    kernels = cpu_kernels()
+    kernels._functions["attention"] = CUDNN
     documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
+    assert kernels.attention_mask(documents[1:], whole_rows=True) is WHOLE_ROWS
     for ids, window, whole in ((documents, None, False), (documents[1:], 5, True)):
-        mask = CUDNN.mask(ids, window, whole_rows=whole)
+        mask = kernels.attention_mask(ids, window, whole_rows=whole)
         q = torch.randn(len(ids), 64, 2, 16, device=DEVICE)
         with torch.no_grad():
             found = CUDNN.attend(q, q, q, mask)

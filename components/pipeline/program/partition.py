@@ -22,7 +22,7 @@ Sizes = tuple[int, ...]
 """How many slices each stage has."""
 
 FEW = 500
-"""Up to so many partitions of a model, all are tried."""
+"""A model with at most this many partitions has all of them tried."""
 
 MOST_WORK = 3_000_000
 """The most actions that are timed for one program, times partitions: half a second."""

@@ -292,5 +292,5 @@ def _attentions(tiny: bool) -> Iterator[Row]:
 
 def _masked(attention: Implementation, documents: Tensor) -> Callable[..., Tensor]:
     """What a layer computes: the mask is there already."""
-    mask = attention.mask(documents, whole_rows=True)
+    mask = attention.mask(documents) if attention.whole_rows is None else attention.whole_rows
     return lambda q, k, v: attention.attend(q, k, v, mask)

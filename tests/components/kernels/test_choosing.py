@@ -27,7 +27,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
         if (operation == "moe_peers")
         else []
     )
-    functions = found if operation == "attention" else parts or [found]
+    functions = (found.mask, found.attend) if operation == "attention" else parts or [found]
     assert all(map(callable, functions))
 
 

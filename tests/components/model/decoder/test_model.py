@@ -87,7 +87,7 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
     """A model with torch's flexible attention, which a CPU takes forward, and the documents that masks are made of."""
     kernels, asked = cpu_kernels(), []
 
-    def mask(documents: torch.Tensor, window: int | None, *, whole_rows: bool) -> Any:
+    def mask(documents: torch.Tensor, window: int | None) -> Any:
         asked.append(documents)
         return FLEX.mask(documents, window)
 

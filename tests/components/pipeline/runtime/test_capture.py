@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
+from drawloom.components.ports.data import Batch
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
 from support import pipelines
@@ -125,6 +127,17 @@ def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest
         "capture: stage 0 gets microbatches of several shapes, and only those of the first are launched as CUDA graphs"
     ]
     assert recorder.recorded == 2
+
+
+def test_rows_of_one_document_are_captured_as_packed_ones(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of packed data now and then a row is one document: its microbatch is launched as a graph as all others are."""
+    every = cycle([False, True])
+    monkeypatch.setattr(Batch, "has_whole_rows", lambda _batch: next(every))
+    with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
+        steps([CASES[0]], True)
+    assert not caplog.records and recorder.recorded == 2
 
 
 def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
