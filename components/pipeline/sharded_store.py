@@ -269,8 +269,7 @@ def shard(
     whole = whole_parameters(modules, precision, of_experts if expert_mesh is None else frozenset())
     how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "expert_mesh": expert_mesh}
     how["by_microbatch"] = by_microbatch
-    wide = torch.promote_types(precision.reduce, precision.gradient)
-    how["narrow"] = None if sent == wide else NarrowReduceScatter(wide)
+    how["narrow"] = NarrowReduceScatter() if sent.itemsize == 2 else None
     return [ShardedModule.of(module, blocks, kept, **how) for module, kept in zip(modules, whole, strict=True)]
 
 

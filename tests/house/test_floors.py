@@ -49,9 +49,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
     "components.gradients": (BELOW | {"kernels.scale"}, {"attrs", "numpy", "torch"}),
-    # What operations put off or compute again is decided where forward and backward passes run.
+    # What operations put off or compute again is decided where forward and backward passes run. Gradients that ranks
+    # sent are added up in one way.
     "components.pipeline": (
-        BELOW | {"kernels.deferred_grads", "kernels.recompute"},
+        BELOW | {"kernels.deferred_grads", "kernels.recompute", "kernels.sum_parts"},
         {"attrs", "numpy", "torch"},
     ),
     # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times attention.

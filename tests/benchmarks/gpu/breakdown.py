@@ -26,7 +26,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 
 SHAPES = ((LARGE, 2, 1), (SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (EXPERTS, 4, 1))
-LONGEST = 8
+LONGEST = int(os.environ.get("LONGEST", "8"))
 
 KINDS = {
     "NCCL": ("nccl",),

@@ -25,7 +25,7 @@ def _summed() -> Tensor:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
-        scatter = NarrowReduceScatter(torch.float32)
+        scatter = NarrowReduceScatter()
         mine = scatter.allocate((LENGTH,), dtype=torch.bfloat16, device=torch.device("cpu"))
         scatter(mine, _parts(processes.rank), dist.group.WORLD, dist.ReduceOp.SUM)
         return mine

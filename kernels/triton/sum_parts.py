@@ -1,0 +1,26 @@
+"""Sums over a few rows of numbers of 16 bits, at the rate of a copy: torch's sum over two rows reaches 0.4 of it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.triton.launch import lean
+
+BLOCK = 4096
+
+
+def sum_parts_triton(parts: Tensor, out: Tensor) -> None:
+    """As sum_parts_eager, added in the order of rows: parts (rows, n), out (n,), dense, of one dtype of 16 bits."""
+    rows, size = parts.shape
+    if size:
+        _kernel[(triton.cdiv(size, BLOCK),)](parts, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+
+
+@lean
+@triton.jit
+def _kernel(parts, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(ROWS):
+        total += tl.load(parts + row * size + place, mask=place < size).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
