@@ -95,7 +95,10 @@ class Executor:
         program, split = self._training_program(len(microbatches))
         self.stages.cast_weights()
         losses: dict[int, LossSums] = {}
-        runner = self._runner(self._with_references(microbatches), losses, split)
+        inputs = self._with_references(microbatches)
+        if self._captures is not None:
+            inputs = self._captures.alike(inputs)
+        runner = self._runner(inputs, losses, split)
         runner.streams = self._streams
         if self._captures is None:
             runner.run(program)
@@ -189,9 +192,7 @@ class Executor:
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
             tokens, shared = self.objective.inputs(moved)
-            # A graph does one or the other: of packed rows few are of one document, which would run without it.
-            whole = self._captures is None and batch.has_whole_rows()
-            return MicrobatchInputs(tokens, attrs.evolve(shared, whole_rows=whole), moved)
+            return MicrobatchInputs(tokens, attrs.evolve(shared, whole_rows=batch.has_whole_rows()), moved)
         length = batch.tokens.shape[1]
         if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
             part = ContextPart.of(length, group)
