@@ -9,12 +9,10 @@ from drawloom.kernels.operation import why_no_triton
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors, of any shapes and real dtypes, in place by a factor, float64 () on their device."""
+    """Multiply tensors, of any shapes and float dtypes, in place by a factor, float64 () on their device."""
     for dtype in {tensor.dtype for tensor in tensors}:
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        if dtype.itemsize >= 4:
-            torch._foreach_mul_(group, factor.to(dtype))
-        elif why_no_triton(factor.device):
+        if dtype == torch.float64 or not factor.is_cuda or why_no_triton(factor.device):
             scale_eager(group, factor)
         else:
             from drawloom.kernels.triton.scale import scale_triton
@@ -24,10 +22,13 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def scale_eager(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """
-    Multiply tensors of one dtype of 16 bits, of any shapes, in place by a factor, float64 () on their device.
+    Multiply tensors of one dtype, of any shapes, in place by a factor, float64 () on their device.
 
-    The products are in float32.
+    Products of 16 bits are in float32.
     """
+    if tensors and tensors[0].dtype.itemsize >= 4:
+        torch._foreach_mul_(list(tensors), factor.to(tensors[0].dtype))
+        return
     for tensor in tensors:
         # A factor of no dimensions would be rounded to the tensors' dtype; with some, torch computes in float32.
         tensor.mul_(factor.float().reshape((1,) * tensor.ndim))

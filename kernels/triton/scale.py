@@ -15,7 +15,11 @@ BLOCK = 8192
 
 
 def scale_triton(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """The same as scale_eager, bitwise: tensors of one dtype and any shapes, factor float64 () on their device."""
+    """
+    The same as scale_eager, bitwise: tensors of one dtype and any shapes, factor float64 () on their device.
+
+    A factor of 1 leaves them alone, and reads none of them.
+    """
     dense = [tensor for tensor in tensors if tensor.is_contiguous()]
     scale_eager([tensor for tensor in tensors if not tensor.is_contiguous()], factor)
     if not sum(tensor.numel() for tensor in dense):
@@ -47,6 +51,7 @@ def _kernel(like, addresses, owners, starts, sizes, factor, BLOCK: tl.constexpr,
     if ALIGNED:
         base = tl.multiple_of(base, 16)
     start, size, by = (program - tl.load(starts + owner)) * BLOCK, tl.load(sizes + owner), tl.load(factor)
+    size = tl.where(by == 1.0, 0, size)
     place = start + tl.arange(0, BLOCK)
     # A mask of unknown length would make each load one of two bytes.
     if start + BLOCK <= size:

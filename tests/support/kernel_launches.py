@@ -21,6 +21,7 @@ from drawloom.kernels.triton import (
     swiglu,
 )
 from drawloom.kernels.triton.adamw import AdamwTriton
+from drawloom.kernels.triton.scale import scale_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 
 Launch = Callable[[], object]
@@ -78,6 +79,8 @@ def rotations() -> Iterator[tuple[str, Launch]]:
 
 def steps() -> Iterator[tuple[str, Launch]]:
     yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
+    for dtype in (BF16, torch.float16, FLOAT):
+        yield f"scale {dtype}", lambda d=dtype: scale_triton([empty(4096, dtype=d)], empty(dtype=torch.float64))
     for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
 
         def step(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, m: torch.dtype = of_means) -> None:
