@@ -80,7 +80,12 @@ def rotations() -> Iterator[tuple[str, Launch]]:
 def steps() -> Iterator[tuple[str, Launch]]:
     yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
     for dtype in (BF16, torch.float16, FLOAT):
-        yield f"scale {dtype}", lambda d=dtype: scale_triton([empty(4096, dtype=d)], empty(dtype=torch.float64))
+
+        def scaled(of: torch.dtype = dtype) -> None:
+            for counted in (False, True):
+                scale_triton([empty(4096, dtype=of)], empty(dtype=torch.float64), (counted,))
+
+        yield f"scale {dtype}", scaled
     for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
 
         def step(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, m: torch.dtype = of_means) -> None:
