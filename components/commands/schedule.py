@@ -298,7 +298,7 @@ def _simulated_program(
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # actions that only have costs: gathered once a step
     try:
-        costs = source.costs(program.ranks, program.stages // program.ranks, sizes)
+        costs = source.costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
         raise _Unsuitable(str(error), error.exit_code) from error
     try:
