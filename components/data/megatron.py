@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.store.splits import ChosenDocuments, split_documents
-from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.corpus import DocumentPart, Split
 from drawloom.graph import UserError, at_least, between, component, setting
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -91,16 +91,10 @@ class MegatronDocuments:
         digest.update(str(len(self._ids)).encode())
         return digest.hexdigest()
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """A view of ids of a document; up to its end, if `last` is beyond that."""
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """A view of ids of a document, without weights; up to its end, if `last` is beyond that."""
         begin, end = self._starts[document : document + 2].tolist()
-        return self._ids[begin + first : min(begin + last, end)]
-
-    def weights(self, document: int, first: int, last: int) -> None:
-        """None: each token weighs 1."""
-
-    def reference(self, document: int) -> None:
-        """None: such files have no answers to compare."""
+        return DocumentPart(self._ids[begin + first : min(begin + last, end)])
 
     def source(self, document: int) -> str:
         """The file, and the document's number."""

@@ -34,7 +34,7 @@ def trained(made: Conversations) -> list[str]:
     tokenizer: Any = made.tokenizer
     found = []
     for number, length in enumerate(documents.lengths):
-        ids, weights = documents.tokens(number, 0, length), documents.weights(number, 0, length)
+        ids, weights, _ = documents.read(number, 0, length)
         assert weights is not None
         found.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
     return found
@@ -79,7 +79,7 @@ def test_which_turns_are_trained(tmp_path: Path) -> None:
 def test_roles_have_weights(tmp_path: Path) -> None:
     """A role that is not named is not trained."""
     made = corpus(tmp_path, {"messages": say("a", "b", "c")}, roles={"assistant": 0.5, "user": 0.0})
-    (weights,) = [made.documents("train").weights(0, 0, 99)]
+    (weights,) = [made.documents("train").read(0, 0, 99).weights]
     assert weights is not None and set(weights.tolist()) == {0.0, 0.5}
 
 
