@@ -9,13 +9,13 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.commands._recipes import only
 from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.stream import row_sources
 from drawloom.components.data.record import FOLDER, row_digests
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
 
@@ -32,7 +32,7 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     recorded = _recorded(run)
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.or_error()
-    rows, data, mesh = (_only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
+    rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
         raise UserError(f"[{data}] is no data.loader, so what rows it should have given is not known", 2)
     # the rows of a step are the same on any number of ranks
@@ -117,10 +117,3 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
-
-
-def _only(graph: Graph, port: type) -> str:
-    names = graph.implementers(port)
-    if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
-    return names[0]

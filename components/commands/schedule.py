@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._pipeline import Pipeline, needed, only
+from drawloom.components.commands._recipes import Pipeline, needed, only
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
