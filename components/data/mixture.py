@@ -33,7 +33,7 @@ class MixedDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document."""
+        """The tokens of each document, (documents,)."""
         lengths: np.ndarray = np.concatenate([source.documents.lengths for source in self.sources])
         return lengths
 

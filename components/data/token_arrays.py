@@ -39,7 +39,11 @@ class TokenArrays:
         references: Sequence[float] | None = None,
         name: str = "document",
     ) -> "TokenArrays":
-        """Documents, each with its end token, the weights of their tokens, references; `name` is for messages."""
+        """
+        Documents, integers (tokens,) each with its end token; the weights of their tokens, float32 (tokens,) each.
+
+        `references` has a number for each document; `name` is for messages.
+        """
         held = [document.astype(dtype) for document in documents]
         ends = np.cumsum([len(document) for document in held], dtype=np.int64)
         joined = None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))

@@ -116,7 +116,7 @@ class StageParameters:
         sum_in_buckets(shared, self.mesh.group("pipeline"), wide, self.bucket_bytes)
 
     def changing(self) -> list[dict[str, Tensor]]:
-        """What changes from step to step in each stage: trained parameters and persistent buffers."""
+        """What changes from step to step in each stage: trained parameters and persistent buffers, of any shape."""
         stages = zip(self.stages, self._trained, strict=True)
         return [{**trained, **persistent_buffers(stage.module)} for stage, trained in stages]
 

@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, as `encode` gives them."""
+        """The ids of each text, int32 (tokens,), as `encode` gives them."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ class ChosenDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each."""
+        """The tokens of each, (documents,)."""
         lengths: np.ndarray = self.documents.lengths[self.chosen.numpy()]
         return lengths
 
