@@ -34,7 +34,7 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     graph = recipe.graph.or_error()
     rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
-        raise UserError(f"[{data}] is no data.loader, so what rows it should have given is not known", 2)
+        raise UserError(f"[{data}] is not a data.loader, so the rows that it should have given are unknown", 2)
     # the rows of a step are the same on any number of ranks
     one_rank = fake(Mesh, size=1, index=0)
     with recipe.with_values({data: {"workers": 0}}).open(data, given={mesh: one_rank}) as objects:
@@ -75,7 +75,7 @@ def _compared(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loade
             continue
         found = Counter(recorded[step])
         faults += [f"step {step}: {expected.name(digest)} is missing" for digest in digests - found]
-        faults += [f"step {step}: {expected.name(digest)} is there once too often" for digest in found - digests]
+        faults += [f"step {step}: {expected.name(digest)} is there too often" for digest in found - digests]
     more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_counts(source, seen) for source in row_sources(rows))

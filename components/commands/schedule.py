@@ -251,7 +251,7 @@ class Size:
 
 
 class _Unsuitable(UserError):
-    """A schedule has more stages than the model has layers, or can't do with the memory that there is."""
+    """A schedule has more stages than the model has layers, or does not fit into the memory that there is."""
 
 
 def _simulated(

@@ -68,13 +68,13 @@ class MegatronDocuments:
         place = len(MAGIC)
         code = header[place + 8] if len(header) == HEADER else 0
         if header[:place] != MAGIC or header[place] != VERSION or code not in DTYPES:
-            raise UserError(f"path: {index} is no index of token ids that Megatron-LM has written")
+            raise UserError(f"path: {index} is not an index file of Megatron-LM; write the path without `.idx`")
         sequences, bounds = np.frombuffer(header, "<u8", 2, place + 9).tolist()
         made = cls(path, DTYPES[code], sequences, bounds)
-        if sizes[0] != HEADER + 12 * sequences + 8 * bounds:
-            raise UserError(f"path: {index} has {sizes[0]} bytes, which are not those of its {sequences} sequences")
-        if sizes[1] < int(made._starts[-1]) * np.dtype(made.dtype).itemsize:
-            raise UserError(f"path: {tokens} is cut off: it has {sizes[1]} bytes, and its index more")
+        if sizes[0] != (whole := HEADER + 12 * sequences + 8 * bounds):
+            raise UserError(f"path: {index} has {sizes[0]} bytes instead of {whole}; copy the file again")
+        if sizes[1] < (least := int(made._starts[-1]) * np.dtype(made.dtype).itemsize):
+            raise UserError(f"path: {tokens} is cut off: it has {sizes[1]} bytes instead of {least}; copy it again")
         return made
 
     @cached_property

@@ -52,5 +52,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\.idx has \d+ bytes"):
         corpus(tmp_path)
     index.write_bytes(b"something else, and long enough to be read")
-    with pytest.raises(UserError, match="no index of token ids"):
+    with pytest.raises(UserError, match="is not an index file of Megatron-LM"):
         corpus(tmp_path)
