@@ -183,8 +183,7 @@ class MaterializedStages:
         for module in modules.values():
             if self.compile:
                 compile_blocks(self.model.blocks(module))
-            if self.recompute not in ("none", "selective"):  # these two leave the calls of blocks as they are
-                make_recomputable(self.model.blocks(module))
+            make_recomputable(self.model.blocks(module))
         self._parameters.open()
         self._fingerprint = self._values.origin(self._parameters.all().values())
         self._check_patterns()
