@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._pipeline import Pipeline, needed, only
+from drawloom.components.commands._recipes import Pipeline, needed, only
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
@@ -251,7 +251,7 @@ class Size:
 
 
 class _Unsuitable(UserError):
-    """A schedule has more stages than the model has layers, or can't do with the memory that there is."""
+    """A schedule has more stages than the model has layers, or does not fit into the memory that there is."""
 
 
 def _simulated(
@@ -298,7 +298,7 @@ def _simulated_program(
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # actions that only have costs: gathered once a step
     try:
-        costs = source.costs(program.ranks, program.stages // program.ranks, sizes)
+        costs = source.costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
         raise _Unsuitable(str(error), error.exit_code) from error
     try:

@@ -42,6 +42,14 @@ def every_rank_has_its_stages(schedule: Schedule) -> None:
             expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of other ranks")
 
 
+def every_stage_recomputes_by_a_policy_or_none_does(schedule: Schedule) -> None:
+    """A program that says what is recomputed says it of each stage."""
+    for ranks, microbatches in LAYOUTS:
+        program = schedule.program(ranks, microbatches)
+        having = f"{len(program.recompute)} stages of {program.stages} have a policy of recomputation"
+        expect(len(program.recompute) in (0, program.stages), having)
+
+
 def layers_are_those_of_the_model(schedule: Schedule) -> None:
     """A schedule that says how many layers each stage has gives each stage some, and all layers of the model."""
     if not isinstance(schedule, PartitioningSchedule):

@@ -21,12 +21,21 @@ from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
-from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
+from drawloom.components.ports.model import BatchContext, Finish, Head, Stage, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
+
+
+@attrs.frozen
+class _Training:
+    """The actions of a step, the stages whose backward they do in two parts, and all stages as they recompute in it."""
+
+    actions: list[Action]
+    split: frozenset[int]
+    stages: list[Stage]
 
 
 def _logits(hidden: Tensor, head: Head) -> Tensor:
@@ -55,7 +64,7 @@ class Executor:
     )
     ends_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
-    _training: dict[int, tuple[list[Action], frozenset[int]]] = attrs.field(init=False, factory=dict)
+    _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     # by the length of rows: on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
@@ -92,19 +101,19 @@ class Executor:
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
-        program, split = self._training_program(len(microbatches))
+        training = self._training_of(len(microbatches))
         self.stages.cast_weights()
         losses: dict[int, LossSums] = {}
         inputs = self._with_references(microbatches)
         if self._captures is not None:
             inputs = self._captures.alike(inputs)
-        runner = self._runner(inputs, losses, split)
+        runner = self._runner(inputs, losses, training.stages, training.split)
         runner.streams = self._streams
         if self._captures is None:
-            runner.run(program)
+            runner.run(training.actions)
         else:
-            self._captures.begin(program)
-            runner.run(program)
+            self._captures.begin(training.actions)
+            runner.run(training.actions)
             self._captures.end()
         self.stages.hand_over_gradients()
         return sum_losses(losses, self.device.device)
@@ -113,7 +122,7 @@ class Executor:
         """Forward of every microbatch; nothing is kept of them but their losses."""
         self.stages.cast_weights()
         losses: dict[int, LossSums] = {}
-        runner = self._runner(self._with_references(microbatches), losses)
+        runner = self._runner(self._with_references(microbatches), losses, self.stages.local)
         # Cheaper than no_grad, as tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(len(runner.microbatches)))
@@ -158,7 +167,7 @@ class Executor:
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
         """Forward of every microbatch, without gradients; what each is finished with is handed out."""
-        runner = self._runner(inputs, {})
+        runner = self._runner(inputs, {}, self.stages.local)
         runner.each_output = each_output
         with torch.inference_mode():
             runner.run(self._forward_program(len(inputs)))
@@ -180,11 +189,15 @@ class Executor:
         return {number: each.clone() for number, each in found.items()}
 
     def _runner(
-        self, inputs: Sequence[MicrobatchInputs], losses: dict[int, LossSums], split: Set[int] = frozenset()
+        self,
+        inputs: Sequence[MicrobatchInputs],
+        losses: dict[int, LossSums],
+        local: Sequence[Stage],
+        split: Set[int] = frozenset(),
     ) -> ProgramRunner:
         """A runner that leaves the losses of microbatches in `losses`."""
         new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
-        stages = {stage.index: new(stage, losses=losses, split=stage.index in split) for stage in self.stages.local}
+        stages = {stage.index: new(stage, losses=losses, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
     def _inputs(self, batch: Batch) -> MicrobatchInputs:
@@ -217,15 +230,19 @@ class Executor:
     def _uploads(self) -> Uploads:
         return Uploads(self.device.device)
 
-    def _training_program(self, microbatches: int) -> tuple[list[Action], frozenset[int]]:
-        """The actions of a step, and the stages whose backward they do in two parts."""
+    def _training_of(self, microbatches: int) -> _Training:
+        """What a step of this many microbatches does."""
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
             rank, ranks = self.mesh.index("pipeline"), self.mesh.size("pipeline")
             program = program_for(self.schedule, rank, ranks, microbatches)
             expect_same(program, rank, self.mesh.group("pipeline"))
-            actions = self._lowered(program)
-            self._training[microbatches] = actions, split_stages(actions)
+            actions, policies = self._lowered(program), program.recompute
+            local = [
+                attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
+                for stage in self.stages.local
+            ]
+            self._training[microbatches] = _Training(actions, split_stages(actions), local)
         return self._training[microbatches]
 
     def _forward_program(self, microbatches: int) -> list[Action]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.pipeline.runtime.layer_partition import build_schedule
 from drawloom.components.ports.distributed import SHARDS
 from drawloom.components.ports.pipeline import PartitioningSchedule
@@ -90,13 +91,24 @@ def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
+def policies_of_schedule(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+    """A policy of recomputation where the schedule has one for each stage."""
+    if stages.settings["recompute"] != "none" and schedule.settings.get("recompute"):
+        text = f"[{schedule.name}] says what each stage recomputes"
+        yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
+
+
 def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
-    """How many layers each stage has, for `explain`, if the schedule says so."""
+    """How many layers each stage has and what it recomputes, for `explain`, if the schedule says so."""
     built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            sizes = built.layers_by_stage(mesh.settings.get("pipeline", 1), layers)
+            ranks = mesh.settings.get("pipeline", 1)
+            sizes = built.layers_by_stage(ranks, layers)
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
+            microbatches = schedule.settings.get("microbatches") or 4 * ranks
+            if again := text_of(built.program(ranks, microbatches).recompute):
+                yield f"recomputed, by [{schedule.name}] for {microbatches} microbatches: {again}"
 
 
 def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:

@@ -36,6 +36,7 @@ from drawloom.components.pipeline.stage_checks import (
     misfits_of_experts,
     misfits_of_shards,
     misfits_of_tensor,
+    policies_of_schedule,
     roundings,
     shares_of_parameters,
 )
@@ -149,6 +150,7 @@ class MaterializedStages:
         for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
             yield from undivided_backwards(node, schedule, mesh)
             yield from costs_of_ends(node, schedule)
+            yield from policies_of_schedule(node, schedule)
         yield from idle_policies(node)
         yield from misfits_of_capture(node)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import attrs
 import numpy as np
@@ -12,17 +12,24 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.pipeline.program.builders import loop
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.partition import even
+from drawloom.components.pipeline.program.recomputation import repeated
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
+from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import peak_of
 from drawloom.components.planning.traces import Measured
+from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
 LEAST = 1e-9
 """The least seconds of a slice, and what seconds are rounded to."""
+
+POLICIES: tuple[Literal["selective", "blocks"], ...] = ("selective", "blocks")
+"""What a stage may recompute, besides one of some blocks."""
 
 ENOUGH = 2
 """Times the activations of a microbatch in all layers: ZB-H2 holds no more, and with more no bubble is smaller."""
@@ -35,8 +42,10 @@ class CostSource(Protocol):
     Stages have the `sizes` that are given, in slices of the model that cost what `slices` says, or are those of a run.
     """
 
-    def costs(self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None) -> Costs:
-        """Those of every stage of a pipeline."""
+    def costs(
+        self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
+    ) -> Costs:
+        """Those of every stage of a pipeline, which may `recompute`."""
         ...
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
@@ -54,9 +63,16 @@ class Units:
 
     given: Costs
 
-    def costs(self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None) -> Costs:
-        """Those of every stage."""
-        return self.given.divided(stages_per_rank)
+    def costs(
+        self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
+    ) -> Costs:
+        """Those of every stage; what is recomputed takes its part of a forward."""
+        costs = self.given.divided(stages_per_rank)
+        if not recompute:
+            return costs
+        again = costs.forward * np.array([repeated(policy) for policy in recompute])
+        each = [costs.forward + 0 * again, costs.backward + again, costs.backward_input + again]
+        return CostTable(**attrs.asdict(costs), lengths=np.stack([*each, costs.backward_weight + 0 * again], axis=1))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """None."""
@@ -76,8 +92,10 @@ class Traced:
     def _table(self) -> CostTable:
         return self.measured.table()
 
-    def costs(self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None) -> Costs:
-        """Those of every stage, in seconds."""
+    def costs(
+        self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
+    ) -> Costs:
+        """Those of every stage, in seconds, among them what the run has recomputed."""
         return self._table.resampled(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
@@ -89,11 +107,12 @@ class Traced:
 
 
 @attrs.frozen
-class _Cut:
-    """A schedule of backward passes in two parts for stages of given layers, wherever they are placed."""
+class Cut:
+    """A schedule of backward passes in two parts for stages of given layers and policies, wherever they are placed."""
 
     placement: tuple[int, ...]
     sizes: tuple[int, ...]
+    recompute: tuple[Recompute, ...] = ()
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return self.placement
@@ -104,7 +123,7 @@ class _Cut:
     def program(self, ranks: int, microbatches: int) -> Program:
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
-        return list_schedule(task, FORWARDS_FIRST)
+        return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
 
 
 @attrs.frozen(eq=False)
@@ -116,7 +135,7 @@ class Planned:
     cache: PlanCache | None = None
     _plans: dict[Hashable, Plan] = attrs.field(init=False, factory=dict)
 
-    def plan(self, ranks: int, stages_per_rank: int, cut: _Cut | None = None) -> Plan:
+    def plan(self, ranks: int, stages_per_rank: int, cut: Cut | None = None) -> Plan:
         """
         The plan of a pipeline whose backward passes are in two parts, so that it has the costs of both.
 
@@ -134,47 +153,85 @@ class Planned:
             self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
         return self._plans[key]
 
-    def _cut(self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None) -> Plan:
-        cut = None if sizes is None else _Cut(loop(ranks, stages_per_rank), tuple(sizes))
-        return self.plan(ranks, stages_per_rank, cut)
+    def _cut(
+        self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None, recompute: Sequence[Recompute]
+    ) -> Plan:
+        if sizes is None and not recompute:
+            return self.plan(ranks, stages_per_rank)
+        placement = loop(ranks, stages_per_rank)
+        sizes = sizes or even(self.plan(ranks, 1).layers, len(placement))
+        return self.plan(ranks, stages_per_rank, Cut(placement, tuple(sizes), tuple(recompute)))
 
-    def costs(self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None) -> Costs:
+    def costs(
+        self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
+    ) -> Costs:
         """Those of every stage, in seconds."""
-        return self._cut(ranks, stages_per_rank, sizes).table
+        return self._cut(ranks, stages_per_rank, sizes, recompute).table
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
         """By rank, the most bytes of activations, without gradients and what it has all the time."""
-        costs = self._cut(program.ranks, program.stages // program.ranks, sizes).costs
+        costs = self._cut(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
         whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """
         One for each layer, in seconds; if the device's memory is known, in bytes, too, and with a limit: what the
-        device has left, or what is enough.
+        device has left, or what is enough. What may be recomputed is among them, unless the recipe says that itself.
 
         They are of a plan with a stage for each layer; what its stages cost together beyond those of a plan with a
         stage for each rank is what every stage costs besides.
         """
         one = self.plan(ranks, 1)
         count = one.layers
-        each = self.plan(ranks, 1, _Cut(tuple(layer * ranks // count for layer in range(count)), (1,) * count))
+        by_layer = Cut(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
+        each = self.plan(ranks, 1, by_layer)
         more = each.table.lengths.sum(0) - one.table.lengths.sum(0)
         per_stage = np.clip(more / max(1, count - ranks), 0, 0.9 * each.table.lengths.min(0))
         found = slices_of(attrs.evolve(one.table, lengths=each.table.lengths - per_stage))
         found["per_stage"] = _rounded(per_stage)
         if self.device.memory:
-            held = [float(each.costs[stage].passes["F"].held_bytes) for stage in range(count)]
-            room = self.device.memory - max(_besides_activations(one, rank) for rank in one.memory)
-            found |= {"activations": held, "memory": max(1.0, min(float(room), ENOUGH * sum(held)))}
+            held, plans = _held(each, "F"), [one]
+            nodes = Nodes.of(self.recipe)
+            if nodes.settings(nodes.stages)["recompute"] == "none":
+                recompute = {}
+                for policy in POLICIES:
+                    again = self.plan(ranks, 1, attrs.evolve(by_layer, recompute=(policy,) * count))
+                    recompute[policy] = {
+                        "again": _parts(
+                            (again.table.lengths - each.table.lengths)[:, 1:3].max(1), each.table.lengths[:, 0]
+                        ),
+                        "kept": _parts(_held(again, "F"), held),
+                    }
+                    plans.append(self._cut(ranks, 1, even(count, ranks), (policy,) * ranks))
+                found["recompute"] = recompute
+            room = self.device.memory - max(_besides_activations(each, rank) for each in plans for rank in each.memory)
+            found["activations"], found["pending"] = held.tolist(), _held(each, "I").tolist()
+            found["memory"] = max(1.0, min(float(room), float(ENOUGH * held.sum())))
         return found
+
+
+def _held(by_layer: Plan, op: str) -> NDArray[np.float64]:
+    """Bytes that each stage holds after a pass of a microbatch, 1 at least."""
+    costs = by_layer.costs
+    return np.array([max(1.0, costs[stage].passes[op].held_bytes) for stage in range(len(costs))])
+
+
+def _parts(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
+    return [round(max(0.0, float(part)), 4) for part in some / whole]
 
 
 def _besides_activations(planned: Plan, rank: RankMemory) -> int:
     """Bytes of a rank besides activations: what it has all the time, gradients, and what an action needs at once."""
-    passes = [(op, part) for stage in rank.stages for op, part in planned.costs[stage].passes.items()]
-    rises = (part.rise - (part.held_bytes if op == "F" else 0) for op, part in passes)
+    rises = (_beyond(planned.costs[stage].passes) for stage in rank.stages)
     return sum(rank.kept.values()) + rank.gradients + sum(rank.buffers.values()) + max(rises)
+
+
+def _beyond(passes: Passes) -> int:
+    """The most bytes of a pass beyond those that live before it, and those that live behind it."""
+    forward, left = passes["F"].held_bytes, passes["I"].held_bytes
+    growth = {"F": forward, "I": max(0, left - forward)}
+    return max(part.rise - growth.get(op, 0) for op, part in passes.items())
 
 
 def slices_of(table: CostTable) -> dict[str, Any]:

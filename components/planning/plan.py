@@ -284,7 +284,8 @@ class Planner:
         recompute = stages["recompute"]
         parts = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
         every = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
-        each = [attrs.evolve(stage, recompute=recompute) for stage in every]  # a view may be of another policy
+        policies = program.recompute or (recompute,) * program.stages
+        each = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in every]  # a view may be of others
         return {stage.index: meter.costs(stage, stage.index in parts) for stage in each}
 
     def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:

@@ -106,16 +106,17 @@ class _Search:
         fastest = min(pipelines, key=lambda each: each.plan.time.seconds, default=None)
         if fastest is None:
             return []
+        # Slices have the costs of the ends, and the schedule says what is recomputed.
+        ends = [key for key in ENDS if nodes.settings(nodes.stages).get(key)]
+        stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0), "recompute": "none"}
+        values = {**fastest.values, nodes.stages: stages}
         try:
-            planned = Planned(nodes.recipe.with_values(fastest.values), device, self.cache)
+            planned = Planned(nodes.recipe.with_values(values), device, self.cache)
             costs = planned.slices(fastest.values[nodes.mesh]["pipeline"])
         except (RecipeError, UserError):
             return []
         schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
-        # Slices have the costs of the ends.
-        ends = [key for key in ENDS if nodes.settings(nodes.stages).get(key)]
-        stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0)}
-        found = self._with({**fastest.values, nodes.schedule: schedule, nodes.stages: stages}, self.cache)
+        found = self._with({**values, nodes.schedule: schedule}, self.cache)
         return [] if found is None else [found]
 
     def _of(self, mesh: dict[str, Any]) -> Iterator[Found]:

@@ -7,6 +7,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom.components.ports.model import Recompute
+
 Op = Literal["F", "B", "I", "W"]
 MessageOp = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 ShardOp = Literal["UNSHARD", "RESHARD", "REDUCE_SCATTER", "REDUCE_GRAD"]
@@ -60,7 +62,8 @@ class Program:
 
     The ranks' programs are concatenated in columns of one length, one row for each action: its `stage`, its `op` as an
     index into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to
-    `bounds[r + 1]`. `stage_to_rank` holds the rank of each stage.
+    `bounds[r + 1]`. `stage_to_rank` holds the rank of each stage, and `recompute` what its backward passes compute
+    again; if that is empty, the stages say it.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -70,10 +73,14 @@ class Program:
     op: NDArray[np.int64]
     microbatch: NDArray[np.int64]
     overlaps_previous: NDArray[np.bool_]
+    recompute: tuple[Recompute, ...] = ()
 
     @classmethod
     def of(
-        cls, rank_programs: Sequence[Iterable[Action | Overlap]], stage_to_rank: Sequence[int] | None = None
+        cls,
+        rank_programs: Sequence[Iterable[Action | Overlap]],
+        stage_to_rank: Sequence[int] | None = None,
+        recompute: Sequence[Recompute] = (),
     ) -> "Program":
         """
         A program from the actions of each rank. Without `stage_to_rank`, a stage belongs to the rank that works on it.
@@ -85,9 +92,8 @@ class Program:
         stage, work, microbatch, joined = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         bounds = np.cumsum([0, *map(len, parts)])
         stage_to_rank = _stage_to_rank(parts) if stage_to_rank is None else tuple(stage_to_rank)
-        return cls(
-            stage_to_rank, int(microbatch.max(initial=-1)) + 1, bounds, stage, work, microbatch, joined.astype(bool)
-        )
+        columns = bounds, stage, work, microbatch, joined.astype(bool)
+        return cls(stage_to_rank, int(microbatch.max(initial=-1)) + 1, *columns, tuple(recompute))
 
     @property
     def ranks(self) -> int:
@@ -121,16 +127,8 @@ class Program:
         # An action whose overlapping predecessor is dropped does not overlap the one before that.
         before = np.concatenate([[False], kept[:-1]])
         bounds = np.concatenate([[0], np.cumsum(kept)])[self.bounds]
-        stage, work, microbatch = self.stage[kept], self.op[kept], self.microbatch[kept]
-        return Program(
-            self.stage_to_rank,
-            self.microbatches,
-            bounds,
-            stage,
-            work,
-            microbatch,
-            (self.overlaps_previous & before)[kept],
-        )
+        columns = {name: getattr(self, name)[kept] for name in ("stage", "op", "microbatch")}
+        return attrs.evolve(self, bounds=bounds, overlaps_previous=(self.overlaps_previous & before)[kept], **columns)
 
 
 def flat(line: RankProgram) -> Iterator[Action]:

@@ -43,8 +43,9 @@ JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
 
 
 def program(use: str, values: Values, _place: Path) -> Any:
-    """The program of a schedule for 4 ranks and 8 microbatches."""
-    return write_csv(build(use, **values).program(4, 8))
+    """The program of a schedule for 4 ranks and 8 microbatches, and what its stages recompute."""
+    made = build(use, **values).program(4, 8)
+    return write_csv(made), made.recompute
 
 
 def model_of(use: str, values: Values, _place: Path) -> Any:
@@ -311,7 +312,7 @@ def first_tokens(use: str, values: Values, _place: Path) -> Any:
     corpus = build(use, **values)
     corpus.open()
     splits = [corpus.documents(split) for split in ("train", "validation")]
-    found = [split.tokens(0, 0, 99).tolist() if len(split.lengths) else [] for split in splits]
+    found = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
     return found, corpus.vocab_size, corpus.eos_id
 
 

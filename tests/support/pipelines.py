@@ -33,6 +33,7 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
+from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -146,10 +147,11 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "states": StatesLoss,
 }
 
-Case = tuple[str, int, bool, bool, str]
+Case = tuple[str | Schedule, int, bool, bool, str]
 """
-A schedule, how many microbatches, whether embedding and head are tied, whether the first layer is frozen, and the name
-of a loss; those of "muon", "symmetric" and "dora" are the plain one, with another optimizer, dispatcher or adapters.
+A schedule or its name, how many microbatches, whether embedding and head are tied, whether the first layer is frozen,
+and the name of a loss; those of "muon", "symmetric" and "dora" are the plain one, with another optimizer, dispatcher
+or adapters.
 """
 
 
@@ -173,7 +175,7 @@ GROUPS = [
 
 
 def steps(
-    cases: list[Case],
+    cases: Sequence[Case],
     sizes: Mapping[str, int] = {},
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
@@ -189,7 +191,7 @@ def steps(
 
 
 def steps_on_meshes(
-    meshes: list[tuple[list[Case], Mapping[str, int], tuple[int, int]]],
+    meshes: Sequence[tuple[Sequence[Case], Mapping[str, int], tuple[int, int]]],
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
     taken: int = 1,
@@ -242,7 +244,7 @@ def _dispatcher(kind: str, kernels: Any, mesh: RankMesh) -> Dispatcher:
 
 
 def _steps(
-    name: str,
+    used: str | Schedule,
     microbatches: int,
     tied: bool,
     frozen: bool,
@@ -278,7 +280,7 @@ def _steps(
         model=model,
         dispatcher=_dispatcher(kind, kernels, mesh),
         loss=LOSSES[kind](),
-        schedule=schedule(name),
+        schedule=schedule(used) if isinstance(used, str) else used,
         mesh=mesh,
         device=device,
         precision=precision,
@@ -290,7 +292,7 @@ def _steps(
         **{name: value for name, value in settings.items() if name != "streams"},
     )
     stages.open()
-    executor = (CircularExecutor if name == "circular" else Executor)(
+    executor = (CircularExecutor if used == "circular" else Executor)(
         streams=bool(settings.get("streams")),
         stages=stages,
         boundaries=stages,

@@ -50,6 +50,8 @@ GROUPS: dict[str, Any] = {
     "groups.lr_factor": NORMS,
     "groups.weight_decay": [{"targets": ["*norm"], "weight_decay": 5.0}],
 }
+AGAIN = {"recompute": {"blocks": {"again": 0.2, "kept": 0.1}}}
+
 BETAS_OF_GROUP = {"groups.betas": [{"targets": ["*norm"], "betas": [0.5, 0.6]}]}
 NO_SIZES: dict[str, Any] = dict.fromkeys(SPARSE_SIZES)
 # With this base and length, pairs of channels are on either side of the bounds and between them.
@@ -424,6 +426,10 @@ ROWS: dict[str, Row] = {
             "slices": [1.0, 1.0, 1.0, 3.0],
             "per_stage": 9.0,
             "activations": [1.0, 1.0, 1.0, 2.0],
+            "pending": Change([0.1] * 4, {"activations": [1.0] * 4}),
+            "recompute": {"blocks": {"again": 1.0, "kept": 0.1}},
+            "recompute.again": Change({"blocks": {"again": 9.0, "kept": 0.1}}, AGAIN),
+            "recompute.kept": Change({"blocks": {"again": 0.2, "kept": 0.99}}, AGAIN),
             "memory": 3.0,
             "stages_per_rank": 1,
             "microbatches": 1,

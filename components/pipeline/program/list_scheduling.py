@@ -23,14 +23,18 @@ from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, F
 
 NEVER = float("inf")
 
+ROUNDING = 1e-9
+"""By what part of a limit sums may be above it."""
+
 
 @attrs.frozen
 class Task:
     """
     What is to be scheduled: microbatches through placed stages, whose activations have sizes, under a memory limit.
 
-    A rank holds a stage's `activations` of a microbatch from its forward until its weight gradients, at most `limit` in
-    all. With that much for one microbatch in all stages of each rank there is always a schedule.
+    A rank holds a stage's `activations` of a microbatch from its forward until its input gradients, and from then on
+    what is `pending` until its weight gradients, as much if that is left out; at most `limit` in all. With `least`
+    there is always a schedule.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -38,6 +42,7 @@ class Task:
     costs: Costs
     activations: tuple[float, ...]
     limit: float
+    pending: tuple[float, ...] = attrs.field(default=attrs.Factory(lambda self: self.activations, takes_self=True))
 
     @property
     def ranks(self) -> int:
@@ -45,12 +50,17 @@ class Task:
         return max(self.stage_to_rank) + 1
 
     @property
-    def activations_by_rank(self) -> list[float]:
-        """What each rank holds of one microbatch in all its stages."""
+    def least(self) -> float:
+        """The most that a rank holds of one microbatch in all its stages."""
         held = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             held[owner] += size
-        return held
+        return max(size + self.growth(rank) for rank, size in enumerate(held))
+
+    def growth(self, rank: int) -> float:
+        """By how much the input gradients of one of a rank's stages increase at most what it holds."""
+        sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
+        return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
     @property
     def period(self) -> float:
@@ -109,6 +119,7 @@ class _Queue:
     weights: float  # the cost of weight gradients of this stage
     due: float
     size: float  # of a microbatch's activations
+    growth: float  # of what its input gradients leave in their place
     most: float  # that this stage's activations may take
     rooms: list[
         float
@@ -126,6 +137,7 @@ class _Rank:
 
     queues: list[_Queue]
     held: list[float]
+    limit: float
     pending: deque[_Queue] = attrs.field(factory=deque)
     free: float = 0.0
     done: list[int] = attrs.field(factory=list)  # 4 * stage + op
@@ -143,10 +155,16 @@ def list_schedule(task: Task, policy: Policy) -> Program:
     return Program(task.stage_to_rank, task.microbatches, bounds, codes // 4, codes % 4, microbatch, joined)
 
 
-def peak_activations(program: Program, activations: Sequence[float]) -> list[float]:
-    """By rank, the peak of activations between forwards and weight gradients; `activations` are those of each stage."""
-    sizes = np.array(activations)[program.stage]
-    change = np.select([program.op == FORWARD, program.op != BACKWARD_INPUT], [sizes, -sizes], 0.0)
+def peak_activations(
+    program: Program, activations: Sequence[float], pending: Sequence[float] | None = None
+) -> list[float]:
+    """
+    By rank, the peak of `activations`, those of each stage, between forwards and weight gradients.
+
+    From input gradients on they are what is `pending`, if that is given.
+    """
+    size, left = (np.array(each)[program.stage] for each in (activations, activations if pending is None else pending))
+    change = np.choose(program.op, [size, -size, left - size, -left])
     return [float(change[program.rows(rank)].cumsum().max(initial=0.0)) for rank in range(program.ranks)]
 
 
@@ -198,7 +216,8 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
         local[owner].append(stage)
     for stage, owner in enumerate(owners):
         place = local[owner].index(stage)
-        limits = _limits(task, policy, local[owner], place)
+        size = task.activations[stage]
+        limits = size, task.pending[stage] - size, *_limits(task, policy, local[owner], place)
         forward, back, weights = (costs.length(op, stage) for op in "FIW")
         forwards.append(_Queue(stage, FORWARD, place, forward, weights, due_forward[stage] * period, *limits))
         inputs.append(_Queue(stage, BACKWARD_INPUT, place, back, weights, due_input[stage] * period, *limits))
@@ -206,18 +225,20 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
         one.feeds, one.feeds_rank = other, owners[other.stage]
         one.delay = costs.comm if owners[one.stage] != owners[other.stage] else 0.0
     forwards[0].ready = [0.0] * task.microbatches
-    return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own)) for own in local]
+    limit = task.limit * (1 + ROUNDING)
+    return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), limit) for own in local]
 
 
-def _limits(task: Task, policy: Policy, own: list[int], place: int) -> tuple[float, float, list[float]]:
-    """Of one of a rank's own stages: the size of its activations, and the limits `most` and `rooms` of a queue."""
+def _limits(task: Task, policy: Policy, own: list[int], place: int) -> tuple[float, list[float]]:
+    """Of one of a rank's own stages, the limits `most` and `rooms` of a queue."""
     sizes = [task.activations[stage] for stage in own]
-    limit = task.limit * (1 + 1e-9)  # sums have rounding errors
+    # Without memory for what input gradients leave, forwards would wait for them, and they for memory.
+    limit = task.limit * (1 + ROUNDING) - task.growth(task.stage_to_rank[own[0]])
     spared, last = policy.spared
     spared += (last - spared) * task.stage_to_rank[own[place]] / task.ranks
     most = max(sizes[place], limit * (1 - spared)) if place < len(own) - 1 else limit
     # Without memory for the later stages, activations of earlier ones would never be freed.
-    return sizes[place], most, [limit - sum(sizes[later:]) for later in range(place + 1, len(own) + 1)]
+    return most, [limit - sum(sizes[later:]) for later in range(place + 1, len(own) + 1)]
 
 
 def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
@@ -225,7 +246,11 @@ def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, f
     found, first, soon = None, NEVER, NEVER
     for queue in rank.queues:
         done = queue.done
-        if done == len(queue.ready) or (queue.op == FORWARD and not _fits(rank.held, queue)):
+        if done == len(queue.ready) or not (
+            _fits(rank.held, queue)
+            if queue.op == FORWARD
+            else queue.growth <= 0.0 or sum(rank.held) + queue.growth <= rank.limit
+        ):
             continue
         if (ready := queue.ready[done]) > now:
             if ready < soon:
@@ -255,11 +280,12 @@ def _run(rank: _Rank, queue: _Queue) -> None:
     if queue.op == FORWARD:
         rank.held[queue.place] += queue.size
     else:
+        rank.held[queue.place] += queue.growth
         rank.pending.append(queue)
 
 
 def _run_weight_gradients(rank: _Rank) -> None:
     """Run the oldest pending weight gradients."""
     queue = rank.pending.popleft()
-    rank.held[queue.place] -= queue.size
+    rank.held[queue.place] -= queue.size + queue.growth
     rank.done.append(4 * queue.stage + BACKWARD_WEIGHT)

@@ -15,8 +15,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom.components.pipeline.program.list_scheduling import ROUNDING, Task
+from drawloom.components.pipeline.program.recomputation import ONE_OF, Held, Options, Recomputed, ways
 from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
-from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.components.ports.model import Recompute
+from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
 Sizes = tuple[int, ...]
 """How many slices each stage has."""
@@ -33,22 +36,39 @@ class Slices:
     """
     What a microbatch costs in each slice of a model, `lengths` (slices, ops) in the order of OPS, and what it holds.
 
-    `activations` (slices,) are held from a forward until weight gradients, `per_stage` (ops,) is what every stage costs
-    besides, and a message takes `comm`.
+    `activations` (slices,) are held from a forward until input gradients, and `pending` (slices,) from these until
+    weight gradients, as much if it is left out. `per_stage` (ops,) is what every stage costs besides, and a message
+    takes `comm`. Stages may be `recomputed` in these ways; each slice counts as `parts` (slices,) blocks there.
     """
 
     lengths: NDArray[np.float64]
     activations: NDArray[np.float64]
     per_stage: NDArray[np.float64]
     comm: float
+    pending: NDArray[np.float64] = attrs.field(default=attrs.Factory(lambda self: self.activations, takes_self=True))
+    recomputed: Sequence[Recomputed] = ()
+    parts: NDArray[np.float64] = attrs.field(
+        default=attrs.Factory(lambda self: np.ones_like(self.activations), takes_self=True)
+    )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def table(self, sizes: Sizes) -> CostTable:
-        """The costs of stages."""
+        """The costs of stages that recompute nothing."""
         forward, whole, inputs, weights = self.lengths.mean(0).tolist()
         return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.costs_of([sizes])[0])
+
+    def tasks(self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes) -> Iterator[Task]:
+        """Those of a partition, for every way to recompute that is alike on all ranks, the first of them not at all."""
+        table = self.table(sizes)
+        options, stages = self.options([sizes]), range(len(sizes))
+        local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
+        for way in ways(len(options.policies), 1 + max(local)):
+            chosen = way[local], 0, stages
+            costs = attrs.evolve(table, lengths=_longer(table.lengths, options.again[chosen]))
+            held, pending = (tuple(each.tolist()) for each in (options.kept[chosen], options.pending[0]))
+            yield Task(stage_to_rank, microbatches, costs, held, limit, pending)
 
     def costs_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
         """The costs (partitions, stages, ops) of the stages of partitions of as many stages."""
@@ -60,8 +80,28 @@ class Slices:
 
     def joined(self, sizes: Sizes) -> "Slices":
         """The same model in slices that are the stages of a partition."""
-        lengths, activations = self.costs_of([sizes])[0], self.held_by([sizes])[0]
-        return Slices(lengths, activations, np.zeros_like(self.per_stage), self.comm)
+        each = [
+            attrs.evolve(each, again=_summed(each.again, [sizes])[0], kept=_summed(each.kept, [sizes])[0])
+            for each in self.recomputed
+        ]
+        held, pending, parts = (_summed(each, [sizes])[0] for each in (self.activations, self.pending, self.parts))
+        alone = np.zeros_like(self.per_stage)
+        return Slices(self.costs_of([sizes])[0], held, alone, self.comm, pending, each, parts)
+
+    def options(self, partitions: Sequence[Sizes]) -> Options:
+        """What the stages of partitions may recompute."""
+        held, parts = self.held_by(partitions), _summed(self.parts, partitions)
+        policies: list[Recompute] = ["none"]
+        again, kept = [np.zeros_like(held)], [held]
+        for each in self.recomputed:
+            more, left = _summed(each.again, partitions), _summed(each.kept, partitions)
+            for one_of in ONE_OF if each.policy == "blocks" else (1,):
+                if one_of <= parts.max():
+                    share = np.ceil(parts / one_of) / parts
+                    policies.append(each.policy if one_of == 1 else one_of)
+                    again.append(share * more)
+                    kept.append(held + share * (left - held))
+        return Options(tuple(policies), np.stack(again), np.stack(kept), _summed(self.pending, partitions))
 
     def starts(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
         """Partitions that a search starts from: as even ones, ranks that cost alike, and that hold alike."""
@@ -75,7 +115,7 @@ class Fitted:
     """
     A program, how many slices each of its stages has, and its makespan, infinite if it does not fit in memory.
 
-    `least` is the most that a rank holds of one microbatch.
+    Its stages recompute what makes it fit in the least time. `least` is the most that a rank holds of one microbatch.
     """
 
     program: Program
@@ -92,11 +132,11 @@ class Fit:
     slices: Slices
     limit: float
     _timings: ManyTimings = attrs.field(init=False)
-    _held: list[tuple[list[int], NDArray[np.int64]]] = attrs.field(init=False)
+    _held: list[Held] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_timings", ManyTimings(self.program, self.slices.comm))
-        object.__setattr__(self, "_held", [_held(self.program, rank) for rank in range(self.program.ranks)])
+        object.__setattr__(self, "_held", [Held.of(self.program, rank) for rank in range(self.program.ranks)])
 
     def best(self, starts: Sequence[Sizes] = ()) -> Fitted:
         """The partition of shortest makespan that is found, from some or from usual ones on."""
@@ -114,18 +154,21 @@ class Fit:
         return best
 
     def _shortest(self, partitions: Sequence[Sizes]) -> Fitted:
-        found, least = self._timings.makespans(self.slices.costs_of(partitions)), np.zeros(len(partitions))
-        activations = self.slices.held_by(partitions)
-        for stages, held in self._held:
-            least = np.maximum(least, activations[:, stages].sum(1))
-            peak = (activations[:, stages] @ held.T).max(axis=1)
-            found[peak > self.limit * (1 + 1e-9)] = math.inf  # sums have rounding errors
+        options = self.slices.options(partitions)
+        chosen, fits = options.least(self._held, self.limit * (1 + ROUNDING))
+        place = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
+        found = self._timings.makespans(_longer(self.slices.costs_of(partitions), options.again[place]))
+        found[~fits] = math.inf
+        smallest = options.kept.min(0)
+        least = np.max([smallest[:, each.stages].sum(1) for each in self._held], axis=0)
         if found.min() == math.inf:
             number = int(least.argmin())
         else:
             # A difference by rounding errors does not count: the first one is the most even.
             number = int(np.flatnonzero(found <= found.min() * (1 + 1e-9))[0])
-        return Fitted(self.program, partitions[number], float(found[number]), float(least[number]))
+        policies = tuple(options.policies[each] for each in chosen[number].tolist()) if self.slices.recomputed else ()
+        program = attrs.evolve(self.program, recompute=policies)
+        return Fitted(program, partitions[number], float(found[number]), float(least[number]))
 
 
 def even(slices: int, stages: int) -> Sizes:
@@ -177,10 +220,8 @@ def _moved(sizes: Sizes) -> list[Sizes]:
     return found
 
 
-def _held(program: Program, rank: int) -> tuple[list[int], NDArray[np.int64]]:
-    """A rank's stages, and of how many microbatches it holds activations of each (times, stages), at various times."""
-    rows = program.rows(rank)
-    stages = sorted({*program.stage[rows].tolist()})
-    change = np.select([program.op[rows] == FORWARD, program.op[rows] != BACKWARD_INPUT], [1, -1], 0)
-    own = program.stage[rows, None] == np.array(stages)
-    return stages, np.unique((own * change[:, None]).cumsum(0), axis=0)
+def _longer(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The costs (..., stages, ops) of stages whose backward passes take longer by `again` (..., stages)."""
+    found = lengths.copy()
+    found[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
+    return found

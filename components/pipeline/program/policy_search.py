@@ -34,12 +34,23 @@ TRIALS, MOST_ACTIONS = 240, 300_000
 """The most policies that are tried for each size, and the most actions that are scheduled in all: about a second."""
 
 KEPT = 3
-"""How many of the best policies are changed further."""
+"""How many of the best policies are changed further, and for how many ways to recompute they are searched for."""
 
 
 def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
     """The policy with the shortest makespan that a search finds, which starts from others and tries `trials` a size."""
     return _found(task, starts, trials)[0]
+
+
+def promising(tasks: Sequence[Task]) -> list[Task]:
+    """Of tasks of one size, those whose programs are the shortest with usual policies: KEPT, or one of large tasks."""
+
+    def length(task: Task) -> float:
+        while _actions(task) > FEW_ACTIONS and task.ranks >= 8:
+            task = halved(task)
+        return min(makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
+
+    return sorted(tasks, key=length)[: KEPT if tasks and _actions(tasks[0]) <= FEW_ACTIONS else 1]
 
 
 def _found(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
@@ -64,8 +75,9 @@ def halved(task: Task) -> Task:
         task.costs.of_stages(stages),
         tuple(task.activations[stage] for stage in stages),
         task.limit / 2,
+        tuple(task.pending[stage] for stage in stages),
     )
-    return attrs.evolve(half, limit=max(half.limit, *half.activations_by_rank))
+    return attrs.evolve(half, limit=max(half.limit, half.least))
 
 
 def _climb(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:

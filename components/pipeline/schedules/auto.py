@@ -6,18 +6,23 @@ it takes least time (`pipeline/program/partition.py`). Then programs are searche
 (`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3, and
 in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The shortest of all is taken, so it is never longer
 than a published one. All ranks find the same.
+
+Where memory is short, stages may compute activations again, on each rank as little as makes a program fit
+(`pipeline/program/recomputation.py`): one that holds more can be faster than all that fit without.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.builders import loop, vee
-from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule
+from drawloom.components.pipeline.program.list_scheduling import ROUNDING, list_schedule
 from drawloom.components.pipeline.program.partition import Fit, Fitted, Sizes, Slices, even
-from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy
+from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy, promising
+from drawloom.components.pipeline.program.recomputation import Recomputed
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.pipeline.schedules.interleaved_1f1b import Interleaved1F1B
@@ -29,7 +34,7 @@ from drawloom.components.pipeline.schedules.zero_bubble_1p import ZeroBubble1P
 from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from drawloom.components.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.program import OPS, Program
+from drawloom.components.ports.program import FORWARD, OPS, Program
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -67,8 +72,25 @@ def _fault_of_cost(cost: Cost) -> str | None:
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
+def _fault_of_parts(parts: float | Sequence[float]) -> str | None:
+    least = min(_numbers(parts), default=0.0)
+    return None if least >= 0 else f"{least} is below 0"
+
+
 def _numbers(cost: Cost) -> list[float]:
     return [cost] if isinstance(cost, float | int) else [*cost]
+
+
+@attrs.frozen(kw_only=True)
+class Recomputation:
+    """What it takes to recompute, and what it leaves: a number for each slice, or one for all."""
+
+    again: float | Sequence[float] = setting(
+        check=_fault_of_parts, doc="part of the forward's time by which a backward takes longer"
+    )
+    kept: float | Sequence[float] = setting(
+        check=_fault_of_parts, doc="part of the activations that is held from the forward until the backward"
+    )
 
 
 @component(impact="safe")
@@ -78,7 +100,8 @@ class Auto:
 
     `slices` cuts the model into parts of as many layers each, mostly of one, and says what each costs, in order; the
     first one has the embedding, and the last one the head. A stage gets one or several of them, so that layers of
-    stages differ where that is faster. Stages on a rank are one or two, what is faster.
+    stages differ where that is faster. Stages on a rank are one or two, what is faster. With `recompute` a
+    stage also computes again what is fastest in the memory that there is: all of its layers, one in some, or none.
     """
 
     forward: float = setting(default=1.0, check=above(0), doc="time of a microbatch's forward in a slice of cost 1")
@@ -97,6 +120,14 @@ class Auto:
         factory=list,
         check=_fault_of_activations,
         doc="activations of a microbatch in each slice; if empty, 1 in a rank's share",
+    )
+    pending: list[float] = setting(
+        factory=list,
+        check=_fault_of_activations,
+        doc="what of these is held from input gradients until weight gradients; if empty, all",
+    )
+    recompute: dict[Literal["selective", "blocks"], Recomputation] = setting(
+        factory=dict, doc="what stages may recompute, by policy of `[stages] recompute`; if empty, that setting says it"
     )
     memory: float | None = setting(
         default=None,
@@ -144,7 +175,9 @@ class Auto:
         size = ranks, microbatches
         if size not in self._found:
             counts = [planned.program.stages // ranks] if planned else self._stage_counts(ranks)
-            found = [each for count in counts for each in self._of_count(ranks, microbatches, count, planned)]
+            # What is found without recomputation comes first, so that it is taken where nothing is faster.
+            ways = [(count, again) for again in (False, True)[: 1 + bool(self.recompute)] for count in counts]
+            found = [each for way in ways for each in self._of_count(ranks, microbatches, *way, planned)]
             shortest = min(found, key=lambda each: each.makespan)  # the first of several
             if shortest.makespan == math.inf:
                 least = min(each.least for each in found)
@@ -153,12 +186,16 @@ class Auto:
             self._found[size] = shortest
         return self._found[size]
 
-    def _of_count(self, ranks: int, microbatches: int, count: int, planned: Fitted | None) -> Iterator[Fitted]:
+    def _of_count(
+        self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: Fitted | None
+    ) -> Iterator[Fitted]:
         """Programs with a number of stages on each rank: published ones, and what a search finds."""
         slices, placement = self._slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
         limit = self.memory or ranks * float(slices.held_by([slices.starts(loop(ranks))[1]]).max())
         if planned:
             slices, placement = slices.joined(planned.sizes), planned.program.stage_to_rank
+        if not recomputes:
+            slices = attrs.evolve(slices, recomputed=())
         alike = []
         for schedule in published(count):
             if planned is None or schedule.stage_to_rank(ranks) == placement:
@@ -167,13 +204,15 @@ class Auto:
                 yield found
         # Where none fits, the search starts from the stages that hold least.
         first = min(alike, key=lambda each: (each.makespan, each.least)).sizes
-        policy, starts = None, slices.starts(placement)
-        for number, sizes in enumerate(dict.fromkeys((first, starts[1]))):
-            held = tuple(slices.held_by([sizes])[0].tolist())
-            task = Task(placement, microbatches, slices.table(sizes), held, limit)
-            if max(task.activations_by_rank) <= limit * (1 + 1e-9):
-                policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
-                yield Fit(list_schedule(task, policy), slices, limit).best([sizes, *starts])
+        starts = slices.starts(placement)
+        cuts = list(dict.fromkeys((first, starts[1])))
+        # Of each cut, the first task recomputes nothing.
+        each = [[*slices.tasks(placement, microbatches, limit, cut)] for cut in cuts]
+        tasks = [task for some in each for task in some[recomputes:] if task.least <= limit * (1 + ROUNDING)]
+        policy = None
+        for number, task in enumerate(promising(tasks) if recomputes else tasks):
+            policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
+            yield Fit(list_schedule(task, policy), slices, limit).best([*cuts, *starts])
 
     def _stage_counts(self, ranks: int) -> list[int]:
         """Numbers of stages on a rank for which there are enough slices."""
@@ -186,20 +225,32 @@ class Auto:
     @property
     def _slice_count(self) -> int:
         """How many slices there are, 0 if they are not given; UserError if costs and activations are of others."""
-        if self.slices and self.activations and len(self.slices) != len(self.activations):
-            text = f"{len(self.slices)} slices have {len(self.activations)} activations"
-            raise UserError(f"{text}; write as many of each")
-        return len(self.slices) or len(self.activations)
+        given = {"slices": self.slices, "activations": self.activations, "pending": self.pending}
+        for policy, each in self.recompute.items():
+            given |= {f"{policy}.{name}": getattr(each, name) for name in ("again", "kept")}
+        counts = {name: len(each) for name, each in given.items() if isinstance(each, Sequence) and each}
+        first, count = next(iter(counts.items()), ("slices", 0))
+        for name, other in counts.items():
+            if other != count:
+                raise UserError(f"{count} {first} have {other} {name}; write as many of each")
+        return count
 
     def _slices(self, ranks: int, count: int) -> Slices:
         """The slices, or equal shares of stages if they are not given."""
         number = self._slice_count or ranks * count
         share = [ranks / number] * number
+        costs = np.array([self._times(cost) for cost in self.slices or share])
+        held = np.array(self.activations or share, dtype=np.float64)
         return Slices(
-            np.array([self._times(cost) for cost in self.slices or share]),
-            np.array(self.activations or share, dtype=np.float64),
+            costs,
+            held,
             np.array(self._times(self.per_stage)),
             self.comm,
+            np.array(self.pending, dtype=np.float64) if self.pending else held,
+            [
+                Recomputed(policy, costs[:, FORWARD] * np.array(each.again), held * np.array(each.kept))
+                for policy, each in self.recompute.items()
+            ],
         )
 
     def _times(self, cost: Cost) -> list[float]:

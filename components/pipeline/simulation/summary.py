@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.pipeline.simulation.simulator import Simulation
 
 
@@ -40,12 +41,14 @@ class Summary:
 
     @property
     def caption(self) -> str:
-        """Makespan, span and bubbles."""
+        """Makespan, span and bubbles, and what is recomputed."""
         run = self.simulation
         simulated = (
             f"makespan {run.makespan:.5g}, ideal {run.ideal:.5g}: bubble {run.bubble:.1%}; "
             f"longest span of a rank {run.span:.5g}: bubble {run.span_bubble:.1%}"
         )
+        if again := text_of(run.program.recompute):
+            simulated += f"; recomputed: {again}"
         if self.measured is None:
             return simulated
         took = self.measured.makespan
@@ -66,6 +69,7 @@ class Summary:
             "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_live_weights,
             "messages": run.messages,
+            **({"recompute": list(run.program.recompute)} if run.program.recompute else {}),
             **({} if self.measured is None else {"measured_makespan": self.measured.makespan}),
             **({} if self.memory is None else {"activation_bytes": list(self.memory)}),
             "actions": run.actions,

@@ -3,14 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from drawloom.components.pipeline import recompute
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy, recomputing
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
 from drawloom.components.ports.model import BatchContext, Head, LayerRange, Recompute
+from drawloom.components.ports.program import Program
+from drawloom.kernels.recompute import rerun
 from support import pipelines
+from support.pipelines import schedule
 from support.processes import run_ranks
 from support.qwen3 import dense, sparse
 
@@ -31,6 +37,70 @@ def assert_same_bits(steps: Sequence[Mapping[str, Any]], cases: Sequence[pipelin
             for name, tensor in found[what].items():
                 other = plain[what][name]
                 assert tensor is other is None or torch.equal(tensor, other), (place, name)
+
+
+@attrs.frozen
+class Recomputing:
+    """Another schedule, whose stages recompute by these policies."""
+
+    schedule: Any
+    policies: tuple[Recompute, ...] = ()
+
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.schedule.stage_to_rank(ranks)  # type: ignore[no-any-return]
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """The actions of every rank."""
+        program: Program = self.schedule.program(ranks, microbatches)
+        return attrs.evolve(program, recompute=self.policies)
+
+
+SHORT = Auto(
+    slices=[1.0, 1.0, 1.0, 1.5],
+    memory=1.0,
+    activations=[0.5] * 4,
+    microbatches=4,
+    recompute={"blocks": Recomputation(again=0.9, kept=0.1), "selective": Recomputation(again=0.1, kept=0.7)},
+)
+"""The schedule that is searched for, short of memory."""
+
+
+def test_stages_that_recompute_by_themselves_have_the_same_bits() -> None:
+    """On two ranks in float64, what a program says of each stage changes no bit of losses, gradients and weights."""
+    policies = SHORT.program(2, 4).recompute
+    assert len({*policies}) > 1 and policies != ("none",) * len(policies)
+    v, plain, least = schedule("zero_bubble_v"), Recomputing(SHORT), Recomputing(SHORT, policies)
+    pairs = [(Recomputing(v), Recomputing(v, ("blocks", "selective", 2, "none"))), (plain, least)]
+    cases: list[pipelines.Case] = [(each, 4, True, False, "smoothed") for pair in pairs for each in pair]
+    for found in run_ranks(pipelines.steps, 2, cases, {}, "cpu", pipelines.FLOAT64, 2, 8, timeout=120):
+        for without, recomputed in (found[:2], found[2:]):
+            assert [without[key] for key in ("loss", "norm", "held_out")] == [
+                recomputed[key] for key in ("loss", "norm", "held_out")
+            ]
+            for what in ("grads", "weights"):
+                assert without[what].keys() == recomputed[what].keys()
+                for name, tensor in without[what].items():
+                    assert tensor is recomputed[what][name] is None or torch.equal(tensor, recomputed[what][name]), name
+
+
+@pytest.mark.parametrize(
+    ("policies", "blocks"),
+    [((), 0), (("blocks", "none"), 2), (("none", "blocks"), 2), ((2, "blocks"), 3), (("selective", 2), 1)],
+)
+def test_each_stage_recomputes_what_its_program_says(
+    policies: tuple[Recompute, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two layers in each stage, as many blocks of a microbatch run again as the stages' policies say."""
+    ran: list[Any] = []
+
+    def counted(forward: Any, *given: Any, **named: Any) -> Any:
+        ran.append(forward)
+        return rerun(forward, *given, **named)
+
+    monkeypatch.setattr(recompute, "rerun", counted)
+    pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)
+    assert len(ran) == 3 * blocks
 
 
 ALONE: list[pipelines.Case] = [

@@ -105,6 +105,16 @@ CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.c
 AUTO = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.slices=[1.0, 1.0, 1.0, 2.0]")
 
 
+SHORT = (*AUTO, "schedule.memory=1.5", "schedule.stages_per_rank=1", "schedule.activations=[1.0, 1.0, 1.0, 1.0]")
+BLOCKS = "schedule.recompute={ blocks = { again = 0.9, kept = 0.1 } }"
+
+
+def test_explain_says_what_stages_recompute() -> None:
+    """As the schedule chooses it: in a memory of three of four layers both stages recompute."""
+    text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *SHORT, BLOCKS).explain("stages")
+    assert "recomputed, by [schedule] for 8 microbatches: blocks in stage" in text
+
+
 def test_explain_says_how_many_layers_stages_have() -> None:
     """As many as the schedule gives them: one less where the last layer costs three."""
     words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
@@ -119,6 +129,15 @@ def test_explain_says_how_many_layers_stages_have() -> None:
         (
             (*AUTO, "stages.head_layer_cost=2"),
             ["by its own costs of them; write head_layer_cost = 0, and"],
+        ),
+        ((*SHORT, BLOCKS), []),
+        (
+            (*SHORT, BLOCKS, "stages.recompute=selective"),
+            ['[schedule] says what each stage recomputes; write recompute = "none", or leave it out in [schedule]'],
+        ),
+        (
+            (*SHORT, "schedule.recompute={ blocks = { again = [0.9], kept = 0.1 } }"),
+            ["4 slices have 1 blocks.again; write as many of each"],
         ),
         ((*AUTO, "model.num_hidden_layers=6"), ["6 layers can't be cut into 4 slices of as many each"]),
     ],

@@ -1,5 +1,6 @@
 """Where costs come from."""
 
+import attrs
 import numpy as np
 import pytest
 
@@ -7,8 +8,10 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
-from drawloom.components.planning.cost_sources import Planned, Traced, Units
+from drawloom.components.planning.cost_sources import Cut, Planned, Traced, Units
+from drawloom.components.planning.plan import plan
 from drawloom.components.planning.traces import Measured
+from drawloom.components.ports.model import Recompute
 from drawloom.graph import UserError
 from support.plans import RECIPE
 from support.schedules import schedule
@@ -62,6 +65,62 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
         table = planned.costs(2, len(sizes) // 2, sizes)
         assert isinstance(table, CostTable)
         assert table.lengths == pytest.approx(np.array(wanted), rel=0.03)
+
+
+def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
+    """
+    What layers do again and keep, summed by stage, are the seconds and bytes of stages that recompute, in a plan.
+
+    So it is for all layers of a stage and for one in some, where the host is not the limit. A recipe that recomputes by
+    itself leaves nothing to choose.
+    """
+    recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
+    planned = Planned(recipe, device_model("h100").without_host())
+    found = planned.slices(2)
+    forward, held = np.array(found["slices"])[:, 0], np.array(found["activations"])
+    cases: list[tuple[tuple[Recompute, ...], list[list[int]]]] = [
+        (("blocks", "none"), [[0, 1, 2], []]),
+        (("selective", "blocks"), [[0, 1, 2], [3, 4, 5]]),
+        ((2, 3), [[0, 2], [3]]),
+    ]
+    for policies, cuts in cases:
+        cut = planned.plan(2, 1, Cut((0, 1), (3, 3), policies))
+        plain = planned.plan(2, 1, Cut((0, 1), (3, 3)))
+        for stage, (policy, again) in enumerate(zip(policies, cuts, strict=True)):
+            parts = found["recompute"]["selective" if policy == "selective" else "blocks"]
+            more = sum(forward[each] * parts["again"][each] for each in again)
+            took = cut.table.lengths[stage] - plain.table.lengths[stage]
+            assert took[1:3] == pytest.approx(more, rel=0.05, abs=0.03 * plain.table.lengths[stage, 1]), policy
+            left = sum(held[each] * (1 - parts["kept"][each]) for each in again)
+            kept = [each.costs[stage].passes["F"].held_bytes for each in (plain, cut)]
+            assert kept[0] - kept[1] == pytest.approx(left, rel=0.05, abs=0.02 * kept[0]), policy
+            assert cut.costs[stage].passes["I"].held_bytes == pytest.approx(
+                plain.costs[stage].passes["I"].held_bytes, rel=0.05
+            )
+    other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), device_model("h100"))
+    assert "recompute" not in other.slices(2)
+
+
+def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
+    """Where memory is short, what is found by recomputing fits, and is faster than with one policy for all stages."""
+    words = ("model.num_hidden_layers=8", "vars.length=2048", "batch.micro_size=4", "batch.global_size=32")
+    recipe = Recipe.load("first_run", *words, "mesh.pipeline=2")
+    device = device_model("h100").without_host()
+    whole = plan(recipe, device, 2)
+    small = attrs.evolve(device, memory=int(0.55 * max(whole.peak_memory_bytes)))
+    schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).slices(2)}
+    found = plan(recipe.with_values({"schedule": schedule}), small, 2)
+    assert found.fits and {*found.program.recompute} - {"none"}
+    policies = [{"stages": {"recompute": policy}} for policy in ("none", "selective", "blocks")]
+    others = [plan(recipe.with_values(each), small, 2) for each in policies]
+    assert found.time.seconds < min(each.time.seconds for each in others if each.fits)
+
+
+def test_units_count_what_is_recomputed() -> None:
+    """A stage that recomputes all of its blocks, or one of two, takes so much of a forward longer in its backward."""
+    costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
+    assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
+    assert costs.comm == 1
 
 
 def test_slices_of_a_trace_are_shares_of_its_stages() -> None:

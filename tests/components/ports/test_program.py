@@ -60,3 +60,10 @@ def test_a_rank_program_may_be_empty() -> None:
     program = Program.of([[], [Action(0, "F", 0)]], stage_to_rank=[1])
     assert (program.rank_program(0), program.rows(1)) == ([], slice(0, 1))
     assert program.select(np.array([False])).rank_program(1) == []
+
+
+def test_what_is_recomputed_stays_with_a_part_of_a_program() -> None:
+    """It is given by stage; without, the stages say it."""
+    program = Program.of(RANK_PROGRAMS, recompute=("none", 2, "blocks", "selective"))
+    assert program.select(program.op == 0).recompute == ("none", 2, "blocks", "selective")
+    assert Program.of(RANK_PROGRAMS).recompute == ()

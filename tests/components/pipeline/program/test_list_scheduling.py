@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ POLICIES = st.builds(
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Tasks on loops and Vs, with any costs and sizes, and a limit of one microbatch or more."""
+    """Tasks on loops and Vs, with any costs and sizes, of pending ones too, and a limit of one microbatch or more."""
     ranks = draw(st.integers(1, 5))
     placement = draw(st.sampled_from([vee(ranks), loop(ranks), loop(ranks, 3)]))
     count = len(placement)
@@ -41,9 +42,9 @@ def tasks(draw: st.DrawFn) -> Task:
     sizes = tuple(draw(st.lists(st.floats(0.2, 2), min_size=count, max_size=count)))
     forward, inputs, weights = (draw(st.floats(0.2, 2)) for _ in range(3))
     costs = Costs(forward, inputs, weights, comm=draw(st.floats(0, 1)), factors=factors)
-    task = Task(placement, draw(st.integers(1, 10)), costs, sizes, 1.0)
-    limit = max(task.activations_by_rank) * draw(st.floats(1, 4))
-    return Task(placement, task.microbatches, costs, sizes, limit)
+    pending = tuple(draw(st.lists(st.floats(0.1, 3), min_size=count, max_size=count)))
+    task = Task(placement, draw(st.integers(1, 10)), costs, sizes, 1.0, draw(st.sampled_from([sizes, pending])))
+    return attrs.evolve(task, limit=task.least * draw(st.floats(1, 4)))
 
 
 @given(task=tasks(), policy=POLICIES)
@@ -51,7 +52,7 @@ def test_any_policy_gives_a_valid_program_in_the_memory(task: Task, policy: Poli
     """For any task that fits and any policy, the program finishes, keeps the limit, and takes as long as is said."""
     program = list_schedule(task, policy)
     assert violations(program) == []
-    assert max(peak_activations(program, task.activations)) <= task.limit * (1 + 1e-6)
+    assert max(peak_activations(program, task.activations, task.pending)) <= task.limit * (1 + 1e-6)
     assert abs(makespan(task, policy) - time(program, task.costs).makespan) < 1e-6 * task.period
 
 

@@ -6,15 +6,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import combinations, pairwise, product
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 import pytest
 
 from drawloom.components.pipeline.program.notation import write_program
 from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
-from drawloom.components.pipeline.schedules.auto import Auto, published
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, published
 from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import Program, flat
 from drawloom.graph import UserError
 
@@ -39,12 +41,15 @@ def _makespan(program: Program, lengths: Sequence[Sequence[float]], comm: float)
     return max(free)
 
 
-def _peak(program: Program, held: Sequence[float]) -> float:
-    """The most that a rank holds from forwards until weight gradients, if stages hold so much of a microbatch."""
-    peaks = []
+def _peak(program: Program, held: Sequence[float], pending: Sequence[float] | None = None) -> float:
+    """The most that a rank holds from forwards until input gradients, then pending until weight gradients."""
+    peaks, pending = [], held if pending is None else pending
     for rank in range(program.ranks):
-        now, line = 0.0, flat(program.rank_program(rank))
-        peaks += [now := now + held[each.stage] * {"F": 1, "I": 0}.get(str(each.op), -1) for each in line]
+        now = 0.0
+        for each in flat(program.rank_program(rank)):
+            before, behind = held[each.stage], pending[each.stage]
+            now += {"F": before, "B": -before, "I": behind - before, "W": -behind}[str(each.op)]
+            peaks.append(now)
     return max(peaks)
 
 
@@ -87,6 +92,87 @@ def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -
     made = Auto(slices=slices, activations=held, **settings)
     ours = timed(made.program(ranks, microbatches), made.layers_by_stage(ranks, layers))
     assert ours <= best * (1 + 1e-9) < math.inf
+
+
+AGAIN: dict[Literal["selective", "blocks"], Recomputation] = {
+    "blocks": Recomputation(again=0.8, kept=0.1),
+    "selective": Recomputation(again=0.2, kept=0.6),
+}
+"""What may be recomputed."""
+
+
+def _recomputed(policy: Recompute, layers: int) -> tuple[float, float]:
+    """What parts of their forwards some layers do again, and of their activations they keep."""
+    if policy == "none":
+        return 0.0, 1.0
+    if policy == "selective":
+        return 0.2, 0.6
+    part = len(range(0, layers, 1 if policy == "blocks" else policy)) / layers
+    return 0.8 * part, 1 - 0.9 * part
+
+
+@attrs.frozen
+class Model:
+    """Layers with costs in a forward, of which gradients of inputs and of weights take as long, and bytes."""
+
+    slices: list[float]
+    held: list[float]
+    pending: list[float]
+    comm: float = 0.3
+
+    def timed(self, program: Program, sizes: Sequence[int], chosen: Sequence[Recompute], limit: float) -> float:
+        """How long a program takes with a partition whose stages recompute so; infinite if it does not fit."""
+        each = [_recomputed(policy, size) for policy, size in zip(chosen, sizes, strict=True)]
+        kept = [part * size for (_, part), size in zip(each, _summed(self.held, sizes), strict=True)]
+        if _peak(program, kept, _summed(self.pending, sizes)) > limit * (1 + 1e-9):
+            return math.inf
+        costs = zip(each, _summed(self.slices, sizes), strict=True)
+        return _makespan(program, [[f, (2 + again) * f, (1 + again) * f, f] for (again, _), f in costs], self.comm)
+
+    def auto(self, ranks: int, limit: float, **settings: Any) -> tuple[Program, float]:
+        """What is found in so much memory, and how long it takes."""
+        costs: dict[str, Any] = {
+            "slices": self.slices,
+            "activations": self.held,
+            "pending": self.pending,
+            "comm": self.comm,
+        }
+        made = Auto(memory=limit, **costs, **settings)
+        program, sizes = made.program(ranks, settings["microbatches"]), made.layers_by_stage(ranks, len(self.slices))
+        return program, self.timed(program, sizes, program.recompute or ["none"] * len(sizes), limit)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: int) -> None:
+    """Of all partitions of a few layers, and all policies of each stage, tried one by one, none that fits is faster."""
+    chance = random.Random(seed)
+    ranks, layers, microbatches = 2, 5, chance.choice([3, 4])
+    slices, held = ([chance.uniform(*ends) for _ in range(layers)] for ends in ((0.5, 2.0), (1.0, 2.0)))
+    model = Model(slices, held, [each * chance.uniform(0.5, 1) for each in held])
+    limit = sum(held) * chance.choice([0.5, 0.6, 0.7])
+    policies: list[Recompute] = ["none", "selective", "blocks", 2, 3, 4]
+    best = plain = math.inf
+    for program in (each.program(ranks, microbatches) for each in published(1)):
+        for cut in range(1, layers):
+            sizes = [cut, layers - cut]
+            plain = min(plain, model.timed(program, sizes, ["none"] * ranks, limit))
+            best = min(best, *(model.timed(program, sizes, each, limit) for each in product(policies, repeat=ranks)))
+    settings = {"stages_per_rank": 1, "trials": 20, "microbatches": microbatches}
+    program, ours = model.auto(ranks, limit, recompute=AGAIN, **settings)
+    assert violations(program) == []
+    assert ours <= best * (1 + 1e-9) < math.inf
+    assert best < plain  # there is something to choose
+
+
+@pytest.mark.parametrize(("ranks", "memory"), [(2, 1.2), (4, 1.5), (4, 2.0)])
+def test_recomputation_makes_room_for_faster_programs(ranks: int, memory: float) -> None:
+    """Where memory is short, it fits, and is faster than without; where there is enough, nothing is recomputed."""
+    share = [0.25] * (4 * ranks)
+    model, settings = Model(share, share, share), {"microbatches": 4 * ranks, "trials": 40}
+    _, ours = model.auto(ranks, memory, recompute=AGAIN, **settings)
+    assert ours < 0.97 * model.auto(ranks, memory, **settings)[1] < math.inf
+    enough, _ = model.auto(ranks, 4.0 * ranks, recompute=AGAIN, **settings)
+    assert not {*enough.recompute} - {"none"}
 
 
 def test_two_stages_that_cost_more_than_one_are_not_taken() -> None:

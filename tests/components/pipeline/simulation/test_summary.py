@@ -1,5 +1,7 @@
 """The figures of simulations as JSON and text."""
 
+import attrs
+
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, compare, table
@@ -29,6 +31,14 @@ def test_json_has_the_figures_of_the_simulation() -> None:
         "actions": {"F": 32, "B": 0, "I": 32, "W": 32},
         "shard_actions": [],
     }
+
+
+def test_what_is_recomputed_is_told() -> None:
+    """In the caption of text and picture, and in JSON, if a program says it."""
+    program = attrs.evolve(schedule("one_f_one_b").program(2, 2), recompute=("blocks", "none"))
+    found = Summary("mine", simulate(program, Costs()))
+    assert found.caption.endswith("; recomputed: blocks in stage 0")
+    assert found.as_data()["recompute"] == ["blocks", "none"]
 
 
 def test_titles_use_singular_and_plural() -> None:
