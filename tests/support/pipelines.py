@@ -34,6 +34,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
 from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -74,6 +75,23 @@ def schedule(name: str, **settings: Any) -> Any:
     spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
     assert not isinstance(spec, Problem), spec
     return spec.cls(**settings)
+
+
+@attrs.frozen
+class Recomputing:
+    """Another schedule, whose stages recompute by these policies."""
+
+    schedule: Any
+    policies: tuple[Recompute, ...] = ()
+
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.schedule.stage_to_rank(ranks)  # type: ignore[no-any-return]
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """The actions of every rank."""
+        program: Program = self.schedule.program(ranks, microbatches)
+        return attrs.evolve(program, recompute=self.policies)
 
 
 def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:

@@ -157,10 +157,10 @@ class StageGraphs:
             self._slots[-1].open(given)
         self._free = list(self._slots)
 
-    def take(self, given: Any, split: bool) -> Slot | None:
-        """A slot for a microbatch; None if it is to run kernel by kernel."""
+    def take(self, given: Any, stage: Stage, split: bool) -> Slot | None:
+        """A slot for a microbatch of the stage as it recomputes in this step; None if it is to run kernel by kernel."""
         if self._first is None:
-            self._first = transform(_copy, given), split
+            self._first, self.stage = (transform(_copy, given), split), stage
         if _shape((given, split)) != _shape(self._first):
             self._warn()
             return None
@@ -194,7 +194,7 @@ class CapturedRunner(StageRunner):
     ) -> Any:
         """As that of `StageRunner`."""
         given = inputs, shared, batch
-        slot = self.graphs.take(given, self.split) if torch.is_grad_enabled() and finish is None else None
+        slot = self.graphs.take(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._taken[microbatch] = slot

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +12,9 @@ from drawloom.components.pipeline import recompute
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy, recomputing
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
 from drawloom.components.ports.model import BatchContext, Head, LayerRange, Recompute
-from drawloom.components.ports.program import Program
 from drawloom.kernels.recompute import rerun
 from support import pipelines
-from support.pipelines import schedule
+from support.pipelines import Recomputing, schedule
 from support.processes import run_ranks
 from support.qwen3 import dense, sparse
 
@@ -37,23 +35,6 @@ def assert_same_bits(steps: Sequence[Mapping[str, Any]], cases: Sequence[pipelin
             for name, tensor in found[what].items():
                 other = plain[what][name]
                 assert tensor is other is None or torch.equal(tensor, other), (place, name)
-
-
-@attrs.frozen
-class Recomputing:
-    """Another schedule, whose stages recompute by these policies."""
-
-    schedule: Any
-    policies: tuple[Recompute, ...] = ()
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return self.schedule.stage_to_rank(ranks)  # type: ignore[no-any-return]
-
-    def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank."""
-        program: Program = self.schedule.program(ranks, microbatches)
-        return attrs.evolve(program, recompute=self.policies)
 
 
 SHORT = Auto(

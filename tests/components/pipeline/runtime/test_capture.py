@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.pipeline import recompute
+from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import Batch
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
+from drawloom.kernels.recompute import rerun
 from support import pipelines
 from support.processes import run_ranks
 
@@ -90,6 +93,26 @@ def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, ho
     for found, plain in zip(steps(CASES, True, **how), steps(CASES, False, **how), strict=True):
         assert_same(found, plain)
     assert recorder.recorded > 0
+
+
+def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the model was evaluated before its first step: both blocks of one stage run again in each step."""
+    ran: list[Any] = []
+
+    def counted(*given: Any, **named: Any) -> Any:
+        ran.append(given)
+        return rerun(*given, **named)
+
+    def after_evaluation(executor: Executor, microbatches: Any) -> Any:
+        executor.evaluate(iter(microbatches))
+        return train(executor, microbatches)
+
+    train = Executor.train
+    monkeypatch.setattr(recompute, "rerun", counted)
+    monkeypatch.setattr(Executor, "train", after_evaluation)
+    program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
+    steps([(program, 3, False, False, "plain")], True)
+    assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
 
 
 def captured_steps(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
