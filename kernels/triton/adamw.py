@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
+from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
 PART = 2**14
 """Elements that a program updates."""
@@ -69,20 +69,16 @@ class _FusedStep:
         self._device = params[0].weight.device
         self._aligned = _kind(params[0])[-1] == str(True)
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
-        self._parts = torch.tensor(parts, dtype=torch.int32).to(self._device)
-        self._weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32).to(self._device)
+        self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
+        weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
+        self._weight_decays = upload(weight_decays, self._device)
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
     def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
         """The scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
-        noise_of = None if counter is None else self._copied(torch.tensor([counter]))
-        return self._copied(scalars), noise_of
-
-    def _copied(self, numbers: Tensor) -> Tensor:
-        # From pinned memory, without which a copy to the device blocks the host.
-        on_host = numbers.device.type == "cpu" and self._device.type == "cuda"
-        return numbers.pin_memory().to(self._device, non_blocking=True) if on_host else numbers
+        noise_of = None if counter is None else upload(torch.tensor([counter]), self._device)
+        return upload(scalars, self._device), noise_of
 
     def run(
         self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
@@ -122,7 +118,7 @@ class _FusedStep:
         # Gradients move when they are freed and allocated again; the other tensors stay where they are.
         if addresses != self._addresses:
             rows = [_row(*of) for of in zip(self._params, addresses, self._places, strict=True)]
-            self._table = self._copied(torch.tensor(rows))
+            self._table = upload(torch.tensor(rows), self._device)
             self._addresses = addresses
 
 

@@ -46,6 +46,16 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """
+    Numbers of the host's (any shape and dtype) on a device, for which the host does not wait.
+
+    Without pinned memory a copy to a GPU blocks it. What is on the device already is given as it is.
+    """
+    on_host = numbers.device.type == "cpu" != device.type
+    return numbers.pin_memory().to(device, non_blocking=True) if on_host else numbers
+
+
 def input_precision() -> str:
     """How tl.dot multiplies float32: "tf32" if torch does, else "ieee"; for narrower dtypes it says nothing."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drawloom.kernels.scale import scale_eager
 from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.primitives import upload
 
 BLOCK = 8192
 
@@ -34,8 +35,7 @@ def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool,
     device = factor.device
     places = _places(tuple(tensor.numel() for tensor in dense), tuple(compress(counted, is_dense)), device)
     pointers = [tensor.data_ptr() for tensor in dense]
-    # From pinned memory, so that the host does not wait: new gradients have new addresses in each step.
-    addresses = torch.tensor(pointers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    addresses = upload(torch.tensor(pointers), device)  # new gradients have new addresses in each step
     aligned = all(pointer % 16 == 0 for pointer in pointers)
     programs = len(places[0])
     squares = factor.new_empty(programs) if any(counted) else None
@@ -54,7 +54,7 @@ def _places(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.dev
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
     elements = torch.tensor(sizes)
     tables = owners, counts.cumsum(0) - counts, elements, elements * torch.tensor(counted)
-    return tuple(table.to(device) for table in tables)
+    return tuple(upload(table, device) for table in tables)
 
 
 @lean

@@ -95,7 +95,7 @@ class Recomputing:
 
 
 def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:
-    """Microbatches of three lengths, with documents and ignored targets."""
+    """Microbatches of three lengths, with documents, ignored targets, and differing numbers of padded positions."""
     made = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
@@ -109,7 +109,7 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:
         if step > 1:  # two documents, of which the second begins inside of a part of a row
             documents[:, 3:] = 1
             positions[:, 3:] -= 3
-        made.append(Batch(tokens, targets, positions, documents, weights))
+        made.append(Batch(tokens, targets, positions, documents, weights, padding=number))
     return made
 
 

@@ -193,7 +193,8 @@ class CapturedRunner(StageRunner):
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
         """As that of `StageRunner`."""
-        given = inputs, shared, batch
+        # How much of a batch is padding only the host counts.
+        given = inputs, shared, None if batch is None else attrs.evolve(batch, padding=0)
         slot = self.graphs.take(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)
