@@ -203,8 +203,9 @@ class Executor:
             moved: Batch = self._uploads.start(batch)
             tokens, shared = self.objective.inputs(moved)
             # A graph does one or the other: of packed rows few are of one document, which would run without it.
-            whole = self._captures is None and batch.has_whole_rows()
-            return MicrobatchInputs(tokens, attrs.evolve(shared, whole_rows=whole), moved)
+            if self._captures is None and batch.has_whole_rows():
+                shared = attrs.evolve(shared, whole_rows=True)
+            return MicrobatchInputs(tokens, shared, moved)
         length = batch.tokens.shape[1]
         if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
             part = ContextPart.of(length, group)
