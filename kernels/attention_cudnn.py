@@ -7,8 +7,10 @@ compute (its head_dim, dtype or GPU, or torch's deterministic algorithms), torch
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drawloom.kernels.attention import Implementation
@@ -23,6 +25,7 @@ ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+"""cuDNN, and then torch's own order."""
 
 
 def attention_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -34,12 +37,25 @@ def attention_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """
     if mask is not WHOLE_ROWS or q.is_meta:
         return FLEX.attend(q, k, v, mask)
-    grouped = q.shape[2] != k.shape[2]
-    with sdpa_kernel(ORDER, set_priority=True):
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
-        )
-    return mixed.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _whole_rows(q, k, v).transpose(1, 2)
+
+
+def _whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q (rows, heads, length, head_dim), k and v (rows, kv_heads, length, head_dim): as q."""
+    grouped = q.shape[1] != k.shape[1]
+    if torch.compiler.is_compiling():
+        # The compiler can't trace the question below; it enters the context once, as it compiles.
+        with sdpa_kernel(ORDER, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    # What torch would do within that context, which takes the host as long as the attention itself.
+    if q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, grouped)):
+        learned = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        mixed: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, None, learned, is_causal=True
+        )[0]
+        return mixed
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 CUDNN = Implementation(FLEX.mask, attention_cudnn, WHOLE_ROWS)

@@ -1,6 +1,7 @@
-"""Many tensors times one factor that only their device knows, each product rounded once."""
+"""Many tensors times one factor that only their device knows, each product rounded once, and sums of their squares."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -8,26 +9,36 @@ from torch import Tensor
 from drawloom.kernels.operation import why_no_triton
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors, of any shapes and real dtypes, in place by a factor, float64 () on their device."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        if dtype.itemsize >= 4:
-            torch._foreach_mul_(group, factor.to(dtype))
-        elif why_no_triton(factor.device):
-            scale_eager(group, factor)
+def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = ()) -> Tensor:
+    """
+    Multiply tensors, of any shapes and float dtypes, in place by a factor, float64 () on their device.
+
+    The result, float64 () there, is the sum of the squares of the products of those that are `counted`: all of them say
+    whether they are, or none is.
+    """
+    counted = counted or [False] * len(tensors)
+    total = torch.zeros_like(factor)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = [tensor.dtype == dtype for tensor in tensors]
+        group = list(compress(tensors, chosen)), factor, tuple(compress(counted, chosen))
+        if dtype == torch.float64 or not factor.is_cuda or why_no_triton(factor.device):
+            total += scale_eager(*group)
         else:
             from drawloom.kernels.triton.scale import scale_triton
 
-            scale_triton(group, factor)
+            total += scale_triton(*group)
+    return total
 
 
-def scale_eager(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """
-    Multiply tensors of one dtype of 16 bits, of any shapes, in place by a factor, float64 () on their device.
-
-    The products are in float32.
-    """
-    for tensor in tensors:
-        # A factor of no dimensions would be rounded to the tensors' dtype; with some, torch computes in float32.
-        tensor.mul_(factor.float().reshape((1,) * tensor.ndim))
+def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool]) -> Tensor:
+    """The same for tensors of one dtype, all of which say whether they are counted; products of 16 bits in float32."""
+    if tensors and tensors[0].dtype.itemsize >= 4:
+        torch._foreach_mul_(list(tensors), factor.to(tensors[0].dtype))
+    else:
+        for tensor in tensors:
+            # A factor of no dimensions would be rounded to the tensors' dtype; with some, torch computes in float32.
+            tensor.mul_(factor.float().reshape((1,) * tensor.ndim))
+    if not any(counted):
+        return torch.zeros_like(factor)
+    norms = torch._foreach_norm(list(compress(tensors, counted)), 2, dtype=torch.float64)
+    return torch.stack([*norms]).square().sum()

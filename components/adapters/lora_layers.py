@@ -298,7 +298,7 @@ class LoraExperts(Experts, AdaptedLayer):
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype to merge in: at least float32, since a change is small beside the weight."""
+    """The dtype to merge a tensor of any shape in: at least float32, as a change is small beside the weight."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

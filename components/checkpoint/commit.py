@@ -60,7 +60,7 @@ class CommitProtocol:
         try:
             run_on_rank0(self.group, lambda: begin(temp))
             _, written = run_on_all(
-                self.group, lambda: write_rank(temp, rank, snapshot.tree, snapshot.ready()), share=_as_json
+                self.group, lambda: write_rank(temp, rank, snapshot.tree, snapshot.ready()), share=lambda files: files
             )
             run_on_rank0(self.group, lambda: self._commit(temp, checkpoint, snapshot, written))
         except UserError:
@@ -98,20 +98,20 @@ def begin(temp: Path) -> None:
     temp.mkdir(exist_ok=True)
 
 
-def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Content]:
+def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """
-    Write the part of a rank; size and hashes of each file, by name.
+    Write the part of a rank; the fields of each file's Content, by name, as JSON.
 
     tensors: any shape, dtype and device, unchanged until this returns. A tensor is copied only if it is not contiguous
     or not on the CPU, one at a time in each of the WRITERS threads.
     """
-    shards = {tensors_file(rank, number): shard for number, shard in enumerate(split(tensors))}
+    shards = tensor_files(rank, tensors)
     # Readers learn which file has a tensor without opening all of them.
     text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
-    name = tree_file(rank)
-    contents = {name: durable_files.write_file(temp / name, text.encode())}
+    contents = {tree_file(rank): durable_files.write_file(temp / tree_file(rank), text.encode())}
     works = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
-    return contents | dict(zip(shards, map_parallel("writer", works, WRITERS), strict=True))
+    contents |= zip(shards, map_parallel("writer", works, WRITERS), strict=True)
+    return {name: attrs.asdict(content) for name, content in contents.items()}
 
 
 def tree_file(rank: int) -> str:
@@ -119,13 +119,12 @@ def tree_file(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
-def tensors_file(rank: int, number: int = 0) -> str:
-    """The name of a file of a rank's tensors."""
-    return f"rank-{rank}-{number}.safetensors" if number else f"rank-{rank}.safetensors"
+def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """
+    Group a rank's tensors, of any shape and dtype, into files of about SHARD bytes: the tensors of each, by name.
 
-
-def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Group tensors of any shape into files of about SHARD bytes, written and read in parallel; at least one file."""
+    There is at least one file. Files are written and read in parallel.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -134,7 +133,8 @@ def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
-    return shards
+    names = [f"rank-{rank}.safetensors", *(f"rank-{rank}-{number}.safetensors" for number in range(1, len(shards)))]
+    return dict(zip(names, shards, strict=True))
 
 
 def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
@@ -154,10 +154,6 @@ def discard(checkpoints: Iterable[Path]) -> None:
         # renamed first: a half-removed folder would look like a corrupt checkpoint
         durable_files.rename(checkpoint, trash)
         durable_files.remove_folder(trash)
-
-
-def _as_json(contents: Mapping[str, Content]) -> dict[str, Any]:
-    return {name: attrs.asdict(content) for name, content in contents.items()}
 
 
 def _remove_leftovers(checkpoints: Path) -> None:

@@ -168,8 +168,8 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 
 def _structure(content: dict[str, Any]) -> Manifest:
-    if content.keys() != {field.name for field in attrs.fields(Manifest)}:
-        raise CorruptCheckpoint(f"{MANIFEST} does not have the entries of a manifest")
+    if other := content.keys() ^ {field.name for field in attrs.fields(Manifest)}:
+        raise CorruptCheckpoint(f"{MANIFEST} has missing or unknown entries: {', '.join(sorted(other))!r:.99}")
     if odd := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
         raise CorruptCheckpoint(f"{MANIFEST} has an invalid value of {odd[0]!r}")
     listed = {name: Content(**each) for name, each in content.pop("files").items()}

@@ -98,5 +98,5 @@ class Retention:
         try:
             self.mark_valid(path, verify(path).values)
         except CorruptCheckpoint as error:
-            log.warning("%s is corrupt, and is not counted: %s", path, error)
+            log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
             self.mark_invalid(path)

@@ -187,7 +187,7 @@ def _joined(parts: Sequence[SlicedTensor], place: TensorSlice | None) -> Tensor:
             joined[common.index(wanted)] = part.tensor[common.index(part.place)]
             count += common.numel
     if count != wanted.numel:
-        raise ValueError(f"{count} of {wanted.numel} elements of a slice are in the checkpoint")
+        raise ValueError(f"the checkpoint has {count} of the {wanted.numel} elements of a slice")
     return joined
 
 

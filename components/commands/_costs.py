@@ -5,7 +5,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, Literal
 
-from drawloom.components.commands._pipeline import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, needed
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import at_hand

@@ -9,13 +9,13 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.commands._recipes import only
 from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.stream import row_sources
 from drawloom.components.data.record import FOLDER, row_digests
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
 
@@ -32,9 +32,9 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     recorded = _recorded(run)
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.or_error()
-    rows, data, mesh = (_only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
+    rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
-        raise UserError(f"[{data}] is no data.loader, so what rows it should have given is not known", 2)
+        raise UserError(f"[{data}] is not a data.loader, so the rows that it should have given are unknown", 2)
     # the rows of a step are the same on any number of ranks
     one_rank = fake(Mesh, size=1, index=0)
     with recipe.with_values({data: {"workers": 0}}).open(data, given={mesh: one_rank}) as objects:
@@ -75,7 +75,7 @@ def _compared(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loade
             continue
         found = Counter(recorded[step])
         faults += [f"step {step}: {expected.name(digest)} is missing" for digest in digests - found]
-        faults += [f"step {step}: {expected.name(digest)} is there once too often" for digest in found - digests]
+        faults += [f"step {step}: {expected.name(digest)} is there too often" for digest in found - digests]
     more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_counts(source, seen) for source in row_sources(rows))
@@ -117,10 +117,3 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
-
-
-def _only(graph: Graph, port: type) -> str:
-    names = graph.implementers(port)
-    if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
-    return names[0]

@@ -10,10 +10,10 @@ import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.commands._recipes import only
 from drawloom.components.ports.model import AveragedWeights, Stages
 from drawloom.components.ports.run import FILES
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
@@ -57,7 +57,7 @@ def _read(
         try:
             recipe = _recipe(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
-            names = [_only(recipe.graph, port, checkpoint) for port in ports]
+            names = [only(recipe.graph, port, str(checkpoint)) for port in ports]
             weights = load_node(checkpoint, names[0])
             if options.average:
                 weights |= _averages(recipe, checkpoint)
@@ -71,7 +71,7 @@ def _read(
 
 def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     """The averages of a run's weights, by parameter. Raises UserError if it has none."""
-    found = load_node(checkpoint, _only(recipe.graph, AveragedWeights, checkpoint))
+    found = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
     if not any(found.values()):
         raise UserError(f"--average: {checkpoint} has no averages yet", 2)
     return {name: parts["average"] for name, parts in found.items()}
@@ -134,12 +134,3 @@ def _use_copies(data: dict[str, Any], copies: Path) -> None:
     if isinstance(node, dict) and isinstance(named := node.get(copies.name), str):
         copy = copies / Path(named).name
         node[copies.name] = str(copy if copy.is_file() else copies)
-
-
-def _only(graph: Graph, port: type, checkpoint: Path) -> str:
-    names = graph.implementers(port)
-    if not names:
-        graph.or_error()  # such a node may have a problem, such as an unknown component
-    if len(names) != 1:
-        raise UserError(f"{checkpoint} has {len(names)} nodes that are a {port.__name__}; one is required", 2)
-    return names[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from drawloom.components.commands._data_audit import audit
 from drawloom.components.commands._data_show import row_text, statistics
+from drawloom.components.commands._recipes import only
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import PackedDataset
@@ -39,13 +40,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 def _show(options: argparse.Namespace, recipe: Recipe) -> None:
     graph = recipe.graph.or_error()
-    names = {port: graph.implementers(port) for port in (PackedDataset, Tokenizer)}
-    if len(names[PackedDataset]) != 1:
-        raise UserError(f"the recipe has {len(names[PackedDataset])} nodes that are a PackedDataset; one is shown", 2)
-    needed = [name for found in names.values() for name in found[:1]]
-    with recipe.open(needed) as objects:
-        rows = objects[names[PackedDataset][0]]
-        tokenizer = objects[names[Tokenizer][0]] if names[Tokenizer] else None
+    name, tokenizers = only(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
+    with recipe.open([name, *tokenizers]) as objects:
+        rows = objects[name]
+        tokenizer = objects[tokenizers[0]] if tokenizers else None
         if not options.row:
             print_text(statistics(rows))
         for row in options.row:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._pipeline import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, needed
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run

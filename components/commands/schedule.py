@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._pipeline import Pipeline, needed, only
+from drawloom.components.commands._recipes import Pipeline, needed, only
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
@@ -251,7 +251,7 @@ class Size:
 
 
 class _Unsuitable(UserError):
-    """A schedule has more stages than the model has layers, or can't do with the memory that there is."""
+    """A schedule has more stages than the model has layers, or does not fit into the memory that there is."""
 
 
 def _simulated(

@@ -47,7 +47,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
 def _tokenizer(options: argparse.Namespace) -> Tokenizer:
     if options.tokenizer is None:
         if options.end_token is not None:
-            raise UserError("--end-token is for a --tokenizer; bytes have an end of their own", 2)
+            raise UserError("--end-token needs --tokenizer: without it tokens are bytes, which have an end token", 2)
         return Bytes()
     path = options.tokenizer / "tokenizer.json" if options.tokenizer.is_dir() else options.tokenizer
     read_tokenizer(path)

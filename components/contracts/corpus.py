@@ -100,7 +100,7 @@ def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
         len(documents.lengths) > 0 and documents.lengths.min() >= 0, "there is no document, or one is shorter than 0"
     )
     for number, length in enumerate(documents.lengths[:100].tolist()):
-        ids = documents.tokens(number, 0, length)
+        ids = documents.read(number, 0, length).ids
         expect(np.issubdtype(ids.dtype, np.integer) and ids.shape == (length,), f"{ids.dtype} {ids.shape} of {length}")
         expect(ids.min(initial=0) >= 0 and ids.max(initial=0) < corpus.vocab_size, f"document {number} has other ids")
 
@@ -111,13 +111,13 @@ def parts_are_those_of_the_whole(corpus: TokenCorpus) -> None:
         documents = corpus.documents(split)
         for number, length in enumerate(documents.lengths[:20].tolist()):
             first, last = length // 3, length - length // 4
-            whole, part = documents.tokens(number, 0, length), documents.tokens(number, first, last)
-            expect(np.array_equal(whole[first:last], part), f"part of document {number} differs from the whole")
-            weights = documents.weights(number, 0, length)
-            if weights is not None:
+            whole, part = documents.read(number, 0, length), documents.read(number, first, last)
+            expect(np.array_equal(whole.ids[first:last], part.ids), f"part of document {number} differs from the whole")
+            expect(whole.reference == part.reference, "a part has another reference than the whole")
+            if (weights := whole.weights) is not None:
                 expect(weights.dtype == np.float32 and weights.shape == (length,), f"{weights.dtype} {weights.shape}")
                 expect(bool(np.isfinite(weights).all() and (weights >= 0).all()), "a weight is negative or infinite")
-                own = documents.weights(number, first, last)
+                own = part.weights
                 expect(own is not None and np.array_equal(weights[first:last], own), "weights of a part differ")
 
 
@@ -128,7 +128,7 @@ def two_have_the_same_documents(one: TokenCorpus, other: TokenCorpus) -> None:
         expect(np.array_equal(ours.lengths, theirs.lengths), f"{split} has documents of other lengths the second time")
         expect(ours.fingerprint == theirs.fingerprint, f"{split} has another fingerprint the second time")
         for number, length in enumerate(ours.lengths[:20].tolist()):
-            same = np.array_equal(ours.tokens(number, 0, length), theirs.tokens(number, 0, length))
+            same = np.array_equal(ours.read(number, 0, length).ids, theirs.read(number, 0, length).ids)
             expect(same, f"document {number} of {split} differs the second time")
 
 

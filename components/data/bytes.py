@@ -36,7 +36,7 @@ class Bytes:
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bytes of each text."""
+        """The bytes of each text, int32 (tokens,)."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:

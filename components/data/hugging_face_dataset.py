@@ -43,7 +43,9 @@ class HuggingFaceDataset:
     def _parts(self, name: str) -> list[ArrowPart]:
         names = _read(self.path / "dataset_dict.json")
         if names is None and self.validation is not None:
-            raise UserError(f"validation: {self.path} holds one data set, and no dictionary; leave `validation` out")
+            raise UserError(
+                f"validation: {self.path} holds one data set and not a dictionary of them; leave `validation` out"
+            )
         if names is not None and name not in names["splits"]:
             raise UserError(f'{self.path} has no "{name}", only {", ".join(names["splits"])}')
         folder = self.path / name if names is not None else self.path

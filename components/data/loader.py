@@ -176,7 +176,7 @@ class Loader:
         step, position = state["step"], state["position"]
         for key, number in (("step", step), ("position", position)):
             if not isinstance(number, int) or number < 0:
-                raise ValueError(f"{key}: {number!r} is no number of {key}s")
+                raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
         self._offset = position - self.batching.start(step + 1)
         self._since = state.get("since", 0) if self._offset == state.get("offset", 0) else step
@@ -191,7 +191,7 @@ class Loader:
         sources = {source.name: source for source in row_sources(self.rows)}
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
-            log.warning("from step %d on, sources have other shares than before", self._step + 1)
+            log.warning("from step %d on, the mixture's sources have other shares than before", self._step + 1)
             position = self._start(self._step + 1)
             segments = [*(each for each in segments if each.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.store.splits import ChosenDocuments, split_documents
-from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.corpus import DocumentPart, Split
 from drawloom.graph import UserError, at_least, between, component, setting
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -68,13 +68,13 @@ class MegatronDocuments:
         place = len(MAGIC)
         code = header[place + 8] if len(header) == HEADER else 0
         if header[:place] != MAGIC or header[place] != VERSION or code not in DTYPES:
-            raise UserError(f"path: {index} is no index of token ids that Megatron-LM has written")
+            raise UserError(f"path: {index} is not an index file of Megatron-LM; write the path without `.idx`")
         sequences, bounds = np.frombuffer(header, "<u8", 2, place + 9).tolist()
         made = cls(path, DTYPES[code], sequences, bounds)
-        if sizes[0] != HEADER + 12 * sequences + 8 * bounds:
-            raise UserError(f"path: {index} has {sizes[0]} bytes, which are not those of its {sequences} sequences")
-        if sizes[1] < int(made._starts[-1]) * np.dtype(made.dtype).itemsize:
-            raise UserError(f"path: {tokens} is cut off: it has {sizes[1]} bytes, and its index more")
+        if sizes[0] != (whole := HEADER + 12 * sequences + 8 * bounds):
+            raise UserError(f"path: {index} has {sizes[0]} bytes instead of {whole}; copy the file again")
+        if sizes[1] < (least := int(made._starts[-1]) * np.dtype(made.dtype).itemsize):
+            raise UserError(f"path: {tokens} is cut off: it has {sizes[1]} bytes instead of {least}; copy it again")
         return made
 
     @cached_property
@@ -91,16 +91,10 @@ class MegatronDocuments:
         digest.update(str(len(self._ids)).encode())
         return digest.hexdigest()
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """A view of ids of a document; up to its end, if `last` is beyond that."""
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """A view of ids of a document, without weights; up to its end, if `last` is beyond that."""
         begin, end = self._starts[document : document + 2].tolist()
-        return self._ids[begin + first : min(begin + last, end)]
-
-    def weights(self, document: int, first: int, last: int) -> None:
-        """None: each token weighs 1."""
-
-    def reference(self, document: int) -> None:
-        """None: such files have no answers to compare."""
+        return DocumentPart(self._ids[begin + first : min(begin + last, end)])
 
     def source(self, document: int) -> str:
         """The file, and the document's number."""

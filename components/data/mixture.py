@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
+from drawloom.components.ports.corpus import DocumentPart, Split, TokenCorpus, TokenDocuments
 from drawloom.graph import Problem, UserError, above, component, setting
 from drawloom.graph.problems import did_you_mean
 
@@ -33,7 +33,7 @@ class MixedDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document."""
+        """The tokens of each document, (documents,)."""
         lengths: np.ndarray = np.concatenate([source.documents.lengths for source in self.sources])
         return lengths
 
@@ -43,20 +43,10 @@ class MixedDocuments:
         parts = [f"{source.name} {source.documents.fingerprint}\n" for source in self.sources]
         return sha256("".join(parts).encode()).hexdigest()
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """Ids of a document."""
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """Tokens of a document, as its source has them."""
         source, number = self._place(document)
-        return source.documents.tokens(number, first, last)
-
-    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
-        """The weights of these tokens."""
-        source, number = self._place(document)
-        return source.documents.weights(number, first, last)
-
-    def reference(self, document: int) -> float | None:
-        """What the document's source has."""
-        source, number = self._place(document)
-        return source.documents.reference(number)
+        return source.documents.read(number, first, last)
 
     def source(self, document: int) -> str:
         """The name of the source, and where the document comes from there."""

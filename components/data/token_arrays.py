@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.store.shard import id_dtype
-from drawloom.components.ports.corpus import Corpus, Split, Tokenizer
+from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer
 
 
 @attrs.frozen(eq=False)
@@ -39,7 +39,11 @@ class TokenArrays:
         references: Sequence[float] | None = None,
         name: str = "document",
     ) -> "TokenArrays":
-        """Documents, each with its end token, the weights of their tokens, references; `name` is for messages."""
+        """
+        Documents, integers (tokens,) each with its end token; the weights of their tokens, float32 (tokens,) each.
+
+        `references` has a number for each document; `name` is for messages.
+        """
         held = [document.astype(dtype) for document in documents]
         ends = np.cumsum([len(document) for document in held], dtype=np.int64)
         joined = None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))
@@ -62,29 +66,18 @@ class TokenArrays:
                 digest.update(tensor.numpy().data)
         return digest.hexdigest()
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """A view of ids of a document; up to its end, if `last` is beyond that."""
-        begin, end = self._span(document)
-        return self.ids.numpy()[begin + first : min(begin + last, end)]
-
-    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
-        """A view of the weights of these tokens, or None."""
-        if self.own_weights is None:
-            return None
-        begin, end = self._span(document)
-        return self.own_weights.numpy()[begin + first : min(begin + last, end)]
-
-    def reference(self, document: int) -> float | None:
-        """A document's reference, or None."""
-        return None if self.references is None else float(self.references[document])
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """Views of ids and weights of a document; up to its end, if `last` is beyond that."""
+        ends = self.ends.numpy()
+        begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
+        part = slice(begin + first, min(begin + last, end))
+        weights = None if self.own_weights is None else self.own_weights.numpy()[part]
+        reference = None if self.references is None else float(self.references[document])
+        return DocumentPart(self.ids.numpy()[part], weights, reference)
 
     def source(self, document: int) -> str:
         """The document's number."""
         return f"{self.name} {document}"
-
-    def _span(self, document: int) -> tuple[int, int]:
-        ends = self.ends.numpy()
-        return int(ends[document - 1]) if document else 0, int(ends[document])
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:

@@ -34,7 +34,8 @@ class Tokenized:
         if self.validation_path is not None:
             self._validation = Store.open(self.validation_path)
             if self._validation.tokenizer != self._train.tokenizer:
-                raise UserError(f"validation_path: {self.validation_path} has another tokenizer than {self.path}")
+                what = f"{self.validation_path} has another tokenizer than {self.path}"
+                raise UserError(f"validation_path: {what}; tokenize both with the same one")
 
     @property
     def vocab_size(self) -> int:

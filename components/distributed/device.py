@@ -114,7 +114,11 @@ class HostCopy:
 
     @classmethod
     def start(cls, tensors: Mapping[str, Tensor]) -> "HostCopy":
-        """Enqueue the copies on the current stream; tensors on the CPU are not copied, and must not change."""
+        """
+        Enqueue copies of tensors of any shape on the current stream.
+
+        Those on the CPU are not copied, and must not change.
+        """
         if not any(tensor.is_cuda for tensor in tensors.values()):
             return cls(tensors)
         # A copy that does not block goes to pinned memory, which torch allocates for it.
@@ -124,7 +128,7 @@ class HostCopy:
         return cls(host, arrived)
 
     def read(self) -> Mapping[str, Tensor]:
-        """The tensors on the CPU; waits for this copy alone, and not for what was enqueued after it."""
+        """The tensors, of any shape, on the CPU; waits for this copy, not for what was enqueued after it."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.tensors

@@ -25,7 +25,8 @@ class Reached:
     `messages` of links. `launch` are the seconds that an operation takes at least on the device, `host` those that the
     host needs to issue one. The defaults are fitted to steps of two dense models on one H200, Qwen3-0.6B and a
     Llama-3-8B shape, in rows of one document of 4096 tokens (`make bench-breakdown-gpu`), whose plans are 0.2 to 1.6 %
-    off; `drawloom plan --calibrate` measures those of a machine.
+    off, and `host` to Qwen3-0.6B in microbatches of one row (`make bench-capture-gpu`: 58 and 86 us with two hosts);
+    `drawloom plan --calibrate` measures those of a machine.
     """
 
     products: float = 0.71
@@ -33,7 +34,11 @@ class Reached:
     memory: float = 0.5
     messages: float = 0.75
     launch: float = 3e-6
-    host: float = 12e-6
+    host: float = 60e-6
+
+
+OF_A_CPU = Reached(products=1.0, attention=0.5, memory=1.0, host=0.0)
+"""Whose table has what it reaches, and which is its own host."""
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +59,10 @@ class DeviceModel:
     per_host: int = 8
     workspace: int = 0
     reached: Reached = Reached()
+
+    def without_host(self) -> "DeviceModel":
+        """The same for operations that a CUDA graph issues."""
+        return attrs.evolve(self, reached=attrs.evolve(self.reached, host=0.0))
 
     @property
     def is_gpu(self) -> bool:
@@ -117,7 +126,7 @@ def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
         per_host=row.get("per_host", 8),
         # cuBLAS keeps 32 MiB for products on Hopper, and as much for those with an epilogue.
         workspace=64 * 2**20 if gpu else 0,
-        reached=reached if gpu or "reached" in row else attrs.evolve(reached, products=1.0, attention=0.5, memory=1.0),
+        reached=reached if gpu or "reached" in row else OF_A_CPU,
     )
 
 

@@ -4,13 +4,11 @@ The total norm of all gradients of a model: sums of this rank, one small all-red
 The exact norm is bitwise the same for any order of the parameters and any distribution of whole ones over ranks (of
 slices, to the last bits), and the host waits for the device:
 a float64 is an integer multiple of the smallest one; the sum of these integers is reduced over ranks in digits, each a
-float64 small enough that adding does not round. The norm on the device is a sum in float64 there, which the host need
-not know.
+float64 small enough that adding does not round.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,23 +19,14 @@ SMALLEST = 1074  # the smallest float64 is 2 to the power of minus that
 DIGIT = 32  # bits; 2**21 ranks can add theirs before 53 bits are full
 DIGITS = 68  # for the largest float64, 2**1024, times as many parameters as there may be
 
-Norm = TypeVar("Norm", float, Tensor)
 
-
-class Summation(NamedTuple, Generic[Norm]):
+def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device) -> float:
     """
-    `local` makes a float64 tensor, to be summed over ranks, of gradients on a device; `root` makes the norm of the sum.
+    The 2-norm of these gradients (any shape) on a device, and those of other ranks.
 
-    Gradients may be slices (any shape): each element of a model's gradients counts on one of the ranks.
+    Gradients may be slices: each element of a model's gradients counts on one of the ranks.
     """
-
-    local: Callable[[Sequence[Tensor], torch.device], Tensor]
-    root: Callable[[Tensor], Norm]
-
-
-def total_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device, summation: Summation[Norm]) -> Norm:
-    """The 2-norm of these gradients (any shape) on a device, and those of other ranks: a number, or float64 ()."""
-    return summation.root(reduce.total(summation.local(gradients, device)))
+    return _exact_root(reduce.total(_exact_sum(gradients, device)))
 
 
 def _norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -45,10 +34,6 @@ def _norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([*torch._foreach_norm(list(gradients), 2, dtype=torch.float64)])
-
-
-def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    return _norms(gradients, device).square().sum()
 
 
 def _exact_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -83,7 +68,3 @@ def _number(digits: Iterable[float]) -> float:
         return whole / (1 << SMALLEST)
     except OverflowError:
         return math.inf
-
-
-EXACT = Summation(_exact_sum, _exact_root)
-ON_DEVICE = Summation(_sum_of_squares, torch.sqrt)

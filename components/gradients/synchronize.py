@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import HostCopy
-from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
+from drawloom.components.gradients.norm import exact_norm
 from drawloom.components.ports.distributed import DATA, Mesh, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
@@ -38,37 +38,36 @@ class Synchronize:
         """Set `loss` (mean by token, in nats) and `grad_norm`; the step is skipped if either is not finite."""
         sums = self._sums(step.outputs["losses"], step.tokens)
         self.parameters.sum_gradients()
-        gradients = [gradient_of(parameter) for _, parameter in self.parameters.named()]
+        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named()}
+        counted = {name for name, _ in self.parameters.counted()}
         if self.norm == "exact" or (self.norm == "auto" and not sums.is_cuda):
-            self._divide_at_once(step, sums, gradients)
+            self._divide_at_once(step, sums, gradients, counted)
         else:
-            self._divide_on_device(step, sums, gradients)
+            self._divide_on_device(step, sums, gradients, counted)
 
     # Division after the sum, once: averages of averages would weight ranks with few tokens too much.
-    def _divide_at_once(self, step: Step, sums: Tensor, gradients: list[Tensor]) -> None:
+    def _divide_at_once(self, step: Step, sums: Tensor, gradients: dict[str, Tensor], counted: set[str]) -> None:
         """With numbers that the host knows before it divides."""
         total, weight, tokens = sums.tolist()
         if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has no gradients
-            torch._foreach_mul_(gradients, 1 / weight)
-        loss, norm = total / weight if weight > 0 else math.nan, self._norm(sums.device, EXACT)
+            torch._foreach_mul_(list(gradients.values()), 1 / weight)
+        loss = total / weight if weight > 0 else math.nan
+        norm = exact_norm([gradients[name] for name in gradients if name in counted], self.reduce, sums.device)
         step.outputs |= {"loss": loss, "grad_norm": norm}
         step.tokens = int(tokens)
         step.skip_reason = step.skip_reason or _skip_reason(loss, norm, weight)
 
-    def _divide_on_device(self, step: Step, sums: Tensor, gradients: list[Tensor]) -> None:
+    def _divide_on_device(self, step: Step, sums: Tensor, gradients: dict[str, Tensor], counted: set[str]) -> None:
         """The same without a wait of the host, which reads the numbers when the step is settled."""
         total, weight, tokens = sums.unbind()
-        scale(gradients, torch.where(weight > 0, 1 / weight, 1.0))
-        loss, norm = torch.where(weight > 0, total / weight, math.nan), self._norm(sums.device, ON_DEVICE)
+        factor = torch.where(weight > 0, 1 / weight, 1.0)
+        squares = scale(list(gradients.values()), factor, [name in counted for name in gradients])
+        loss, norm = torch.where(weight > 0, total / weight, math.nan), self.reduce.total(squares).sqrt()
         step.outputs |= {"loss": loss, "grad_norm": norm}
         finite = loss.isfinite() & norm.isfinite()
         step.found_inf = torch.ones_like(finite).float() if step.skip_reason else (~finite).float()
         copy = HostCopy.start({"numbers": torch.stack([loss, norm, weight, tokens])})
         step.late = partial(_late_values, copy)
-
-    def _norm(self, device: torch.device, summation: Summation[Norm]) -> Norm:
-        counted = [gradient_of(parameter) for _, parameter in self.parameters.counted()]
-        return total_norm(counted, self.reduce, device, summation)
 
     def _sums(self, losses: Losses, tokens: int) -> Tensor:
         """Over all ranks, the losses, their weights and the tokens: float64 (3,)."""

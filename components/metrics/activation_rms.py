@@ -59,13 +59,13 @@ class ActivationRms:
         return {"sums": Accumulator(shape=(len(self._layers), 2), of="activations")}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Sums over the forward passes since the last step."""
+        """Sums of squares, and counts, over the forward passes since the last step: float64 (layers, 2)."""
         sums = self._sums.clone()
         self._sums.zero_()  # in place: hooks that are part of a CUDA graph add to this tensor
         return {"sums": sums}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None where a layer gave nothing, or something that is not finite."""
+        """None where a layer gave nothing, or something that is not finite; `sums` are float64 (layers, 2)."""
         means = (totals["sums"][:, 0] / totals["sums"][:, 1]).sqrt()
         known = torch.isfinite(means).tolist()
         return {

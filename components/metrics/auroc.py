@@ -27,10 +27,10 @@ class Auroc:
         return {"histogram": Accumulator(shape=(2, self.bins))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """That of this rank's microbatches; nothing on ranks without the last stage."""
+        """That of this rank's microbatches, float64 (2, bins); nothing on ranks without the last stage."""
         losses = losses_of(step)
         return {} if losses is None else {"histogram": tensor_sum(losses, self.of, (2, self.bins), "bins")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None in a step without items of both labels."""
+        """None in a step without items of both labels; `histogram` is float64 (2, bins)."""
         return {"auroc": auroc(totals["histogram"])}

@@ -34,7 +34,7 @@ class BitsPerByte:
         self._table = torch.from_numpy(self.tokenizer.token_bytes()).double()
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Cross entropy and bytes over this rank's microbatches; nothing on ranks without the last stage."""
+        """Nats and bytes of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
         return {"nats": total_of(losses, self.of), "bytes": target_bytes(step.outputs["batches"], self._table)}

@@ -29,11 +29,11 @@ class Classification:
         return {"confusion": Accumulator(shape=(self.classes, self.classes))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """That of this rank's microbatches; nothing on ranks without the last stage."""
+        """That of this rank's microbatches, float64 (classes, classes); nothing on ranks without the last stage."""
         losses = losses_of(step)
         shape = (self.classes, self.classes)
         return {} if losses is None else {"confusion": tensor_sum(losses, self.of, shape, "classes")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Numbers from 0 to 1; None where there is no item."""
+        """Numbers from 0 to 1; None where there is no item. `confusion` is float64 (classes, classes)."""
         return scores(totals["confusion"], self.averages)

@@ -66,13 +66,13 @@ class ExpertLoad:
         return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), of="activations")}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Sums over the forward passes since the last step."""
+        """Sums over the forward passes since the last step: float64 (layers, experts + 2)."""
         sums = self._sums.clone()
         self._sums.zero_()  # in place: observers that are part of a CUDA graph add to this tensor
         return {"sums": sums}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None where a layer had no token."""
+        """None where a layer had no token; `sums` are float64 (layers, experts + 2)."""
         return dict(
             value for name, row in zip(self._names, totals["sums"], strict=True) for value in self._of(name, row)
         )

@@ -53,12 +53,16 @@ class LayerNorms:
         return {"grad_norm": each, "weight_norm": each}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Squares of the parameters that this rank counts for the whole model; nothing if the phase did not run."""
+        """
+        Sums of squares of the parameters that this rank counts for the whole model, float64 (layers,).
+
+        Nothing if the phase did not run.
+        """
         squares, self._squares = self._squares, {}
         return squares
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None where a norm is not finite."""
+        """None where a norm is not finite; the sums of squares are float64 (layers,)."""
         return {
             f"{kind}/{layer}": value if torch.isfinite(torch.tensor(value)) else None
             for kind in ("grad_norm", "weight_norm")

@@ -27,7 +27,7 @@ class Mean:
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "count": Accumulator()}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Sum and divisor over this rank's microbatches; nothing on ranks without the last stage."""
+        """Sum and divisor of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
         if self.per == "microbatch":
@@ -36,6 +36,6 @@ class Mean:
         return {"total": total_of(losses, self.of), "count": losses.weight}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """The mean; None in a step in which nothing weighs anything, or that is not finite."""
+        """The mean; None if it is not finite, or if all weights of the step are 0."""
         total = totals["total"] if self.per == "step" else totals["total"] / totals["count"]
         return {self.name or self.of: float(total) if torch.isfinite(total) and totals["count"] > 0 else None}

@@ -32,7 +32,7 @@ class Memory:
         return {"bytes": Accumulator("max"), **kinds}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """What this rank's device has had in use."""
+        """The most bytes that this rank's device has had in use, 0-dimensional, and by kind (kinds,), both float64."""
         peak = self.device.memory()
         given = {"bytes": torch.tensor(peak, dtype=torch.float64)}
         if self.by_kind:
@@ -41,7 +41,7 @@ class Memory:
         return given
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """The greatest of the ranks."""
+        """The greatest of the ranks: `bytes` 0-dimensional, `kinds` (kinds,)."""
         values: dict[str, Value] = {"memory": int(totals["bytes"])}
         if self.by_kind:
             values |= {f"memory/{kind}": int(totals["kinds"][place]) for place, kind in enumerate(MEMORY_KINDS)}

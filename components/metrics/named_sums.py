@@ -23,7 +23,7 @@ def total_of(losses: Losses, name: str) -> Tensor:
 
 
 def tensor_sum(losses: Losses, name: str, shape: tuple[int, ...], setting: str) -> Tensor:
-    """A named sum over this rank's microbatches, float64 of this shape; UserError, with the setting, for others."""
+    """A named sum of this rank's microbatches, float64 (*shape,); UserError, with the setting, for other shapes."""
     found = _named(losses, name)
     if found.shape != shape:
         text = f"the loss's sum {name!r} has shape {tuple(found.shape)}, and the metric is of one of shape {shape}"

@@ -22,7 +22,7 @@ class Perplexity:
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "weight": Accumulator()}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Cross entropy and weights over this rank's microbatches; nothing on ranks without the last stage."""
+        """Nats and weights of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
         losses = losses_of(step)
         return {} if losses is None else {"total": total_of(losses, self.of), "weight": losses.weight}
 

@@ -45,7 +45,11 @@ class Spread:
         return {"min": Accumulator("min"), "max": Accumulator("max"), **histogram}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Those of this rank's microbatches that have weight; nothing on ranks without the last stage."""
+        """
+        Those of this rank's microbatches that have weight: 0-dimensional ends, and a histogram, float64 (bins,).
+
+        Nothing on ranks without the last stage.
+        """
         if (losses := losses_of(step)) is None:
             return {}
         means = by_microbatch(losses, self.of)
@@ -58,7 +62,7 @@ class Spread:
         return {"min": least, "max": greatest, "histogram": counts}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None where no microbatch has weight."""
+        """None where no microbatch has weight; `histogram` is float64 (bins,)."""
         ends = {f"{self.of}_{name}": float(totals[name]) for name in ("min", "max")}
         values: dict[str, Value] = {key: value if abs(value) != float("inf") else None for key, value in ends.items()}
         for part in self.quantiles:

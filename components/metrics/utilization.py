@@ -71,7 +71,11 @@ class Utilization:
         }
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Read the clock, and count what this rank's microbatches have computed, which pipeline ranks have alike."""
+        """
+        Read the clock, and count what this rank's microbatches have computed, which pipeline ranks have alike.
+
+        `positions` are 0-dimensional, `pairs` (windows,), both float64.
+        """
         self._seconds = max(self.clock() - step.started - step.excluded_seconds, SHORTEST)
         if self._flops is None or self.mesh.index("pipeline"):
             return {}

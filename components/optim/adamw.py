@@ -3,6 +3,7 @@
 import attrs
 import torch
 
+from drawloom.components.optim.adamw_step import adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
@@ -32,6 +33,4 @@ class AdamW(TorchOptimizer):
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""
-        groups = self._param_groups()
-        adam = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
-        self._optimizers = [adam]
+        self._optimizers = [adamw(self._param_groups(), lr=self.lr, betas=self.betas, eps=self.eps)]

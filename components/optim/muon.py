@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.adamw_step import adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
 from drawloom.components.optim.shared_matrices import SharedMatrices
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
@@ -77,7 +78,7 @@ class Muon(TorchOptimizer):
         how = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         self._optimizers = [
             MuonStep(ours, matrices, slices, shared, self.adjust_lr_fn, **how),
-            torch.optim.AdamW(theirs, lr=self.lr, betas=self.betas, eps=self.eps, fused=True),
+            adamw(theirs, lr=self.lr, betas=self.betas, eps=self.eps),
         ]
 
     def _of_muon(self) -> set[nn.Parameter]:
@@ -94,6 +95,7 @@ class MuonStep(torch.optim.Optimizer):
     A step with `found_inf`, float32 () on the device of the weights, that is not 0 changes nothing.
     """
 
+    takes_wide_gradients = True
     found_inf: Tensor | None = None
 
     def __init__(

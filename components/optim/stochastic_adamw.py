@@ -17,8 +17,8 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.kernels.adamw import PER_DRAW, AdamwEager, ParamState, step_scalars
 from drawloom.kernels.operation import why_no_triton
-from drawloom.kernels.stochastic_adamw import PER_DRAW, ParamState, StochasticAdamwEager, step_scalars
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -160,7 +160,7 @@ class StochasticAdamW:
         if wanted == "triton" and problem:
             raise UserError(f"optim.stochastic_adamw: implementation is 'triton', but {problem}; write 'auto'", 2)
         if wanted == "eager" or problem:
-            return StochasticAdamwEager
-        from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
+            return AdamwEager
+        from drawloom.kernels.triton.adamw import AdamwTriton
 
-        return StochasticAdamwTriton
+        return AdamwTriton

@@ -1,7 +1,7 @@
 """Shared by the optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -85,6 +85,21 @@ def _is_contiguous_range(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool
     return not divided or all(size == 1 for size in shape[: divided[-1]])
 
 
+@contextmanager
+def _narrow_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Cast gradients of other dtypes than their parameters' to these."""
+    every = [part for group in optimizer.param_groups for part in group["params"]]
+    wide = [part for part in every if part.grad is not None and part.grad.dtype != part.dtype]
+    dtypes = [part.grad_dtype for part in wide]
+    for part in wide:
+        narrow, part.grad = part.grad.to(part.dtype), None
+        part.grad_dtype = part.dtype
+        part.grad = narrow
+    yield
+    for part, dtype in zip(wide, dtypes, strict=True):  # autograd sums the next step's gradients in it again
+        part.grad, part.grad_dtype = None, dtype
+
+
 class TorchOptimizer:
     """
     The phase and the state of optimizers of torch; subclasses create them in `open`.
@@ -118,9 +133,8 @@ class TorchOptimizer:
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         if step.found_inf is not None or not step.skip_reason:
-            with self._narrow_gradients():
-                for optimizer in self._optimizers:
-                    self._update(optimizer, step)
+            for optimizer in self._optimizers:
+                self._update(optimizer, step)
         for _, parameter in self.parameters.named():
             parameter.grad = None
 
@@ -129,24 +143,14 @@ class TorchOptimizer:
             group["lr"] = step.outputs["lr"] * group["lr_factor"]
         # The name under which torch's fused optimizers read it, as GradScaler sets it.
         optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
-        optimizer.step()
+        # torch's fused optimizers take one dtype for weights and gradients; ours say that they take others.
+        wide = hasattr(optimizer, "takes_wide_gradients")
+        with nullcontext() if wide else _narrow_gradients(optimizer):
+            optimizer.step()
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, for torch."""
         return param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
-
-    @contextmanager
-    def _narrow_gradients(self) -> Iterator[None]:
-        """Cast gradients that are wider than their parameter: torch's fused optimizers take one dtype for both."""
-        wide = [part for _, part in self.parameters.named() if part.grad is not None and part.grad.dtype != part.dtype]
-        dtypes = [part.grad_dtype for part in wide]
-        for part in wide:
-            narrow, part.grad = part.grad.to(part.dtype), None  # type: ignore[union-attr]
-            part.grad_dtype = part.dtype
-            part.grad = narrow
-        yield
-        for part, dtype in zip(wide, dtypes, strict=True):  # autograd sums the next step's gradients in it again
-            part.grad, part.grad_dtype = None, dtype
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The parameters that this rank trains, and of which it has a slice."""

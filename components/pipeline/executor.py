@@ -104,7 +104,10 @@ class Executor:
         training = self._training_of(len(microbatches))
         self.stages.cast_weights()
         losses: dict[int, LossSums] = {}
-        runner = self._runner(self._with_references(microbatches), losses, training.stages, training.split)
+        inputs = self._with_references(microbatches)
+        if self._captures is not None:
+            inputs = self._captures.alike(inputs)
+        runner = self._runner(inputs, losses, training.stages, training.split)
         runner.streams = self._streams
         if self._captures is None:
             runner.run(training.actions)
@@ -202,8 +205,7 @@ class Executor:
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
             tokens, shared = self.objective.inputs(moved)
-            # A graph does one or the other: of packed rows few are of one document, which would run without it.
-            if self._captures is None and batch.has_whole_rows():
+            if batch.has_whole_rows():
                 shared = attrs.evolve(shared, whole_rows=True)
             return MicrobatchInputs(tokens, shared, moved)
         length = batch.tokens.shape[1]

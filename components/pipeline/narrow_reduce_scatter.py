@@ -32,7 +32,7 @@ class NarrowReduceScatter:
     """As torch's FSDP2 takes it (`FSDPModule.set_custom_reduce_scatter`); sums are rounded once."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent, or for this rank's slice."""
+        """Uninitialized memory of any shape, for what is sent or for this rank's slice."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -16,7 +16,7 @@ from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS,
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, Stage, gradient_of
 from drawloom.components.ports.slices import RankSlice, TensorSlice
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.load import persistent_buffers
 
 
 @attrs.define(eq=False)
@@ -36,8 +36,17 @@ class StageParameters:
     bucket_bytes: int
     splits: Mapping[str, RankSlice]
     of_experts: Set[str]
+    # The trained ones of each stage: to walk through its modules takes milliseconds, and every phase asks for them.
+    _trained: list[dict[str, nn.Parameter]] = attrs.field(init=False)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+
+    def __attrs_post_init__(self) -> None:
+        """Find the parameters that are trained."""
+        self._trained = [
+            {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+            for stage in self.stages
+        ]
 
     def open(self) -> None:
         """Find the parameters that several pipeline ranks hold: a tied embedding is on the first and on the last."""
@@ -54,7 +63,7 @@ class StageParameters:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters of all stages, each once."""
-        return [(name, parameter) for name, parameter in self.all().items() if parameter.requires_grad]
+        return list({name: parameter for trained in self._trained for name, parameter in trained.items()}.items())
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
@@ -107,12 +116,9 @@ class StageParameters:
         sum_in_buckets(shared, self.mesh.group("pipeline"), wide, self.bucket_bytes)
 
     def changing(self) -> list[dict[str, Tensor]]:
-        """What changes from step to step in each stage: trained parameters and persistent buffers."""
-        every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self.stages]
-        return [
-            {name: each for name, each in held.items() if each.requires_grad or not isinstance(each, nn.Parameter)}
-            for held in every
-        ]
+        """What changes from step to step in each stage: trained parameters and persistent buffers, of any shape."""
+        stages = zip(self.stages, self._trained, strict=True)
+        return [{**trained, **persistent_buffers(stage.module)} for stage, trained in stages]
 
 
 def _is_of_loss(name: str) -> bool:

@@ -1,23 +1,43 @@
 """Measures what the device of this machine reaches, for plans, and keeps it in the user's cache folder."""
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import torch
 
-from drawloom.components.distributed.device_model import DeviceModel, device_model, model_of_gpu, products_in
-from drawloom.components.planning.recorder import attention_flops
+from drawloom.components.distributed.device_model import (
+    DeviceModel,
+    Reached,
+    device_model,
+    model_of_gpu,
+    products_in,
+)
+from drawloom.components.planning.recorder import Recorder, attention_flops
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
 SECONDS = 1.0
 """
 How long each kind of operation is repeated. Of a CPU the fastest repetition counts, as others may be disturbed; of a
-GPU their mean, as products that last have less power than the first ones.
+GPU their mean, as operations that last have less power than the first ones.
+"""
+
+HEADS, HEAD_SIZE = 16, 128
+"""Of the attention that is timed."""
+
+LAYERS = 20
+"""Of which the host's time is measured."""
+
+HOST_OF_A_STEP = 1.4
+"""
+How many times as long the host needs for an operation of a model as for one of these layers.
+
+Fitted to steps of three small models whose limit is the host, beside one H100; they are 6 % apart.
 """
 
 MEMORY_REACHED = 0.56
@@ -78,26 +98,30 @@ def _lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
     """The figures as TOML; of what is not measured, such as links, those of the table."""
     known = model_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else device_model("cpu")
     known = known or device_model("a100")
-    rates = {dtype: _products(device, dtype, sizes.matrix, seconds) for dtype in _dtypes(device)}
-    wide = rates[torch.bfloat16 if device.type == "cuda" else torch.float32]
+    wide, *others = _dtypes(device)
+    reached = _reached(device, sizes, wide, 3 * seconds)
+    rates = {wide: reached.products} | {
+        dtype: _product_flops(sizes) / _duration(device, _products(device, dtype, sizes), seconds) for dtype in others
+    }
     for dtype, rate in rates.items():
         yield f"{products_in(dtype)} = {rate / 1e12:.6g}"
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     yield f"memory = {memory / 2**30:.6g}"
-    yield f"bandwidth = {_bandwidth(device, sizes.vector, seconds) / 1e9:.6g}"
+    yield f"bandwidth = {reached.bandwidth / 1e9:.6g}"
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
     launch, host = _launches(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
-    yield f"attention = {_attention(device, sizes.length, seconds) / wide:.4g}"
+    yield f"attention = {reached.attention / reached.products:.4g}"
     yield f"memory = {MEMORY_REACHED if device.type == 'cuda' else 1.0}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float32] + ([torch.float64] if device.type == "cpu" else [])
+    """Those whose products are measured; layers compute in the first one."""
+    return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
 
 def _duration(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
@@ -120,42 +144,119 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _products(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
-    """FLOP/s of products of square matrices."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _duration(device, lambda: a @ a, seconds)
+@attrs.frozen
+class _Reached:
+    """FLOP/s of products and of attention, and bytes/s."""
+
+    products: float
+    attention: float
+    bandwidth: float
 
 
-def _bandwidth(device: torch.device, size: int, seconds: float) -> float:
-    """Bytes/s that an addition reads and writes."""
+def _reached(device: torch.device, sizes: Sizes, dtype: torch.dtype, seconds: float) -> _Reached:
+    """
+    What a device keeps up of each kind of operation, while they take turns as in a step.
+
+    Products for a second without anything else would have less power, and so a lower clock, than they have in a step,
+    of which they take three quarters.
+    """
+    kinds = [_products(device, dtype, sizes), _attention(device, sizes.length), _addition(device, sizes.vector)]
+    if device.type == "cpu":
+        products, attention, addition = (_duration(device, run, seconds / 3) for run in kinds)
+    else:
+        *_, products, attention, addition = _in_turn([kinds[0], kinds[0], *kinds], seconds)
+    flops = attention_flops(1, sizes.length) + attention_flops(1, sizes.length, backward=True)
+    queries = sizes.length * HEADS * HEAD_SIZE
+    return _Reached(
+        _product_flops(sizes) / products, flops * queries / 2 / attention, 2 * (sizes.vector // 4 * 4) / addition
+    )
+
+
+def _in_turn(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Mean seconds of each on the GPU, in the later half of the time."""
+    end, rounds = time.perf_counter() + seconds, list[list[torch.cuda.Event]]()
+    while not rounds or time.perf_counter() < end:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
+        for mark, run in zip(marks, runs, strict=False):
+            mark.record()
+            run()
+        marks[-1].record()
+        rounds.append(marks)
+        if len(rounds) % 10 == 0:  # so that the host is no more than some rounds ahead
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    later = rounds[len(rounds) // 2 :]
+    return [
+        statistics.mean(marks[place].elapsed_time(marks[place + 1]) for marks in later) / 1e3
+        for place in range(len(runs))
+    ]
+
+
+def _product_flops(sizes: Sizes) -> float:
+    return 2.0 * sizes.matrix**3
+
+
+def _products(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+    """A product of square matrices."""
+    a = torch.randn(sizes.matrix, sizes.matrix, device=device).to(dtype)
+    return lambda: a @ a
+
+
+def _addition(device: torch.device, size: int) -> Callable[[], object]:
+    """An addition that reads and writes a vector."""
     x = torch.zeros(size // 4, device=device)
-    return 2 * x.nbytes / _duration(device, lambda: x.add_(1), seconds)
+    return lambda: x.add_(1)
 
 
-def _attention(device: torch.device, length: int, seconds: float) -> float:
-    """FLOP/s of causal attention, forward and backward, of the products that it can't do without."""
+def _attention(device: torch.device, length: int) -> Callable[[], object]:
+    """Causal attention, forward and backward."""
     # Takes a second to import, which plans do not need.
     from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q, k, v = (torch.randn(1, length, 16, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    dtype, shape = torch.bfloat16 if device.type == "cuda" else torch.float32, (1, length, HEADS, HEAD_SIZE)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.ones_like(q)
-
-    def both() -> object:
-        return torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
-
-    flops = attention_flops(q.numel(), length) + attention_flops(q.numel(), length, backward=True)
-    return flops / 2 / _duration(device, both, seconds)
+    return lambda: torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
 
 
 def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
     """Seconds of a small operation on the device, and of the host that issues one; a CPU is both."""
-    x = torch.zeros(16, device=device)
     if device.type == "cpu":
+        x = torch.zeros(16)
         return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0
+    layers = _layers(device)
+    for _ in range(3):
+        layers()
+    _wait(device)
     start = time.perf_counter()
-    for _ in range(1000):
-        x.add_(1)
-    host = (time.perf_counter() - start) / 1000
-    # Autograd and Python around an operation take about as long as the launch itself.
-    return 3e-6, 2 * host
+    for _ in range(10):
+        layers()
+    return 3e-6, HOST_OF_A_STEP * (time.perf_counter() - start) / 10 / _operations()
+
+
+def _layers(device: torch.device) -> Callable[[], object]:
+    """Norms and linear layers, forward and backward, too small to be any work but the host's."""
+    from drawloom.kernels.linear import linear_eager
+    from drawloom.kernels.triton.rms_norm import rms_norm_triton
+
+    shapes = [*[(32,)] * LAYERS, *[(32, 32)] * LAYERS]
+    given = [torch.ones(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in ((8, 32), *shapes)]
+    pairs = list(zip(given[1 : LAYERS + 1], given[LAYERS + 1 :], strict=True))
+
+    def both() -> object:
+        x = given[0]
+        for scale, weight in pairs:
+            x = linear_eager(rms_norm_triton(x, scale, 1e-6), weight)
+        return torch.autograd.grad(x, given, torch.ones_like(x))
+
+    return both
+
+
+def _operations() -> float:
+    """How many operations of these layers a plan counts."""
+    recorder = Recorder(attrs.evolve(device_model("h200"), reached=Reached(host=1.0)), lambda _: math.inf, 1.0)
+    layers = _layers(torch.device("meta"))
+    with recorder:
+        recorder.begin()
+        layers()
+        return recorder.end().host

@@ -267,6 +267,7 @@ class Planner:
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
+        stages = self.nodes.settings(self.nodes.stages)
         meter = StageMeter(
             loss,
             model.blocks,
@@ -274,13 +275,13 @@ class Planner:
             self.nodes.length,
             self.mesh.group("context"),
             self.objects[self.nodes.precision].gradient,
-            self.device,
+            self.device.without_host() if stages.get("capture") else self.device,
             lambda dimension: link(self.mesh, self.device, dimension),
             attended(self._counted, self.nodes.length),
             tuple((self.mesh.size(name), link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             self.cache.recordings,
         )
-        recompute = self.nodes.settings(self.nodes.stages)["recompute"]
+        recompute = stages["recompute"]
         parts = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
         every = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
         policies = program.recompute or (recompute,) * program.stages

@@ -201,8 +201,12 @@ def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float
 
 
 def _scratch(name: str, args: Any) -> int:
-    """Bytes of logits that exist inside of an operation alone."""
+    """Bytes that exist inside of an operation alone: of logits, or of gradients before they are summed and rounded."""
     if name in ("linear_cross_entropy", "cut_cross_entropy_backward"):
         most = args[7] if name == "linear_cross_entropy" else args[10]
         return int(min(len(args[0]) * len(args[1]), most)) * int(args[0].dtype.itemsize)
+    if name == "attention_backward":
+        # cuDNN sums gradients of queries in float32, and has those of keys and values by head of the queries.
+        _, q, k, _ = args
+        return int(q.numel()) * 4 + (2 * int(q.nbytes) if k.shape[2] < q.shape[2] else 0)
     return 0

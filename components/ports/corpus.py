@@ -6,7 +6,7 @@ This module imports no torch, so that processes that only tokenize stay small.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, as `encode` gives them."""
+        """The ids of each text, int32 (tokens,), as `encode` gives them."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -95,6 +95,19 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
+class DocumentPart(NamedTuple):
+    """
+    Some tokens of a document, one after another: `ids`, of any integer dtype (tokens,).
+
+    `weights`, float32 of 0 and more (tokens,), is what each weighs as a target; None: 1 each. `reference` is the
+    log-probability of all trained tokens of the document by another model, where the data have it.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray | None = None
+    reference: float | None = None
+
+
 class TokenDocuments(Protocol):
     """
     Documents of token ids, with random access by number from 0. It can be pickled, for worker processes.
@@ -112,16 +125,8 @@ class TokenDocuments(Protocol):
         """A digest of all ids, weights and references in their order; it differs if any of them does."""
         ...
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """The ids of a document from `first` to before `last`, or to its end; any integer dtype (last - first,)."""
-        ...
-
-    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
-        """What each of these tokens weighs as a target, float32 of 0 and more (last - first,); None: 1 each."""
-        ...
-
-    def reference(self, document: int) -> float | None:
-        """The log-probability of a document's trained tokens by another model, where the data have it."""
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """The tokens of a document from `first` to before `last`, or to its end."""
         ...
 
     def source(self, document: int) -> str:

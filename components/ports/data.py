@@ -40,7 +40,7 @@ class Batch:
     padding: int = attrs.field(default=0, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that there are, in order."""
+        """All tensors that there are, (rows, length) each, in order."""
         return tuple(each for each in attrs.astuple(self, recurse=False) if isinstance(each, Tensor))
 
     def has_whole_rows(self) -> bool:

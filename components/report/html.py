@@ -43,7 +43,7 @@ class HtmlReport:
             try:
                 self._write(step)
             except Exception as error:  # the run is what counts
-                log.warning("no report: %s: %s", type(error).__name__, error)
+                log.warning("the report can't be written: %s: %s", type(error).__name__, error)
 
     def _write(self, step: int) -> None:
         folder = self.folder.folder

@@ -92,13 +92,13 @@ class Metrics:
 
     @cached_property
     def tokens(self) -> NDArray[np.float64]:
-        """The tokens up to each step; zeros if they are not known."""
+        """The tokens up to each step, (steps,); zeros if they are not known."""
         known = np.nan_to_num(np.asarray(self._tokens), nan=0.0)
         return np.maximum.accumulate(known) if len(known) else known
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
-        """The time spent in steps up to each, without evaluations and pauses: tokens by tokens per second."""
+        """Seconds in steps up to each, (steps,), without evaluations and pauses: tokens by tokens per second."""
         speeds = np.asarray(self._speeds)
         timed = speeds > 0  # NaN is not
         taken = np.divide(np.diff(self.tokens, prepend=0.0), speeds, out=np.zeros_like(speeds), where=timed)

@@ -29,7 +29,10 @@ class NamedRun:
     def open(self) -> None:
         """Check that the run folder can be one. Raises UserError if it is a file."""
         if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"folder: {self.path} is a file; write the path of a folder, or of none yet", exit_code=2)
+            raise UserError(
+                f"folder: {self.path} is a file; write the path of a folder, or one that does not exist yet",
+                exit_code=2,
+            )
 
     @property
     def path(self) -> Path:

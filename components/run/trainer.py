@@ -82,7 +82,7 @@ class Trainer:
             self._after_restore()
             log.info("resuming after step %d", done)
         else:
-            log.warning("there is no checkpoint to go back to: step %d is skipped, and no more", step.index)
+            log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
         self.events.emit(Event("saving_ended", step))
         return done or step.index
 
@@ -140,8 +140,8 @@ class Trainer:
         if self._skipped:
             many = "step was" if self._skipped == 1 else f"{self._skipped} steps were"
             raise UserError(
-                f"the last {many} skipped, at last step {self.steps}: {self._skip_reason}; the results are of the "
-                "weights before; lower the learning rate or clip more, and start again under another run name"
+                f"the last {many} skipped, at last step {self.steps}: {self._skip_reason}; the results are made from "
+                "earlier weights; lower the learning rate or clip more, and start again under another run name"
             )
 
     def _stop(self, step: Step, signal: int) -> None:

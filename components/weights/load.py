@@ -21,9 +21,13 @@ from drawloom.graph import UserError
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a module, of any shape, by name: its own tensors, tied ones once."""
+    return {**dict(module.named_parameters()), **persistent_buffers(module)}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers of a module, of any shape, by name."""
     saved = module.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
-    return {**dict(module.named_parameters()), **buffers}
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from drawloom.components.distributed.torchrun import machine
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import tensors_in
-from drawloom.components.storage.safetensors.writer import layout, writer_into
+from drawloom.components.storage.safetensors.writer import layout, put_tensors
 from drawloom.components.storage.state_tree import Packed
 from drawloom.components.storage.strict_json import dumps, parse
 from drawloom.components.storage.tensor_source import InMemory, view
@@ -42,10 +42,8 @@ def shared(packed: Packed) -> Iterator[Ticket]:
     with _segment() as text, _segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + dumps(packed.tree))
-        writer = writer_into(FileWriter("shared memory", tensors), *layout(InMemory(packed.tensors).specs()))
-        for name, tensor in packed.tensors.items():
-            writer.write(name, tensor)
-        writer.finish()
+        planned = layout(InMemory(packed.tensors).specs())
+        put_tensors(FileWriter("shared memory", tensors), packed.tensors, *planned)
         for descriptor in (text, tensors):
             _seal(descriptor)
         yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}

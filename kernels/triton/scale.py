@@ -1,7 +1,12 @@
-"""Many tensors times one factor in one launch: torch's product of bfloat16 and float32 reaches a ninth of a copy."""
+"""
+Many tensors times one factor in one launch: torch's product of bfloat16 and float32 reaches a ninth of a copy.
+
+Squares are added up in float64 in the same pass, for each block and then over blocks, always in the same order.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 
 import torch
 import triton
@@ -14,33 +19,49 @@ from drawloom.kernels.triton.launch import lean
 BLOCK = 8192
 
 
-def scale_triton(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """The same as scale_eager, bitwise: tensors of one dtype and any shapes, factor float64 () on their device."""
-    dense = [tensor for tensor in tensors if tensor.is_contiguous()]
-    scale_eager([tensor for tensor in tensors if not tensor.is_contiguous()], factor)
+def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
+    """
+    The same as scale_eager, the tensors bitwise: of one dtype and any shapes, factor and result float64 () there.
+
+    A factor of 1 leaves tensors alone if none is counted, and reads none of them.
+    """
+    is_dense = [tensor.is_contiguous() for tensor in tensors]
+    others = [not each for each in is_dense]
+    total = scale_eager(list(compress(tensors, others)), factor, [*compress(counted, others)])
+    dense = list(compress(tensors, is_dense))
     if not sum(tensor.numel() for tensor in dense):
-        return
+        return total
     device = factor.device
-    owners, starts, sizes = _places(tuple(tensor.numel() for tensor in dense), device)
+    places = _places(tuple(tensor.numel() for tensor in dense), tuple(compress(counted, is_dense)), device)
     pointers = [tensor.data_ptr() for tensor in dense]
     # From pinned memory, so that the host does not wait: new gradients have new addresses in each step.
     addresses = torch.tensor(pointers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     aligned = all(pointer % 16 == 0 for pointer in pointers)
-    grid = (len(owners),)
-    _kernel[grid](dense[0], addresses, owners, starts, sizes, factor.float(), BLOCK=BLOCK, ALIGNED=aligned, num_warps=8)
+    programs = len(places[0])
+    squares = factor.new_empty(programs) if any(counted) else None
+    arguments = dense[0], addresses, *places, factor.float(), squares
+    _kernel[(programs,)](*arguments, BLOCK=BLOCK, ALIGNED=aligned, num_warps=8)
+    return total if squares is None else total + squares.sum()
 
 
 @lru_cache(maxsize=16)
-def _places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensor of each program (programs,), and the first program and number of elements of each tensor."""
+def _places(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """
+    The tensor of each program (programs,); of each tensor, the first program, the number of elements, and of those
+    whose squares count, all or none.
+    """
     counts = torch.tensor([-(-size // BLOCK) for size in sizes])
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
-    return owners.to(device), (counts.cumsum(0) - counts).to(device), torch.tensor(sizes).to(device)
+    elements = torch.tensor(sizes)
+    tables = owners, counts.cumsum(0) - counts, elements, elements * torch.tensor(counted)
+    return tuple(table.to(device) for table in tables)
 
 
 @lean
 @triton.jit
-def _kernel(like, addresses, owners, starts, sizes, factor, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def _kernel(
+    like, addresses, owners, starts, sizes, counted, factor, squares, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):
     program = tl.program_id(0)
     owner = tl.load(owners + program)
     base = tl.load(addresses + owner).to(like.dtype)
@@ -48,9 +69,25 @@ def _kernel(like, addresses, owners, starts, sizes, factor, BLOCK: tl.constexpr,
         base = tl.multiple_of(base, 16)
     start, size, by = (program - tl.load(starts + owner)) * BLOCK, tl.load(sizes + owner), tl.load(factor)
     place = start + tl.arange(0, BLOCK)
+    if squares is None:
+        size = tl.where(by == 1.0, 0, size)
+    else:
+        squares += program
+    is_counted = tl.load(counted + owner) > start
     # A mask of unknown length would make each load one of two bytes.
     if start + BLOCK <= size:
-        tl.store(base + place, (tl.load(base + place).to(tl.float32) * by).to(like.dtype.element_ty))
+        _scale(base + place, None, by, squares, is_counted)
     else:
-        value = tl.load(base + place, mask=place < size).to(tl.float32)
-        tl.store(base + place, (value * by).to(like.dtype.element_ty), mask=place < size)
+        _scale(base + place, place < size, by, squares, is_counted)
+
+
+@triton.jit
+def _scale(pointers, mask, by, squares, is_counted):
+    """The product of a block, and the sum of its squares, or 0 if it is not counted."""
+    product = (tl.load(pointers, mask=mask).to(tl.float32) * by).to(pointers.dtype.element_ty)
+    tl.store(pointers, product, mask=mask)
+    if squares is not None:
+        kept = product.to(tl.float32).to(tl.float64)
+        if mask is not None:
+            kept = tl.where(mask, kept, 0.0)
+        tl.store(squares, tl.where(is_counted, tl.sum(kept * kept, 0), 0.0))

@@ -2,7 +2,15 @@
 
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
+from drawloom.components.ports.corpus import (
+    ChatTokenizer,
+    Corpus,
+    DocumentPart,
+    Split,
+    TokenCorpus,
+    TokenDocuments,
+    Tokenizer,
+)
 from drawloom.components.ports.data import (
     IGNORE_INDEX,
     Batch,
@@ -168,6 +176,7 @@ __all__ = [
     "Device",
     "Dispatched",
     "Dispatcher",
+    "DocumentPart",
     "Durable",
     "Event",
     "EventKind",

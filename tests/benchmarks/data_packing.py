@@ -67,7 +67,7 @@ def open_large_store(tokens: int) -> None:
             file.write(tokens.to_bytes(8, "little"))
         start = time.perf_counter()
         store = Store.open(folder)
-        ids = store.tokens(0, tokens - 5, tokens)
+        ids = store.read(0, tokens - 5, tokens).ids
         seconds = time.perf_counter() - start
         print(f"a store of {tokens:,} tokens: opened, and its last {len(ids)} ids read, in {seconds:.4f} s")
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.stochastic_adamw import ParamState, StochasticAdamwEager, step_scalars
 from drawloom.kernels.stochastic_copy import stochastic_copy_eager
 from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
@@ -20,7 +21,6 @@ from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermut
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
 from drawloom.kernels.triton.rms_norm import rms_norm_triton
 from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.swiglu import swiglu_triton
 
@@ -89,11 +89,11 @@ def test_rounding_beyond_32_bits() -> None:
     assert torch.equal(found[-tail:], expected)
     del great
     kept = [torch.zeros(count, **GPU) for _ in "ms"]
-    StochasticAdamwTriton([ParamState(found, kept[0], kept[1], 0.1, 9)]).step(
+    AdamwTriton([ParamState(found, kept[0], kept[1], 0.1, 9)]).step(
         [torch.ones(count, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     small = [torch.zeros(tail, **GPU) for _ in "ms"]
-    StochasticAdamwEager([ParamState(expected, small[0], small[1], 0.1, 9, count - tail)]).step(
+    AdamwEager([ParamState(expected, small[0], small[1], 0.1, 9, count - tail)]).step(
         [torch.ones(tail, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     assert torch.equal(found[-tail:], expected)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.stochastic_adamw import ParamState
+from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
@@ -20,7 +21,6 @@ from drawloom.kernels.triton.moe_routes import moe_routes_triton
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
 from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.swiglu import swiglu_triton
 
@@ -76,7 +76,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     up, down = torch.randn(4, 256, 512, **GPU).requires_grad_(), torch.randn(4, 256, 256, **GPU).requires_grad_()
     expert_indices = torch.randint(-1, 4, (64, 2), device="cuda")
     kept = [torch.zeros(256, **GPU) for _ in "wms"]
-    stepper = StochasticAdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1)])
+    (_, launch), *_ = AdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1)])._launches
+    scalars = step_scalars(1e-3, (0.9, 0.95), 1e-8, 1)
+    nearest, noisy = launch.on_device(scalars, None), launch.on_device(scalars, 1)
     ones, copy = torch.ones(256, **GPU), torch.zeros(64, 256, **GPU)
 
     def grad(result: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +95,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "cut": lambda: grad(cut_cross_entropy_triton(x, matrix, targets), x, matrix),
         "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, Cut(filter_eps=1e-4)), x, matrix),
         "experts": lambda: grad(path(x, up, down, expert_indices, grouped_gemm_triton), x, up, down),
-        "stochastic_adamw": lambda: stepper._launches[0][1].run([ones]),
+        "adamw": lambda: launch.run([ones], *nearest),
+        "adamw, stochastic": lambda: launch.run([ones], *noisy),
         "stochastic_copy": lambda: stochastic_copy_triton(copy, x.detach().float(), 1, 2),
     }
 
@@ -101,7 +104,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 NAMES = ["rms_norm", "add_rms_norm", "swiglu", "rope", "qk_norm_rope", "linear_cross_entropy", "cut", "filtered"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "experts", "stochastic_adamw", "stochastic_copy"])
+@pytest.mark.parametrize("name", [*NAMES, "experts", "adamw", "adamw, stochastic", "stochastic_copy"])
 def test_can_be_recorded_in_a_graph(name: str) -> None:
     """Recorded and run again, an operation gives what it gives otherwise."""
     call = calls()[name]

@@ -55,9 +55,9 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"kernels.deferred_grads", "kernels.recompute", "kernels.sum_parts"},
         {"attrs", "numpy", "torch"},
     ),
-    # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times attention.
+    # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times kernels.
     "components.planning": (
-        BELOW | {"components.pipeline", "kernels.attention_cudnn", "kernels.deferred_grads"},
+        BELOW | {"components.pipeline", "kernels"},
         {"attrs", "numpy", "torch"},
     ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),

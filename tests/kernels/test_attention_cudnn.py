@@ -42,3 +42,10 @@ def test_documents_within_rows_and_windows_keep_apart() -> None:
             found = CUDNN.attend(q, q, q, mask)
         expected = attention_eager(q, q, q, causal_document_mask(ids, window))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_compiler_traces_whole_rows() -> None:
+    """A compiled block has attention of whole rows in one graph, with the same result."""
+    q = torch.randn(2, 64, 2, 16, device=DEVICE)
+    compiled = torch.compile(lambda x: CUDNN.attend(x, x, x, WHOLE_ROWS), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), CUDNN.attend(q, q, q, WHOLE_ROWS), atol=1e-5, rtol=1e-5)

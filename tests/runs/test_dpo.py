@@ -51,11 +51,8 @@ def ours(folder: Path, path: Path) -> tuple[Found, list[tuple[Tensor, Tensor]]]:
         losses = objects["executor"].train([rows.batch("train", range(rows.count("train")))])
         gradients = {name: each.grad / losses.weight for name, each in named.items() if each.grad is not None}
         documents = objects["tokens"].documents("train")
-        texts = [
-            (documents.tokens(number, 0, length), documents.weights(number, 0, length) > 0)
-            for number, length in enumerate(documents.lengths)
-        ]
-        pairs = [(torch.tensor(ids.astype("int64")), torch.tensor(kept)) for ids, kept in texts]
+        texts = [documents.read(number, 0, length) for number, length in enumerate(documents.lengths)]
+        pairs = [(torch.tensor(text.ids.astype("int64")), torch.tensor(text.weights > 0)) for text in texts]
         values = {name: each.detach().clone() for name, each in named.items()}
         return Found(float(losses.total / losses.weight), gradients, values), pairs
 

@@ -52,8 +52,9 @@ class Compiler:
         driver.set_active(NoGpu())
         run, compile_ = JITFunction.run, JITFunction._do_compile
 
-        def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
-            return run(kernel, *arguments, grid=grid, warmup=True, **settings)
+        def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+            # Without a result: a lean launch would ask the driver how to launch it.
+            run(kernel, *arguments, grid=grid, warmup=True, **settings)
 
         def compile_whole(kernel: Any, *arguments: Any) -> Any:
             made = compile_(kernel, *arguments)

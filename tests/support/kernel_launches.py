@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.triton import (
     cut_cross_entropy,
     grouped_gemm,
@@ -20,7 +20,8 @@ from drawloom.kernels.triton import (
     rope,
     swiglu,
 )
-from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
+from drawloom.kernels.triton.adamw import AdamwTriton
+from drawloom.kernels.triton.scale import scale_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 
 Launch = Callable[[], object]
@@ -78,14 +79,22 @@ def rotations() -> Iterator[tuple[str, Launch]]:
 
 def steps() -> Iterator[tuple[str, Launch]]:
     yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
+    for dtype in (BF16, torch.float16, FLOAT):
+
+        def scaled(of: torch.dtype = dtype) -> None:
+            for counted in (False, True):
+                scale_triton([empty(4096, dtype=of)], empty(dtype=torch.float64), (counted,))
+
+        yield f"scale {dtype}", scaled
     for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
 
         def step(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, m: torch.dtype = of_means) -> None:
             trained = ParamState(empty(4096, dtype=w), empty(4096, dtype=m), empty(4096, dtype=m), 0.1, 1 << 60)
-            stepper = StochasticAdamwTriton([trained])
-            stepper.step([empty(4096, dtype=g)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+            stepper = AdamwTriton([trained])
+            for counter in (1, None):
+                stepper.step([empty(4096, dtype=g)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
 
-        yield f"stochastic_adamw {of_weight} {of_gradient} {of_means}", step
+        yield f"adamw {of_weight} {of_gradient} {of_means}", step
 
 
 def _multiplied(tf32: bool, launch: Launch) -> Launch:

@@ -312,7 +312,7 @@ def first_tokens(use: str, values: Values, _place: Path) -> Any:
     corpus = build(use, **values)
     corpus.open()
     splits = [corpus.documents(split) for split in ("train", "validation")]
-    found = [split.tokens(0, 0, 99).tolist() if len(split.lengths) else [] for split in splits]
+    found = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
     return found, corpus.vocab_size, corpus.eos_id
 
 

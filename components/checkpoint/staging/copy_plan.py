@@ -8,7 +8,7 @@ cover. If they are a small part of that range, such as one column of a large mat
 import copy
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.pytree import leaves, transform_with_path
+from drawloom.components.storage.pytree import transform_with_path
 from drawloom.graph import UserError
 
 SPARSE = 2  # a range of more than this many times the bytes of its tensors is not copied as a whole
@@ -111,34 +111,25 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
     Plain values and containers are copied already. Tensors are contiguous, unless they overlap others. Any other value
     raises TypeError with its path or, without `type_check`, is deep-copied.
     """
-    sources = [part for leaf in leaves(state) if isinstance(leaf, Tensor) for part in _parts(leaf)]
-    targets, copies = _allocate(list({_key(part): part for part in sources}.values()), pool)
 
-    def staged(path: tuple[Any, ...], value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _like(path, value, targets)
-        if isinstance(value, PLAIN):
-            return value
-        if type_check:
-            raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
-        return copy.deepcopy(value)
+    def walk(copy_of: Callable[[Tensor], Tensor]) -> Any:
+        return transform_with_path(lambda path, value: _staged(path, value, copy_of, type_check), state)
 
-    return transform_with_path(staged, state), copies
+    found: dict[Any, Tensor] = {}  # each once: memory is allocated for all of them together
+    walk(lambda tensor: found.setdefault(_key(tensor), tensor))
+    targets, copies = _allocate(list(found.values()), pool)
+    return walk(lambda tensor: targets[_key(tensor)]), copies
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors, of any shape, that a tensor consists of, such as the local shard of a DTensor."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, Tensor):  # a DTensor also names its mesh
-                yield from _parts(part)
-    elif _has_storage(tensor):
-        yield tensor.detach()
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+def _staged(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Tensor], type_check: bool) -> Any:
+    """The copy of a leaf, with `copy_of` for tensors that have a storage."""
+    if isinstance(value, Tensor):
+        return _like(path, value, copy_of)
+    if isinstance(value, PLAIN):
+        return value
+    if type_check:
+        raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
+    return copy.deepcopy(value)
 
 
 def _key(tensor: Tensor) -> Any:
@@ -147,18 +138,18 @@ def _key(tensor: Tensor) -> Any:
     return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _like(path: tuple[Any, ...], tensor: Tensor, targets: dict[Any, Tensor]) -> Any:
+def _like(path: tuple[Any, ...], tensor: Tensor, copy_of: Callable[[Tensor], Tensor]) -> Any:
     """The copy of a tensor; for a wrapper subclass such as DTensor, one around the copies of its parts."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = {name: getattr(tensor, name) for name in names}
-        parts = {name: _like(path, part, targets) if isinstance(part, Tensor) else part for name, part in found.items()}
+        parts = {name: _like(path, part, copy_of) if isinstance(part, Tensor) else part for name, part in found.items()}
         wrap = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
         return wrap(parts, context, tensor.size(), tensor.stride())
-    if not _has_storage(tensor):
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
         what = f"a {tensor.layout} tensor on {tensor.device}"
         raise TypeError(f"{'/'.join(map(str, path))} is {what}, which can't be staged")
-    return targets[_key(tensor)]
+    return copy_of(tensor.detach())
 
 
 @attrs.define

@@ -133,18 +133,18 @@ class ChatCorpus:
             log.warning("%d lines have no token to train, and are dropped", self._untrained)
         if self._straddling:
             log.info(
-                "%d %ss have other ids than their text at once: where a turn begins, it is encoded anew, as when a "
-                "model answers",
+                "%d %ss have other ids than their text has as a whole: it is tokenized anew where a turn begins, as it "
+                "is when a model answers",
                 self._straddling,
                 self.kind,
             )
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """ValueError for the first turn that is no object with a role."""
+    """ValueError for the first turn that is not an object with a role."""
     for number, message in enumerate(messages, 1):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise ValueError(f'turn {number} is no object with a role; write {{"role": "user", "content": "..."}}')
+            raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
 def without(message: Message, key: str) -> Message:

@@ -57,20 +57,21 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
 def _forged(
     control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
 ) -> list[tuple[int, int]]:
-    """The contents that spell out a control token."""
+    """The contents in which a control token is written out."""
     forged = []
     for number, message in enumerate(messages):
         content = message.get("content")
         rest = {key: value for key, value in message.items() if key != "content" or not isinstance(content, str)}
         if found := control.search(json.dumps(rest, ensure_ascii=False)):
-            raise ValueError(f"turn {number + 1} spells out {found[0]} outside of its content; remove it there")
+            where = "outside of its content"
+            raise ValueError(f"turn {number + 1} contains the control token {found[0]} {where}; remove it there")
         if isinstance(content, str) and (found := control.search(content)):
             if number not in rendered.contents:
                 where = "where the template changes the content, so that it can't be told from the template's own"
-                raise ValueError(f"turn {number + 1} spells out {found[0]} {where}; remove it there")
+                raise ValueError(f"turn {number + 1} contains the control token {found[0]} {where}; remove it there")
             forged.append(rendered.contents[number])
     if found := control.search(json.dumps(tools, ensure_ascii=False)):
-        raise ValueError(f"a tool spells out {found[0]}; remove it there")
+        raise ValueError(f"a tool contains the control token {found[0]}; remove it there")
     return forged
 
 

@@ -83,10 +83,11 @@ class ChatTemplate:
             return json.loads(self._line(time.monotonic() + seconds))
         except (BrokenPipeError, EOFError) as error:
             self.close()
-            raise UserError("the chat template has ended the process that renders it; take another one") from error
+            raise UserError("the process that renders the chat template has died; use another template") from error
         except TimeoutError as error:
             self.close()
-            raise UserError(f"the chat template takes more than {seconds:g} s for a conversation") from error
+            what = f"the chat template takes more than {seconds:g} s for a conversation"
+            raise UserError(f"{what}; use another template") from error
 
     def _line(self, deadline: float) -> bytes:
         stream = self._process.stdout

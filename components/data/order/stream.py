@@ -120,7 +120,7 @@ class RowStream:
                 self._rows = self._between(window * size, (window + 1) * size)
                 self._window = window
             if (row := int(self._rows[place])) == GONE:
-                raise UserError(f"the row at position {position} is of a source which is no more in the mixture")
+                raise UserError(f"the row at position {position} is of a source that is no longer in the mixture")
             rows.append(row)
         return rows
 

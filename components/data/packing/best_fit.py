@@ -28,7 +28,7 @@ class BestFit(PackedRows):
     """
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The groups of best-fit-decreasing."""
+        """The groups of best-fit-decreasing; lengths: (documents,)."""
         count = -(-len(lengths) // groups.BLOCK)
         # Each block is of documents from everywhere; among those of one length, chance decides which come first.
         blocks = (np.arange(number, len(lengths), count) for number in range(count))

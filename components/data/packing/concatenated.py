@@ -23,7 +23,7 @@ class Concatenated(PackedRows):
     """
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Where each document ends in the stream of all; rows are computed from that."""
+        """Where each document ends in the stream of all, of which rows are computed; lengths: (documents,)."""
         documents = in_order(lengths, order)
         ends = np.cumsum(lengths[documents], dtype=np.int64)
         return Stream(torch.from_numpy(documents), torch.from_numpy(ends), self.length)

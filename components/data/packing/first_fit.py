@@ -26,7 +26,7 @@ class FirstFit(PackedRows):
     """
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The groups of first-fit."""
+        """The groups of first-fit; lengths: (documents,)."""
         return group_documents(lengths, cut(in_order(lengths, order)), self.length, first_fit)
 
 

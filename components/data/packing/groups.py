@@ -107,7 +107,7 @@ def in_order(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
 
 
 def cut(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Documents in an order, in blocks."""
+    """The numbers of documents in an order, (documents,), in blocks of BLOCK."""
     return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
 
 

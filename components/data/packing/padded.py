@@ -14,7 +14,7 @@ class Padded(PackedRows):
     """A row for each document, padded at its end; a document longer than a row is cut into several."""
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Groups of one document."""
+        """Groups of one document; lengths: (documents,)."""
         return group_documents(lengths, cut(in_order(lengths, order)), self.length, one_each)
 
 

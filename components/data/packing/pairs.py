@@ -27,7 +27,7 @@ class Pairs(PackedRows):
     pairs: ClassVar[bool] = True
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The groups of best-fit-decreasing, of pairs."""
+        """The groups of best-fit-decreasing, of pairs; lengths: (documents,), those of a pair one after the other."""
         first = 2 * np.flatnonzero(lengths[::2] >= 2)
         sizes = lengths[first] + lengths[first + 1]
         if dropped := int((sizes > self.length).sum()):

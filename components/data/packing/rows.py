@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.ports.corpus import TokenDocuments
+from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.graph import UserError
 
@@ -95,13 +95,12 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids, own = _read(documents, document, first, last + 1)
+            ids, own, reference = _read(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
             weights[row, begin:targeted] = 1.0 if own is None else own[1:]
             starts[row, begin] = 1
-            reference = documents.reference(document)
             every = every and reference is not None
             compared[row, begin] = reference or 0
             begin = end
@@ -113,13 +112,13 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
     return Batch(*map(torch.from_numpy, (*arrays, compared) if every else arrays), padding=padding)
 
 
-def _read(documents: TokenDocuments, document: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Ids and weights of a part of a document. Raises UserError with its file and offset if they can't be read."""
+def _read(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
+    """A part of a document. Raises UserError with its file and offset if it can't be read."""
     try:
-        ids = documents.tokens(document, first, last)
-        if len(ids) < last - first - 1:
-            raise ValueError(f"there are {len(ids)} instead of {last - first - 1}")
-        return ids, documents.weights(document, first, last)
+        part = documents.read(document, first, last)
+        if len(part.ids) < last - first - 1:
+            raise ValueError(f"there are {len(part.ids)} instead of {last - first - 1}")
+        return part
     except Exception as error:
         where = f"{documents.source(document)}: tokens {first} to {last - 2}"
         raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error

@@ -47,7 +47,7 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
-    A long text in pieces that have, encoded one by one, the ids of the whole text.
+    A long text in pieces that have, encoded one by one, the ids of the whole text; `encode` gives ids (tokens,).
 
     It is cut after line ends, or else at spaces, where the characters around are encoded alike whole and in two.
     """

@@ -87,7 +87,7 @@ class ShardWriter:
         replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
 
     def add(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
-        """Append a document; weights: float32 like its ids, for a store that has them."""
+        """Append a document: ids, integers (tokens,), and weights, float32 (tokens,), for a store that has them."""
         held = ids.astype(self._dtype)
         key = blake2b(held.data, digest_size=8)
         self._pending.append(held)

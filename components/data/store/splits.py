@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.corpus import Split, TokenDocuments
+from drawloom.components.ports.corpus import DocumentPart, Split, TokenDocuments
 
 
 @attrs.frozen(eq=False)
@@ -21,7 +21,7 @@ class ChosenDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each."""
+        """The tokens of each, (documents,)."""
         lengths: np.ndarray = self.documents.lengths[self.chosen.numpy()]
         return lengths
 
@@ -30,17 +30,9 @@ class ChosenDocuments:
         """Of all documents, and of the choice."""
         return hashlib.sha256(f"{self.documents.fingerprint} {self.name}".encode()).hexdigest()
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """Ids of the document."""
-        return self.documents.tokens(int(self.chosen[document]), first, last)
-
-    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
-        """The weights of these tokens."""
-        return self.documents.weights(int(self.chosen[document]), first, last)
-
-    def reference(self, document: int) -> float | None:
-        """The document's reference."""
-        return self.documents.reference(int(self.chosen[document]))
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """Tokens of the document."""
+        return self.documents.read(int(self.chosen[document]), first, last)
 
     def source(self, document: int) -> str:
         """Where the document comes from."""

@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.store.shard import Shard, ShardFiles
+from drawloom.components.ports.corpus import DocumentPart
 from drawloom.graph import UserError
 
 FORMAT = 1
@@ -73,18 +74,12 @@ class Store:
         """A hash of each document's ids and weights, uint64 (documents,)."""
         return np.concatenate([np.empty(0, np.uint64), *(shard.column("keys") for shard in self.shards)])
 
-    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """A view of ids of a document; up to its end, if `last` is beyond that."""
-        shard, begin, end = self._span(document)
-        return shard.ids[begin + first : min(begin + last, end)]
-
-    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
-        """A view of the weights of these tokens, or None if the store has none."""
-        shard, begin, end = self._span(document)
-        return shard.weights[begin + first : min(begin + last, end)] if shard.weighted else None
-
-    def reference(self, document: int) -> None:
-        """None: a store has no answers to compare."""
+    def read(self, document: int, first: int, last: int) -> DocumentPart:
+        """Views of ids of a document, and of weights if the store has them; up to its end, if `last` is beyond that."""
+        shard, number = self._shard(document)
+        begin, end = int(shard.ends[number - 1]) if number else 0, int(shard.ends[number])
+        part = slice(begin + first, min(begin + last, end))
+        return DocumentPart(shard.ids[part], shard.weights[part] if shard.weighted else None)
 
     def source(self, document: int) -> str:
         """The file that a document is from, and its offset there."""
@@ -100,11 +95,6 @@ class Store:
         """The shard of a document, and its number there."""
         place = bisect_right(self._starts, document) - 1
         return self.shards[place], document - self._starts[place]
-
-    def _span(self, document: int) -> tuple[Shard, int, int]:
-        """The shard of a document, and from where to where its tokens are."""
-        shard, number = self._shard(document)
-        return shard, int(shard.ends[number - 1]) if number else 0, int(shard.ends[number])
 
     def __getstate__(self) -> dict[str, Any]:
         """What `store.json` says: a worker process maps the shards itself."""

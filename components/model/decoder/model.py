@@ -1,10 +1,9 @@
 """The module of a span of layers, with the submodules and names of Hugging Face's models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -13,49 +12,17 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
-from drawloom.components.ports.model import BatchContext, Finish, HeadLayer, HiddenStates, Kernels, LayerRange
+from drawloom.components.ports.model import BatchContext, Finish, HeadLayer, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-@attrs.define
-class Collector:
-    """
-    Keeps hidden states of layers that are asked for.
-
-    `inputs` are those of the span's first module; `kept` has what earlier spans have kept, and then this one. `whole`
-    makes hidden states of whole rows of those that a layer gives.
-    """
-
-    inputs: Tensor
-    documents: Tensor
-    wanted: HiddenStates | None
-    kept: dict[int, Tensor]
-    whole: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(
-        cls, inputs: Any, shared: BatchContext, layers: int, whole: Callable[[Tensor], Tensor] = lambda hidden: hidden
-    ) -> "Collector":
-        """From what a span takes. Raises ValueError for a layer that a model of `layers` layers does not have."""
-        wanted = shared.hidden_states
-        if wanted is None:
-            return cls(inputs, shared.document_ids, None, {}, whole)
-        if unknown := [number for number in wanted.layers if not 0 <= number <= layers]:
-            raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
-        if shared.part is not None:
-            raise ValueError("ranks along 'context' share rows out, and hidden states are of whole rows")
-        hidden, kept = inputs if isinstance(inputs, tuple) else (inputs, {})
-        return cls(hidden, shared.document_ids, wanted, dict(kept), whole)
-
-    def add(self, layer: int, hidden: Tensor) -> None:
-        """Keep what a layer gives, (rows, length, hidden_size), if it is asked for; a later call replaces it."""
-        if self.wanted is not None and layer in self.wanted.layers:
-            count, rows = self.wanted.documents, self.whole(hidden)
-            self.kept[layer] = rows if count is None else means(rows, self.documents, count)
-
-    def with_last(self, hidden: Tensor) -> Any:
-        """What the span gives: hidden states (rows, length, hidden_size), in a pair with those that are kept."""
-        return hidden if self.wanted is None else (hidden, self.kept)
+def check_hidden_states(shared: BatchContext, layers: int) -> None:
+    """Raise ValueError for hidden states that are asked for and that a model of `layers` layers does not have."""
+    asked = () if shared.hidden_states is None else shared.hidden_states.layers
+    if unknown := [number for number in asked if not 0 <= number <= layers]:
+        raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
+    if asked and shared.part is not None:
+        raise ValueError("ranks along 'context' share rows out, and hidden states are of whole rows")
 
 
 def means(hidden: Tensor, documents: Tensor, count: int) -> Tensor:
@@ -105,12 +72,31 @@ class Decoder(TensorParallel):
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. With `ranks`
         hidden states between stages are split tokens.
         """
+        wanted = shared.hidden_states
+        kept: dict[int, Tensor] = {}
         whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
-        kept = Collector.of(inputs, shared, self.architecture.num_hidden_layers, whole)
-        hidden = kept.inputs
+        if wanted is not None:
+            check_hidden_states(shared, self.architecture.num_hidden_layers)
+            inputs, before = inputs if isinstance(inputs, tuple) else (inputs, {})
+            kept |= before
+        hidden = inputs
+        for number, hidden in self._outputs(inputs, shared):
+            if wanted is not None and number in wanted.layers:
+                rows = whole(hidden)
+                kept[number] = rows if wanted.documents is None else means(rows, shared.document_ids, wanted.documents)
+        if self.span.head:
+            hidden = whole(hidden)
+        return hidden if wanted is None else (hidden, kept)
+
+    def _outputs(self, hidden: Tensor, shared: BatchContext) -> Iterator[tuple[int, Tensor]]:
+        """
+        What the embedding gives, as layer 0, then each layer, and the last norm, under the last layer's number again.
+
+        hidden: token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        """
         if self.span.embedding:
             hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
-            kept.add(0, hidden)
+            yield 0, hidden
         architecture = self.architecture
         cos, sin = rope_angles(shared.positions, architecture.head_dim, architecture.rope_theta, self.scaling)
         # One mask for all layers of a window.
@@ -122,12 +108,9 @@ class Decoder(TensorParallel):
         }
         for (number, layer), window in zip(self.layers.items(), self.windows, strict=True):
             hidden = layer(hidden, cos, sin, masks[window], shared.weights)
-            kept.add(int(number) + 1, hidden)
+            yield int(number) + 1, hidden
         if self.span.head:
-            hidden = self.norm(hidden)
-            kept.add(self.architecture.num_hidden_layers, hidden)
-            hidden = whole(hidden)
-        return kept.with_last(hidden)
+            yield architecture.num_hidden_layers, self.norm(hidden)
 
 
 class CausalLM(nn.Module):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
+from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, as_input, detach, floating
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Stage
@@ -232,6 +233,7 @@ class Captures:
     new_record: Callable[[], Record]
     _graphs: dict[int, StageGraphs] = attrs.field(factory=dict)
     _sums: WeightSums = attrs.field(factory=WeightSums)
+    _whole_rows: bool = True
 
     @classmethod
     def on(cls, device: torch.device, objective: Loss) -> "Captures | None":
@@ -245,6 +247,18 @@ class Captures:
         """What runs a stage in a step."""
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, losses, split, graphs=graphs)
+
+    def alike(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+        """
+        The microbatches of a step as the graphs take them: as whole rows as long as there were no others.
+
+        Rows of several documents are the general case, for which graphs are made anew once, and which serve all later
+        microbatches: those of packed data have now and then only whole rows.
+        """
+        if self._whole_rows and not all(each.shared.whole_rows for each in inputs):
+            self._whole_rows = False
+            self._graphs.clear()
+        return inputs if self._whole_rows else [each.as_any_rows() for each in inputs]
 
     def begin(self, actions: Iterable[Action]) -> None:
         """

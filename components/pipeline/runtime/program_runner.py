@@ -41,6 +41,10 @@ class MicrobatchInputs:
             return self
         return attrs.evolve(self, batch=attrs.evolve(self.batch, reference=reference))
 
+    def as_any_rows(self) -> "MicrobatchInputs":
+        """The same without the knowledge that each row is one document."""
+        return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
+
 
 @attrs.define(eq=False)
 class ProgramRunner:

@@ -282,7 +282,7 @@ def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
 
 
 def bias_gradient(node: Node, bias: Tensor) -> Compute:
-    """What computes a bias's gradient (its shape) from that of a product."""
+    """What computes the gradient of a bias of any shape from that of a product."""
     if type(node) is CONVOLUTION:
         return _summed_over_places
     return partial(Tensor.sum_to_size, size=bias.shape)
@@ -294,7 +294,7 @@ def _summed_over_places(grad: Tensor) -> Tensor:
 
 
 def convolution_gradient(node: Any, weight: Tensor) -> Compute:
-    """What computes the gradient of a convolution's weight from that of its output and its input."""
+    """What computes the gradient of a convolution's weight, of any shape, from those of output and input."""
     where = node._saved_stride, node._saved_padding, node._saved_dilation
     how = node._saved_transposed, node._saved_output_padding, node._saved_groups
     like = weight.detach()  # its shape and strides count, and not its values

@@ -38,28 +38,34 @@ class SafetensorsWriter:
             raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
 
 
-def writer_into(file: FileWriter, head: bytes, entries: dict[str, Entry]) -> SafetensorsWriter:
-    """Write a header, as `layout` makes it, into an open, empty file; the result writes the tensors."""
-    file.put(memoryview(head), 0)
-    return SafetensorsWriter(file, len(head), entries)
-
-
 @contextmanager
 def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """A new file of these tensors, flushed to disk at the end of the block; OSError if it exists."""
     head, entries = layout(specs)  # before the file is created: it refuses what can't be written
     with durable_files.new_file(path) as file:
-        writer = writer_into(file, head, entries)
+        file.put(memoryview(head), 0)
+        writer = SafetensorsWriter(file, len(head), entries)
         yield writer
         writer.finish()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """A new, flushed file of tensors of any shape, written in the order of the file, so that it can be hashed."""
-    with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
-        for name in list(writer.missing):
-            writer.write(name, tensors[name])
-    return writer.file.content()
+    """A new, flushed file of tensors of any shape and dtype; OSError if it exists."""
+    head, entries = layout(InMemory(tensors).specs())  # before the file is created, as above
+    with durable_files.new_file(path) as file:
+        put_tensors(file, tensors, head, entries)
+    return file.content()
+
+
+def put_tensors(file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]) -> None:
+    """
+    Write tensors of any shape and dtype, as `layout` plans them, into an open, empty file.
+
+    They are written from the start of the file to its end, so that it can be hashed.
+    """
+    file.put(memoryview(head), 0)
+    for name, entry in entries.items():
+        file.put(bytes_of(tensors[name]), len(head) + entry.start)
 
 
 def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:

@@ -16,16 +16,22 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.meshes import EXPERTS, LARGE, SMALL_MODEL, TINY, Case, measured, our_step
+from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, SMALL_MODEL, TINY, Case, measured, our_step
 from benchmarks.gpu.pipeline import Interval, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 
-SHAPES = ((LARGE, 2, 1), (SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (EXPERTS, 4, 1))
+CASES = [
+    *(Case(LARGE, 2, 1), Case(EXPERTS, 4, 1)),
+    *(Case(SMALL_MODEL, *shape) for shape in ((4, 1), (4, 4), (8, 2), (1, 16))),
+    Case(SMALL_MODEL, 1, 16, capture=True),
+    *(Case(SMALL_MODEL, rows, 1, length=length) for rows, length in ((4, 2 * LENGTH), (1, 8 * LENGTH))),
+]
 LONGEST = int(os.environ.get("LONGEST", "8"))
 
 KINDS = {
@@ -54,9 +60,11 @@ def _worker() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     try:
         ranks = processes.world_size
-        for shape in SHAPES:
+        for shape in CASES:
             for reshard in (True, False) if ranks > 1 else (True,):
-                case = Case(*shape, {"data_shard": ranks} if ranks > 1 else {}, reshard=reshard)
+                case = shape if ranks == 1 else attrs.evolve(shape, sizes={"data_shard": ranks}, reshard=reshard)
+                if ranks > 1 and case.capture:
+                    continue
                 if not words or any(word in case.name for word in words):
                     _lines(case, processes, device)
     finally:

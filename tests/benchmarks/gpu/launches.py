@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.launch import LeanKernel
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
@@ -68,6 +69,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "swiglu": (lambda: swiglu_triton(gate, gate), [gate]),
         "rope": (lambda: rope_triton(q, cos, sin), [q]),
         "qk_norm_rope": (lambda: qk_norm_rope_triton(q, k, of_head, of_head, 1e-6, cos, sin), [q, k, of_head]),
+        "attention": (lambda: attention_cudnn(q, k, k, WHOLE_ROWS), [q, k]),
         "moe_permute": (lambda: moe_permute_triton(x, shares, routes), [x]),
         "moe_unpermute": (lambda: moe_unpermute_triton(rows, routes), [rows]),
         "grouped_gemm": (lambda: grouped_gemm_triton(rows, experts, routes[2]), [rows, experts]),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
+from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.attention import EAGER, Implementation
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
@@ -16,8 +17,8 @@ from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unperm
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.stochastic_adamw import ParamState, step_scalars
 from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
@@ -26,7 +27,6 @@ from drawloom.kernels.triton.moe_routes import moe_routes_triton
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
 from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.swiglu import swiglu_triton
 
@@ -171,26 +171,27 @@ def _steps(tiny: bool) -> Iterator[Row]:
         kinds = [[torch.rand(size, device=DEVICE, generator=RANDOM).bfloat16() for size in sizes] for _ in "wgms"]
         return (), tuple(kinds)
 
-    def ours() -> Callable[..., Any]:
-        made: dict[int, StochasticAdamwTriton] = {}
+    def ours(counter: int | None) -> Callable[..., Any]:
+        made: dict[int, AdamwTriton] = {}
 
         def step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
             if id(weights) not in made:
                 kept = zip(weights, means, squares, strict=True)
-                made[id(weights)] = StochasticAdamwTriton([ParamState(w, m, s, 0.1, 7) for w, m, s in kept])
-            made[id(weights)].step(gradients, step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), 7)
+                made[id(weights)] = AdamwTriton([ParamState(w, m, s, 0.1, 7) for w, m, s in kept])
+            made[id(weights)].step(gradients, step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), counter)
 
         return step
 
-    yield Row(
-        "stochastic_adamw",
-        f"{elements / 1e6:.0f}M in {len(sizes)}, all bfloat16",
-        make,
-        {"drawloom": ours()},
-        {"torch's own, rounding to nearest": _torch_step},
-        None,
-        (14.0 * elements, 0.0),
-    )
+    for name, counter in (("stochastic_adamw", 7), ("adamw", None)):
+        yield Row(
+            name,
+            f"{elements / 1e6:.0f}M in {len(sizes)}, all bfloat16",
+            make,
+            {"drawloom": ours(counter)},
+            {"torch's own, rounding to nearest": _torch_step},
+            None,
+            (14.0 * elements, 0.0),
+        )
     count = 100 if tiny else 2**27
     yield Row(
         "stochastic_copy",

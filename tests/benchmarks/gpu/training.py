@@ -38,7 +38,7 @@ from benchmarks.gpu import clock  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.ports.model import BatchContext, Head, LayerRange  # noqa: E402
-from drawloom.kernels.stochastic_adamw import ParamState, step_scalars  # noqa: E402
+from drawloom.kernels.adamw import ParamState, step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 2 if TINY else 10
@@ -211,11 +211,7 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], rounded: bool) -> Step:
 
 
 def _rounded(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    module = (
-        "triton.stochastic_adamw.StochasticAdamwTriton"
-        if DEVICE.type == "cuda"
-        else "stochastic_adamw.StochasticAdamwEager"
-    )
+    module = "triton.adamw.AdamwTriton" if DEVICE.type == "cuda" else "adamw.AdamwEager"
     path, _, name = f"drawloom.kernels.{module}".rpartition(".")
     weights = [parameter.detach() for parameter in parameters]
     kept = [ParamState(w, torch.zeros_like(w), torch.zeros_like(w), 0.1, number) for number, w in enumerate(weights)]

@@ -93,7 +93,7 @@ def test_a_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, capl
     node.save(Step(4, 9))
     assert _steps(tmp_path) == {1, 2, 3, 4}
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        f"{tmp_path}/checkpoints/step-2 is corrupt, and is not counted: "
+        f"{tmp_path}/checkpoints/step-2 is corrupt, and not counted among those that are kept: "
         "rank-0.safetensors has a checksum mismatch in bytes 0 to 160"
     ]
 

@@ -65,7 +65,7 @@ def test_a_slice_of_another_shape_is_given_whole() -> None:
 def test_a_missing_piece_is_an_error() -> None:
     """Elements that no rank has saved are not made up."""
     part = SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (0, 0), (2, 3)))
-    with pytest.raises(ValueError, match="6 of 12 elements"):
+    with pytest.raises(ValueError, match="6 of the 12 elements"):
         assemble([{"w": part}], None)
 
 

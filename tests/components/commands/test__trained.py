@@ -66,7 +66,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
         return read[moment](*arguments)
 
     monkeypatch.setattr(_trained, "_recipe", read["_recipe"])
-    monkeypatch.setattr(_trained, "_only", lambda *_: "memory")
+    monkeypatch.setattr(_trained, "only", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
     _, _, _, state = _trained._read(project, options(tmp_path), (Stages,))
@@ -78,7 +78,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch:
     """What is wrong with a checkpoint that is still there is not tried again for ever."""
     save_steps(tmp_path, 1)
     monkeypatch.setattr(_trained, "_recipe", lambda *_: _Recipe(""))
-    monkeypatch.setattr(_trained, "_only", lambda *_: "gone")
+    monkeypatch.setattr(_trained, "only", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
         _trained._read(project, options(tmp_path), (Stages,))

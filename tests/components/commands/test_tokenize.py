@@ -23,7 +23,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 def documents(folder: Path) -> list[list[int]]:
     store = Store.open(folder)
-    return [store.tokens(number, 0, int(length)).tolist() for number, length in enumerate(store.lengths)]
+    return [store.read(number, 0, int(length)).ids.tolist() for number, length in enumerate(store.lengths)]
 
 
 def test_files_become_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def trained(made: Conversations) -> list[str]:
     tokenizer: Any = made.tokenizer
     found = []
     for number, length in enumerate(documents.lengths):
-        ids, weights = documents.tokens(number, 0, length), documents.weights(number, 0, length)
+        ids, weights, _ = documents.read(number, 0, length)
         assert weights is not None
         found.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
     return found
@@ -79,7 +79,7 @@ def test_which_turns_are_trained(tmp_path: Path) -> None:
 def test_roles_have_weights(tmp_path: Path) -> None:
     """A role that is not named is not trained."""
     made = corpus(tmp_path, {"messages": say("a", "b", "c")}, roles={"assistant": 0.5, "user": 0.0})
-    (weights,) = [made.documents("train").weights(0, 0, 99)]
+    (weights,) = [made.documents("train").read(0, 0, 99).weights]
     assert weights is not None and set(weights.tolist()) == {0.0, 0.5}
 
 
@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "rows.jsonl:2: Expecting"),
     "no object": ([1], r"rows.jsonl:2: a line must be an object, and not list"),
     "other keys": ({"conversations": []}, r"rows.jsonl:2: it has conversations; write"),
-    "a message without a role": ({"messages": [{"content": "a"}]}, "rows.jsonl:2: turn 1 is no object with a role"),
+    "a message without a role": ({"messages": [{"content": "a"}]}, "rows.jsonl:2: turn 1 is not an object with a role"),
     "a weight that is none": ({"messages": [{**say("a")[0], "weight": "x"}]}, "rows.jsonl:2: a turn has weight 'x'"),
     "content that the template can't write": ({"messages": [{"role": "assistant", "content": None}]}, "rows.jsonl:2"),
 }

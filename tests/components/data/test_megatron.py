@@ -26,8 +26,8 @@ def test_documents_are_read_as_they_are(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         documents = pickle.loads(pickle.dumps(corpus(tmp_path, validation_fraction=0.3).documents(split)))
         for number, length in enumerate(documents.lengths.tolist()):
-            found[int(documents.chosen[number])] = documents.tokens(number, 0, length + 9).tolist()
-            assert documents.weights(number, 0, length) is None
+            found[int(documents.chosen[number])] = documents.read(number, 0, length + 9).ids.tolist()
+            assert documents.read(number, 0, length).weights is None
     assert found == dict(enumerate(DOCUMENTS))
     assert 4 < len(corpus(tmp_path, validation_fraction=0.3).documents("validation").lengths) < 20
     assert corpus(tmp_path).documents("train").source(0).startswith(f"{tmp_path}/data_text_document.bin:")
@@ -52,5 +52,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\.idx has \d+ bytes"):
         corpus(tmp_path)
     index.write_bytes(b"something else, and long enough to be read")
-    with pytest.raises(UserError, match="no index of token ids"):
+    with pytest.raises(UserError, match="is not an index file of Megatron-LM"):
         corpus(tmp_path)

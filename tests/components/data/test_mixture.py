@@ -55,7 +55,7 @@ def test_the_documents_are_those_of_the_sources() -> None:
     one, other = Mixture(sources=SOURCES, weights={"web": 1, "code": 0}), Mixture(sources=SOURCES)
     documents = one.documents("train")
     assert documents.lengths.tolist() == [8, 8, 4, 4, 4, 4]
-    assert [documents.tokens(number, 0, 3).tolist() for number in (1, 2)] == [[1, 1, 1], [2, 2, 2]]
+    assert [documents.read(number, 0, 3).ids.tolist() for number in (1, 2)] == [[1, 1, 1], [2, 2, 2]]
     assert documents.fingerprint == other.documents("train").fingerprint
     swapped = Mixture(sources={"web": SOURCES["code"], "code": SOURCES["web"]})
     assert documents.fingerprint != swapped.documents("train").fingerprint
@@ -71,8 +71,8 @@ class Weighted(TokensInMemory):
 def test_weights_of_tokens_are_kept() -> None:
     """A source with weights keeps them beside one without."""
     documents = Mixture(sources={**SOURCES, "chat": Weighted([], [])}).documents("train")
-    weights = documents.weights(6, 0, 2)
-    assert documents.weights(0, 0, 2) is None and weights is not None and weights.tolist() == [0.5, 0.25]
+    weights = documents.read(6, 0, 2).weights
+    assert documents.read(0, 0, 2).weights is None and weights is not None and weights.tolist() == [0.5, 0.25]
 
 
 def test_sources_of_two_tokenizers_are_refused() -> None:

@@ -36,7 +36,7 @@ def compared(made: Preferences) -> list[tuple[str, str]]:
     for pair in range(len(documents.lengths) // 2):
         texts, total = [], 0.0
         for number in (2 * pair, 2 * pair + 1):
-            ids, weights = documents.tokens(number, 0, 10**6), documents.weights(number, 0, 10**6)
+            ids, weights, _ = documents.read(number, 0, 10**6)
             assert weights is not None
             total += float(weights[1:].sum(dtype=np.float64))
             texts.append(tokenizer.decode_control(ids[weights > 0].tolist()))
@@ -89,9 +89,9 @@ def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
     """Both documents begin with the ids of the same prompt; the template's BOS is in each once, and in no answer."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS}, template=HEADERS)
     documents, [begin] = made.documents("train"), made.tokenizer.encode_control("<s>").tolist()
-    pair = [documents.tokens(number, 0, 99).tolist() for number in (0, 1)]
+    pair = [documents.read(number, 0, 99).ids.tolist() for number in (0, 1)]
     assert [ids.count(begin) for ids in pair] == [1, 1] and pair[0][0] == begin
-    starts = [int((documents.weights(number, 0, 99) > 0).argmax()) for number in (0, 1)]  # type: ignore[operator, union-attr]
+    starts = [int((documents.read(number, 0, 99).weights > 0).argmax()) for number in (0, 1)]  # type: ignore[operator, union-attr]
     assert starts[0] == starts[1] > 3 and pair[0][: starts[0]] == pair[1][: starts[1]]
 
 
@@ -117,7 +117,7 @@ def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
     """Each document has its own, also in a batch, where the sum over the document's tokens is it."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE})
     documents = made.documents("train")
-    assert [documents.reference(number) for number in (0, 1)] == [-1.5, -2.0]
+    assert [documents.read(number, 0, 1).reference for number in (0, 1)] == [-1.5, -2.0]
     pieces = [Piece(number, 0, int(length)) for number, length in enumerate(documents.lengths)]
     batch = batch_of(documents, [pieces], 128, 0)
     assert batch.reference is not None

@@ -16,10 +16,10 @@ def test_parts_of_documents_stay_inside_of_them() -> None:
     """A part is that of the whole document, and ends with it; weights follow."""
     held = arrays([1, 2, 3], [], [4, 5], weights=[[0.0, 1.0, 2.0], [], [3.0, 4.0]])
     assert held.lengths.tolist() == [3, 0, 2]
-    assert held.tokens(0, 1, 9).tolist() == [2, 3] and held.tokens(2, 0, 1).tolist() == [4]
-    weights = held.weights(0, 1, 9)
+    assert held.read(0, 1, 9).ids.tolist() == [2, 3] and held.read(2, 0, 1).ids.tolist() == [4]
+    weights = held.read(0, 1, 9).weights
     assert weights is not None and weights.tolist() == [1.0, 2.0]
-    assert arrays([1]).weights(0, 0, 1) is None
+    assert arrays([1]).read(0, 0, 1).weights is None
 
 
 def test_the_fingerprint_is_of_everything() -> None:

@@ -46,7 +46,7 @@ class Wide(Bytes):
 
 def tokens_of(corpus: TokenizedText, split: Any) -> list[list[int]]:
     documents = corpus.documents(split)
-    return [documents.tokens(number, 0, int(length)).tolist() for number, length in enumerate(documents.lengths)]
+    return [documents.read(number, 0, int(length)).ids.tolist() for number, length in enumerate(documents.lengths)]
 
 
 def test_documents_end_with_the_end(drawloom_opened: Any, job: Any) -> None:

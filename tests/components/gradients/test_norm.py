@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.gradients.norm import EXACT, ON_DEVICE, total_norm
+from drawloom.components.gradients.norm import exact_norm
+from drawloom.kernels.scale import scale
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
 CPU = torch.device("cpu")
@@ -36,11 +37,12 @@ Norm = Callable[[list[Tensor], Ranks], float]
 
 
 def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
-    return total_norm(gradients, ranks, CPU, EXACT)
+    return exact_norm(gradients, ranks, CPU)
 
 
 def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:
-    norm = total_norm(gradients, ranks, CPU, ON_DEVICE)
+    one = torch.ones((), dtype=torch.float64)
+    norm = ranks.total(scale(gradients, one, [True] * len(gradients))).sqrt()
     assert norm.dtype == torch.float64 and norm.shape == ()
     return float(norm)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.adamw_step import AdamWTriton
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
@@ -60,10 +61,20 @@ def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
     return StochasticAdamW(parameters=parameters, job=OneJob(), device=ComputeDevice(kind=kind), **settings)
 
 
+class ByTriton(AdamW):
+    """An AdamW that is always of Triton, as on GPUs."""
+
+    def open(self) -> None:
+        """Create the optimizer of the parameters."""
+        rates = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
+        self._optimizers = [AdamWTriton(self._param_groups(), fused=True, **rates)]
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[str, Any]]] = {
     "adamw": (AdamW, FP32, FP32, {}),
     "adamw, float32 gradients of bfloat16": (AdamW, BF16, FP32, {}),
+    "adamw by Triton": (ByTriton, BF16, FP32, {}),
     "muon": (Muon, FP32, FP32, {"targets": ["matrix"]}),
     "muon, float32 gradients of bfloat16": (Muon, BF16, FP32, {"targets": ["matrix"]}),
     "sgd": (SGD, FP32, FP32, {}),

@@ -51,10 +51,11 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
     Sums of slices, and what every stage costs besides, are the costs of stages of any numbers of layers in a plan.
 
-    Those of a model with a large vocabulary, whose last slice has the head and costs most.
+    Those of a model with a large vocabulary, whose last slice has the head and costs most; where the host is not the
+    limit.
     """
     words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
-    planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100"))
+    planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100").without_host())
     found = planned.slices(2)
     slices, per_stage = np.array(found["slices"]), np.array(found["per_stage"])
     assert slices[-1].sum() > 2 * slices[2].sum() and found["memory"] > 1e9
@@ -70,10 +71,11 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
     What layers do again and keep, summed by stage, are the seconds and bytes of stages that recompute, in a plan.
 
-    So it is for all layers of a stage and for one in some. A recipe that recomputes by itself leaves nothing to choose.
+    So it is for all layers of a stage and for one in some, where the host is not the limit. A recipe that recomputes by
+    itself leaves nothing to choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
-    planned = Planned(recipe, device_model("h100"))
+    planned = Planned(recipe, device_model("h100").without_host())
     found = planned.slices(2)
     forward, held = np.array(found["slices"])[:, 0], np.array(found["activations"])
     cases: list[tuple[tuple[Recompute, ...], list[list[int]]]] = [
@@ -103,7 +105,7 @@ def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
     """Where memory is short, what is found by recomputing fits, and is faster than with one policy for all stages."""
     words = ("model.num_hidden_layers=8", "vars.length=2048", "batch.micro_size=4", "batch.global_size=32")
     recipe = Recipe.load("first_run", *words, "mesh.pipeline=2")
-    device = device_model("h100")
+    device = device_model("h100").without_host()
     whole = plan(recipe, device, 2)
     small = attrs.evolve(device, memory=int(0.55 * max(whole.peak_memory_bytes)))
     schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).slices(2)}

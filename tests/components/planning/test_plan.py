@@ -188,6 +188,16 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert 0.5 / (found.microbatches + 1) < time.bubble / time.seconds < 3 / (found.microbatches + 1)
 
 
+def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
+    """With stages.capture the passes of a small model take what the GPU needs, far less than the host would."""
+    words = DENSE[:-1]
+    plain, captured = (
+        plan(Recipe.load("first_run", *words, f"stages.capture={how}"), device_model("h200")).time.compute
+        for how in ("false", "true")
+    )
+    assert captured < 0.2 * plain
+
+
 FAULTS: list[tuple[tuple[str, ...], int | None, str]] = [
     (("mesh.data_shard=2",), 3, "needs a multiple of"),
     ((), 3, "write a multiple of 12"),

@@ -219,7 +219,7 @@ def test_a_late_skip_stops_the_run_before_weights_change_again() -> None:
 def test_a_run_that_ends_with_skipped_steps_fails_after_its_final_tasks(late: bool) -> None:
     """The results are made, as the weights are those of the last applied step; then it is an error."""
     record = Skipping(which={2, 4, 5}, late=late)
-    words = "the last 2 steps were skipped, at last step 5: the loss is nan; the results are of the weights before"
+    words = "the last 2 steps were skipped, at last step 5: the loss is nan; the results are made from earlier weights"
     with pytest.raises(UserError, match=words):
         trainer(record, steps=5).run()
     assert record.calls[-1] == "finish 5"

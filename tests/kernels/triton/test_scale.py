@@ -1,5 +1,8 @@
 """Many tensors in one launch are bitwise those of the eager implementation."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,20 +13,42 @@ from support.kernels import DEVICE, drawn, few, layouts
 from support.seeding import seeds
 
 sizes = st.sampled_from([0, 1, 7, 300, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
-halves = st.sampled_from([torch.bfloat16, torch.float16])
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 
 @few
-@given(seeds, st.lists(st.tuples(sizes, layouts), max_size=5), halves, st.floats(-3, 3), st.integers(0, 8))
+@given(seeds, st.lists(st.tuples(sizes, layouts), max_size=5), dtypes, st.floats(-3, 3), st.integers(0, 8))
 def test_same_bits(_seed: object, kinds: list[tuple[int, str]], dtype: torch.dtype, factor: float, offset: int) -> None:
-    """Any sizes, layouts and addresses give the bits of the eager implementation, and nothing beside them changes."""
+    """
+    Any sizes, layouts and addresses give the bits of the eager implementation, and nothing beside them changes; squares
+    are its sum to the rounding of float64.
+    """
     made = [drawn(layout, 2, size, dtype=dtype).detach() for size, layout in kinds]
     memory = torch.randn(offset + 100, device=DEVICE).to(dtype)
     found = [*made, memory[offset : offset + 50]]
     kept, expected = memory.clone(), [each.clone() for each in found]
     number = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
-    scale_triton(found, number)
-    scale_eager(expected, number)
+    counted = tuple(place % 3 != 1 for place in range(len(found)))
+    squares = scale_triton(found, number, counted)
+    torch.testing.assert_close(squares, scale_eager(expected, number, counted), rtol=1e-13, atol=0)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     kept[offset : offset + 50] = expected[-1]
     assert torch.equal(memory, kept)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_factor_of_1_leaves_tensors_alone(factor: float) -> None:
+    """Only another factor writes anything, which shows in a NaN: a product has that of the processor."""
+    bits = torch.full((BLOCK + 5,), 0x7FC1, dtype=torch.int16, device=DEVICE)
+    scale_triton([bits.view(torch.bfloat16)], torch.tensor(factor, dtype=torch.float64, device=DEVICE), (False,))
+    assert (bits == 0x7FC1).all() if factor == 1 else (bits != 0x7FC1).all()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38, 1e-38])
+def test_squares_neither_overflow_nor_hide_what_is_not_finite(value: float) -> None:
+    """Squares of the greatest and the least float32 are added up; infinities and NaN show if they are counted."""
+    tensors = [torch.full((BLOCK + 3,), each, device=DEVICE) for each in (value, 1.0)]
+    one = torch.ones((), dtype=torch.float64, device=DEVICE)
+    expected = (BLOCK + 3) * float(torch.tensor(value)) ** 2
+    assert scale_triton(tensors, one, (True, False)).item() == pytest.approx(expected, rel=1e-14, nan_ok=True)
+    assert scale_triton(tensors, one, (False, True)).item() == BLOCK + 3

@@ -59,7 +59,7 @@ def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(encode, "BATCH", 100)
     store = store_of(tmp_path / "store", [["a", TEXT, "b"]])
     assert store.lengths.tolist() == [2, len(TEXT) + 1, 2]
-    assert bytes(store.tokens(1, 0, len(TEXT)).tolist()).decode() == TEXT
+    assert bytes(store.read(1, 0, len(TEXT)).ids.tolist()).decode() == TEXT
 
 
 def test_what_can_not_be_tokenized_is_named(tmp_path: Path) -> None:

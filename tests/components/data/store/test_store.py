@@ -16,9 +16,9 @@ def test_documents_are_those_of_all_shards(tmp_path: Path) -> None:
     """Documents count through the shards, each with its end; empty ones are dropped."""
     store = store_of(tmp_path / "store", PARTS)
     assert store.lengths.tolist() == [4, 3, 301] and store.token_count == 308
-    assert store.tokens(1, 0, 9).tolist() == [*b"de", 256] and store.tokens(2, 299, 400).tolist() == [*b"f", 256]
+    assert store.read(1, 0, 9).ids.tolist() == [*b"de", 256] and store.read(2, 299, 400).ids.tolist() == [*b"f", 256]
     assert store.source(1) == "part 0:2" and store.source(2) == "part 2:0"
-    assert store.weights(0, 0, 4) is None
+    assert store.read(0, 0, 4).weights is None
     assert (store.vocab_size, store.eos_id) == (257, 256)
 
 
@@ -34,10 +34,10 @@ def test_the_fingerprint_is_of_the_documents(tmp_path: Path) -> None:
 def test_a_pickled_store_has_no_tokens(tmp_path: Path) -> None:
     """A worker process gets the paths, not the content, and reads the same."""
     store = store_of(tmp_path / "store", [["x" * 50_000]])
-    store.tokens(0, 0, 9)
+    store.read(0, 0, 9)
     dumped = pickle.dumps(store)
     assert len(dumped) < 2_000
-    assert pickle.loads(dumped).tokens(0, 49_998, 50_001).tolist() == [*b"xx", 256]
+    assert pickle.loads(dumped).read(0, 49_998, 50_001).ids.tolist() == [*b"xx", 256]
 
 
 def test_opening_reads_no_tokens(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_opening_reads_no_tokens(tmp_path: Path) -> None:
     with (tmp_path / "store" / "00000.documents").open("r+b") as file:
         file.write((2**30).to_bytes(8, "little"))
     store = Store.open(tmp_path / "store")
-    assert store.token_count == 2**30 and store.tokens(0, 2**30 - 2, 2**30).tolist() == [0, 0]
+    assert store.token_count == 2**30 and store.read(0, 2**30 - 2, 2**30).ids.tolist() == [0, 0]
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.model import Collector, means
+from drawloom.components.model.decoder.model import check_hidden_states, means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange
 from drawloom.kernels.attention import Implementation
@@ -231,7 +231,7 @@ def test_what_can_not_be_had_is_refused() -> None:
     """A layer that the model does not have, and rows that ranks share out."""
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no hidden states of layer 3: the model has layers 0 to 2"):
-        Collector.of(tokens, context(tokens, hidden_states=HiddenStates((3,))), 2)
+        check_hidden_states(context(tokens, hidden_states=HiddenStates((3,))), 2)
     part: Any = object()
     with pytest.raises(ValueError, match="hidden states are of whole rows"):
-        Collector.of(tokens, context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)
+        check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)

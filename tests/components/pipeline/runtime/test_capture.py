@@ -188,3 +188,14 @@ def test_sums_begin_at_zero_or_at_what_is_there() -> None:
     sums.attach()
     sums.reset()
     assert weight.grad is kept and kept.tolist() == [2.0] * 3
+
+
+def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs know that rows are one document each until there are others, and are then recorded again, once."""
+    monkeypatch.setattr(Batch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
+    with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
+        (found,) = steps([CASES[0]], True, taken=6)
+    assert not caplog.records and recorder.recorded == 4
+    assert_same(found, steps([CASES[0]], False, taken=6)[0])

@@ -1,11 +1,10 @@
 """
-AdamW on bfloat16 weights with stochastic rounding: no float32 master weights, and small updates are not lost.
+AdamW whose results are rounded to bfloat16 to the nearest, or stochastically, so that small updates are not lost.
 
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2. Every operation is in float32 and
 rounded by itself, so that the eager and the Triton implementation agree bitwise.
 """
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ class ParamState:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     weight_decay: float
-    key: int
+    key: int = 0
     first: int = 0
 
     def __post_init__(self) -> None:
@@ -43,61 +42,70 @@ class ParamState:
             )
 
 
-def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int) -> tuple[float, ...]:
-    """lr, 1 - beta1, 1 - beta2, bias-corrected lr, the bias correction of sqrt(exp_avg_sq), eps; steps count from 1."""
+def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | Tensor) -> Tensor:
+    """
+    What a step computes with, float32 (6,): lr, 1 - betas, bias-corrected lr, bias correction of sqrt(exp_avg_sq), eps.
+
+    `step` counts from 1. A number for each weight, of any dtype (weights,), gives (weights, 6) on their device.
+    """
+    steps = torch.as_tensor(step, dtype=torch.float64)
     beta1, beta2 = betas
-    corrected = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
-    return lr, 1 - beta1, 1 - beta2, *corrected, eps
+    corrected = lr / (1 - beta1**steps), (1 - beta2**steps) ** -0.5
+    scalars = lr, 1 - beta1, 1 - beta2, *corrected, eps
+    return torch.stack([x if isinstance(x, Tensor) else torch.full_like(steps, x) for x in scalars], -1).float()
 
 
-class StochasticAdamwEager:
+class AdamwEager:
     """The optimizer step in plain torch, one weight after another."""
 
     def __init__(self, params: Sequence[ParamState]) -> None:
         self._params = params
 
     def step(
-        self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int, found_inf: Tensor | None = None
+        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
     ) -> None:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` in the order of the weights, each of its weight's shape (any shape, any float dtype); `scalars` from
-        `step_scalars`; `counter` selects the step's noise.
+        `step_scalars`; `counter` selects the step's noise, and None rounds to the nearest.
         """
-        # The scalars are rounded to float32 first, as the Triton kernel reads them.
-        rounded = [ctypes.c_float(scalar).value for scalar in scalars]
-        for param, grad in zip(self._params, grads, strict=True):
-            _step(param, grad.reshape(-1), rounded, counter, found_inf)
+        rows = scalars.expand(len(self._params), -1)
+        for param, grad, row in zip(self._params, grads, rows, strict=True):
+            _step(param, grad.reshape(-1), row, counter, found_inf)
 
 
-def _step(param: ParamState, grad: Tensor, scalars: list[float], counter: int, found_inf: Tensor | None) -> None:
+def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None) -> None:
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
         results = _updated(values, grad[part], param.weight_decay, scalars)
-        noise = _noise(len(values[0]), param.key, counter, param.first + start, grad.device)
-        for value, result, drawn in zip(values, results, noise, strict=False):
-            new = round_stochastically(result, drawn) if value.dtype == torch.bfloat16 else result
+        if counter is not None:
+            noise = _noise(len(values[0]), param.key, counter, param.first + start, grad.device)
+            results = [_rounded(*of) for of in zip(results, noise, values, strict=False)]
+        for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
     for tensor, changed in zip(tensors, flat, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(changed.view(tensor.shape))
 
 
-def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: list[float]) -> tuple[Tensor, ...]:
+def _rounded(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
+    return round_stochastically(result, noise) if target.dtype == torch.bfloat16 else result
+
+
+def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
     """Weight, exp_avg and exp_avg_sq after a step, in float32."""
-    lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars
+    lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars.unbind()
     weight, exp_avg, exp_avg_sq = (value.float() for value in values)
     grad = grad.float()
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * one_minus_beta2
-    lr_decay = ctypes.c_float(lr * ctypes.c_float(weight_decay).value).value
-    weight = weight - weight * lr_decay
+    weight = weight - weight * (lr * weight_decay)
     root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded on CPUs
-    return weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq
+    return [weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq]
 
 
 def _noise(count: int, key: int, counter: int, first: int, device: torch.device) -> Iterator[Tensor]:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import ParamState, StochasticAdamwEager, step_scalars
-from drawloom.kernels.triton.stochastic_adamw import PART, StochasticAdamwTriton
+from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.triton.adamw import PART, AdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
 
@@ -39,23 +39,29 @@ def assert_same_bits(ours: list[ParamState], theirs: list[ParamState]) -> None:
             assert torch.equal(getattr(mine, name), getattr(their, name)), name
 
 
-def step_both(ours: list[ParamState], theirs: list[ParamState], gradients: list[list[Tensor]]) -> None:
-    triton, eager = StochasticAdamwTriton(ours), StochasticAdamwEager(theirs)
+def step_both(
+    ours: list[ParamState], theirs: list[ParamState], gradients: list[list[Tensor]], noise: int | None = 2**40
+) -> None:
+    triton, eager = AdamwTriton(ours), AdamwEager(theirs)
     for step, of_step in enumerate(gradients, 1):
         numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
-        triton.step(of_step, numbers, step + 2**40)
-        eager.step(of_step, numbers, step + 2**40)
+        counter = None if noise is None else step + noise
+        triton.step(of_step, numbers, counter)
+        eager.step(of_step, numbers, counter)
 
 
 @few
-@given(seeds, st.lists(kinds, min_size=1, max_size=4), st.sampled_from([WIDE, NARROW]))
+@given(seeds, st.lists(kinds, min_size=1, max_size=4), st.sampled_from([WIDE, NARROW]), st.sampled_from([2**40, None]))
 def test_same_bits(
-    _seed: object, shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype
+    _seed: object, shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype, noise: int | None
 ) -> None:
-    """Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step."""
+    """
+    Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step, with
+    noise or rounded to the nearest.
+    """
     ours, theirs = twins(shapes)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
-    step_both(ours, theirs, gradients)
+    step_both(ours, theirs, gradients, noise)
     assert_same_bits(ours, theirs)
 
 
@@ -66,8 +72,8 @@ def test_same_bits_at_boundaries(number: int) -> None:
         ours, theirs = twins([((700,), NARROW, NARROW)])
         ours, theirs = ([replace(of[0], key=key, first=first)] for of in (ours, theirs))
         gradients, numbers = [torch.randn(700).to(DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
-        StochasticAdamwTriton(ours).step(gradients, numbers, counter)
-        StochasticAdamwEager(theirs).step(gradients, numbers, counter)
+        AdamwTriton(ours).step(gradients, numbers, counter)
+        AdamwEager(theirs).step(gradients, numbers, counter)
         assert_same_bits(ours, theirs)
 
 
@@ -78,8 +84,8 @@ def test_the_device_can_skip_a_step(found_inf: float) -> None:
     before, _ = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
     gradients = [torch.full(t.weight.shape, torch.inf if found_inf else 0.1).to(DEVICE) for t in ours]
     numbers, flag = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), torch.tensor(found_inf).to(DEVICE)
-    StochasticAdamwTriton(ours).step(gradients, numbers, 1, flag)
-    StochasticAdamwEager(theirs).step(gradients, numbers, 1, flag)
+    AdamwTriton(ours).step(gradients, numbers, 1, flag)
+    AdamwEager(theirs).step(gradients, numbers, 1, flag)
     assert_same_bits(ours, theirs)
     assert all(torch.equal(a.weight, b.weight) == bool(found_inf) for a, b in zip(ours, before, strict=True))
 
@@ -88,6 +94,17 @@ def test_several_programs_for_a_weight() -> None:
     """A weight of several programs' parts, the last one incomplete, changes as by the eager step."""
     ours, theirs = twins([((2, PART // 2 + 700), NARROW, NARROW), ((3,), NARROW, NARROW)])
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours]])
+    assert_same_bits(ours, theirs)
+
+
+def test_each_weight_has_its_own_scalars() -> None:
+    """A row of scalars for each weight is that weight's, whichever launch it shares, empty ones and all."""
+    shapes = [((40,), NARROW, NARROW), ((0,), WIDE, WIDE), ((3, 5), WIDE, WIDE), ((700,), NARROW, NARROW)]
+    ours, theirs = twins(shapes)
+    gradients = [torch.randn(t.weight.shape).to(DEVICE) for t in ours]
+    numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, torch.tensor([1, 2, 3, 400], device=DEVICE))
+    AdamwTriton(ours).step(gradients, numbers)
+    AdamwEager(theirs).step(gradients, numbers)
     assert_same_bits(ours, theirs)
 
 
@@ -111,11 +128,11 @@ def test_unaligned_weights() -> None:
 def test_one_launch_for_all_of_a_kind() -> None:
     """Weights of the same dtypes share a launch, whatever their number and sizes."""
     ours, _ = twins([((size,), NARROW, NARROW) for size in range(1, 20)])
-    assert len(StochasticAdamwTriton(ours)._launches) == 1
+    assert len(AdamwTriton(ours)._launches) == 1
 
 
 def test_refuses_strided_weights() -> None:
     """A weight that is not contiguous is an error that names the eager implementation."""
     weight = torch.ones(3, 4, device=DEVICE).T
     with pytest.raises(ValueError, match="must be contiguous"):
-        StochasticAdamwTriton([ParamState(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])
+        AdamwTriton([ParamState(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])

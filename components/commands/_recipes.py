@@ -1,4 +1,4 @@
-"""The pipeline of a recipe: its schedule, ranks and microbatches."""
+"""What several commands look up in recipes: the one node of a port, and the pipeline."""
 
 import math
 
@@ -30,11 +30,19 @@ class Pipeline:
             return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))
 
 
-def only(graph: Graph, port: type) -> str:
-    """The name of the node that implements a port; UserError if there is not exactly one."""
+def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
+    """
+    The name of the node that implements a port.
+
+    Raises UserError, which names the `holder` of the graph, if there is not exactly one; RecipeError if there is none
+    and the graph has problems: such a node may be one with an unknown component.
+    """
     names = graph.implementers(port)
+    if not names:
+        graph.or_error()
     if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
+        which = f" ({', '.join(f'[{name}]' for name in names)})" if names else ""
+        raise UserError(f"{holder} has {len(names)} nodes that are a {port.__name__}{which}; one is required", 2)
     return names[0]
 
 

@@ -1,10 +1,10 @@
-"""AdamW on bfloat16 weights against torch's on float32, step by step and on average."""
+"""AdamW against torch's on float32, step by step and, rounded stochastically to bfloat16, on average."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import ParamState, StochasticAdamwEager, step_scalars
+from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
 
 
 def trained(weight: Tensor, kept: torch.dtype = torch.float32, **settings: float) -> ParamState:
@@ -12,24 +12,35 @@ def trained(weight: Tensor, kept: torch.dtype = torch.float32, **settings: float
     return ParamState(weight, mean, exp_avg_sq, settings.get("weight_decay", 0.0), int(settings.get("key", 5)))
 
 
-def test_float32_is_adamw() -> None:
-    """In float32, weights and state are those of torch's AdamW, for each weight's own weight decay."""
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_float32_is_adamw(stochastic: bool) -> None:
+    """In float32, with noise or without, weights and state are those of torch's AdamW, by each weight's decay."""
     weights = [torch.randn(5, 3), torch.randn(7)]
     ours = [trained(weights[0].clone(), weight_decay=0.3), trained(weights[1].clone())]
     theirs = [weight.clone().requires_grad_() for weight in weights]
     groups = [{"params": [theirs[0]], "weight_decay": 0.3}, {"params": [theirs[1]], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
-    stepper = StochasticAdamwEager(ours)
+    stepper = AdamwEager(ours)
     for step in range(1, 6):
         gradients = [torch.randn_like(weight) for weight in weights]
         for weight, gradient in zip(theirs, gradients, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
-        stepper.step(gradients, step_scalars(0.01, (0.8, 0.9), 1e-6, step), counter=step)
+        stepper.step(gradients, step_scalars(0.01, (0.8, 0.9), 1e-6, step), step if stochastic else None)
     for mine, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.weight, their.detach(), rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(mine.exp_avg, optimizer.state[their]["exp_avg"], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(mine.exp_avg_sq, optimizer.state[their]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+
+
+def test_scalars_of_weights_are_those_of_each() -> None:
+    """A number of steps for each weight gives a row for each, bitwise that of the number alone."""
+    counts = [1, 2, 1000, 2**24 + 1]
+    rows = step_scalars(1e-3, (0.9, 0.95), 1e-8, torch.tensor(counts))
+    for row, count in zip(rows, counts, strict=True):
+        assert torch.equal(row, step_scalars(1e-3, (0.9, 0.95), 1e-8, count))
+    expected = [1e-3, 0.1, 0.05, 1e-3 / (1 - 0.9**2), (1 - 0.95**2) ** -0.5, 1e-8]
+    torch.testing.assert_close(rows[1], torch.tensor(expected), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
@@ -37,7 +48,7 @@ def test_small_steps_add_up(kept: torch.dtype) -> None:
     """Steps far below the spacing of bfloat16 move weights as far on average as they move float32 weights."""
     weight = torch.ones(20_000, dtype=torch.bfloat16)
     one, gradient = trained(weight, kept), torch.ones(20_000, dtype=torch.bfloat16)
-    stepper = StochasticAdamwEager([one])
+    stepper = AdamwEager([one])
     for step in range(1, 21):
         stepper.step([gradient], step_scalars(1e-4, (0.9, 0.95), 1e-8, step), counter=step)
     # The gradient is constant, so each of 20 steps is by lr, a fortieth of the spacing of bfloat16 below 1.
@@ -52,7 +63,7 @@ def test_noise_is_of_key_counter_and_place() -> None:
         weight = torch.linspace(1, 2, 1000).bfloat16()[part].clone()
         mean, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
         one = ParamState(weight, mean, exp_avg_sq, 0.1, key, part.start or 0)
-        StochasticAdamwEager([one]).step([torch.ones_like(weight)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
+        AdamwEager([one]).step([torch.ones_like(weight)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
         return weight
 
     assert torch.equal(after(1, 1), after(1, 1))
@@ -76,7 +87,7 @@ def test_strided_weights() -> None:
     view.copy_(copy)
     for weight in (copy, view):
         one = ParamState(weight, torch.zeros(3, 4), torch.zeros(3, 4), 0.0, 1)
-        StochasticAdamwEager([one]).step([torch.ones(3, 4)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+        AdamwEager([one]).step([torch.ones(3, 4)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     assert torch.equal(copy, view)
 
 
@@ -84,6 +95,6 @@ def test_nan_gradient_stays_visible() -> None:
     """A NaN gradient leaves NaN in the weight and its state."""
     one = trained(torch.ones(4).bfloat16(), torch.bfloat16)
     gradient = torch.tensor([1.0, float("nan"), 1.0, 1.0])
-    StochasticAdamwEager([one]).step([gradient], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+    AdamwEager([one]).step([gradient], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     for tensor in (one.weight, one.exp_avg, one.exp_avg_sq):
         assert tensor.isnan().tolist() == [False, True, False, False]

@@ -1,5 +1,5 @@
 """
-AdamW with stochastic rounding in Triton: one launch for all weights of the same dtypes.
+AdamW in Triton, rounded to the nearest or stochastically: one launch for all weights of the same dtypes.
 
 A table on the device holds the addresses of each weight, its gradient and its state; another, which weight and which
 part of it each program updates. What changes by step is in two small tensors on the device, so that a launch can be
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import ParamState
+from drawloom.kernels.adamw import ParamState
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
 
@@ -28,25 +28,28 @@ BLOCK = 512
 ALIGNMENT = 16
 """Bytes of a vectorized load; tensors that are not aligned to it are read element by element."""
 
-TABLE_COLUMNS = 7
-"""Numbers in a row of the table: four addresses, the count of elements, key and first index of the noise."""
+TABLE_COLUMNS = 8
+"""
+Numbers in a row of the table: four addresses, the count of elements, key and first index of the noise, and the place of
+the weight among all.
+"""
 
 
-class StochasticAdamwTriton:
-    """The optimizer step with one launch for each combination of dtypes; bitwise the same as StochasticAdamwEager."""
+class AdamwTriton:
+    """The optimizer step with one launch for each combination of dtypes; bitwise the same as AdamwEager."""
 
     def __init__(self, params: Sequence[ParamState]) -> None:
-        kinds = sorted(range(len(params)), key=lambda place: _kind(params[place]))
-        groups = groupby(kinds, key=lambda place: _kind(params[place]))
-        self._launches = [(places, _FusedStep([params[p] for p in places])) for places in (list(g) for _, g in groups)]
+        filled = [place for place, param in enumerate(params) if param.weight.numel()]
+        kinds = sorted(filled, key=lambda place: _kind(params[place]))
+        groups = [list(group) for _, group in groupby(kinds, key=lambda place: _kind(params[place]))]
+        self._launches = [(places, _FusedStep([params[place] for place in places], places)) for places in groups]
 
     def step(
-        self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int, found_inf: Tensor | None = None
+        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Update all weights and their state in place; arguments as for StochasticAdamwEager.step (any shape)."""
+        """Update all weights and their state in place; arguments as for AdamwEager.step (any shape)."""
         for places, launch in self._launches:
-            launch.set(scalars, counter)
-            launch.run([grads[place] for place in places], found_inf)
+            launch.run([grads[place] for place in places], *launch.on_device(scalars, counter), found_inf)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
@@ -57,33 +60,39 @@ def _kind(param: ParamState) -> tuple[str, ...]:
 
 
 class _FusedStep:
-    """Weights of one kind, and the tables of their addresses."""
+    """Weights of one kind, none of them empty, and the tables of their addresses."""
 
-    def __init__(self, params: list[ParamState]) -> None:
+    def __init__(self, params: list[ParamState], places: list[int]) -> None:
         if any(not x.is_contiguous() for t in params for x in (t.weight, t.exp_avg, t.exp_avg_sq)):
-            raise ValueError("weights, exp_avg and exp_avg_sq must be contiguous; use StochasticAdamwEager for others")
-        self._params = [t for t in params if t.weight.numel()]
-        self._places = [place for place, t in enumerate(params) if t.weight.numel()]
+            raise ValueError("weights, exp_avg and exp_avg_sq must be contiguous; use AdamwEager for others")
+        self._params, self._places = params, places
         self._device = params[0].weight.device
         self._aligned = _kind(params[0])[-1] == str(True)
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = torch.tensor(parts, dtype=torch.int32).to(self._device)
         self._weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32).to(self._device)
-        self._scalars = torch.zeros(6, dtype=torch.float32, device=self._device)
-        self._counter = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
-    def set(self, scalars: tuple[float, ...], counter: int) -> None:
-        """Copy the scalars and the counter of the next step to the device."""
-        self._scalars.copy_(_pinned(torch.tensor(scalars, dtype=torch.float32), self._device), non_blocking=True)
-        self._counter.copy_(_pinned(torch.tensor([counter]), self._device), non_blocking=True)
+    def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
+        """The scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
+        noise_of = None if counter is None else self._copied(torch.tensor([counter]))
+        return self._copied(scalars), noise_of
 
-    def run(self, grads: list[Tensor], found_inf: Tensor | None = None) -> None:
-        """Launch the step, with gradients (any shape) in the order of the weights; found_inf, not 0, leaves them."""
-        if not self._params:
-            return
-        grads = [_readable(grads[place]) for place in self._places]
+    def _copied(self, numbers: Tensor) -> Tensor:
+        # From pinned memory, without which a copy to the device blocks the host.
+        on_host = numbers.device.type == "cpu" and self._device.type == "cuda"
+        return numbers.pin_memory().to(self._device, non_blocking=True) if on_host else numbers
+
+    def run(
+        self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """
+        Launch the step with gradients (any shape) in the order of the weights, and what `on_device` gave.
+
+        found_inf, not 0, leaves the weights as they are.
+        """
+        grads = [_readable(grad) for grad in grads]
         dtypes = {grad.dtype for grad in grads}
         # The kernel reads all gradients with one dtype; mixed ones are rare enough for a copy.
         if len(dtypes) > 1:
@@ -94,8 +103,9 @@ class _FusedStep:
             self._table,
             self._parts,
             self._weight_decays,
-            self._scalars,
-            self._counter,
+            scalars,
+            0 if scalars.ndim == 1 else scalars.stride(0),
+            counter,
             found_inf,
             one.weight[:0],
             grads[0][:0],
@@ -111,15 +121,15 @@ class _FusedStep:
         addresses = [grad.data_ptr() for grad in grads]
         # Gradients move when they are freed and allocated again; the other tensors stay where they are.
         if addresses != self._addresses:
-            rows = [_row(t, address) for t, address in zip(self._params, addresses, strict=True)]
-            self._table = _pinned(torch.tensor(rows), self._device).to(self._device, non_blocking=True)
+            rows = [_row(*of) for of in zip(self._params, addresses, self._places, strict=True)]
+            self._table = self._copied(torch.tensor(rows))
             self._addresses = addresses
 
 
-def _row(param: ParamState, grad: int) -> list[int]:
+def _row(param: ParamState, grad: int, place: int) -> list[int]:
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in tensors)
-    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), param.key, param.first]
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), param.key, param.first, place]
 
 
 def _readable(grad: Tensor) -> Tensor:
@@ -128,16 +138,11 @@ def _readable(grad: Tensor) -> Tensor:
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
-def _pinned(scalars: Tensor, device: torch.device) -> Tensor:
-    """Numbers in pinned memory if they go to a GPU: without it, a copy to the device blocks the host."""
-    return scalars.pin_memory() if device.type == "cuda" else scalars
-
-
 # fmt: off
 @lean
 @triton.jit
 def _kernel(
-    table, parts, decays, scalars, counter, found_inf, weight_like, grad_like, exp_avg_like,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
     ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
@@ -157,10 +162,11 @@ def _kernel(
         count = tl.where(tl.load(found_inf) == 0, count, 0)
     key = tl.load(table + 5)
     draw = tl.load(table + 6) // 2 + start // 2
+    scalars += tl.load(table + 7) * scalars_stride
     lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     lr_decay = lr * tl.load(decays + row)
-    noise_of = tl.load(counter)
+    noise_of = None if counter is None else tl.load(counter)
     # fmt: off
     for block in range(0, tl.minimum(PART, count - start), BLOCK):
         place = start + block + tl.arange(0, BLOCK)
@@ -188,14 +194,18 @@ def _update(
     s = s + (g * g - s) * one_minus_beta2
     old = old - old * lr_decay
     new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
-    for_weight, for_mean, for_square, _ = philox(key, draws, counter)
-    tl.store(weight + place, _as_kept(new, for_weight, weight), mask=mask)
-    tl.store(exp_avg + place, _as_kept(m, for_mean, exp_avg), mask=mask)
-    tl.store(exp_avg_sq + place, _as_kept(s, for_square, exp_avg_sq), mask=mask)
+    if counter is not None:
+        for_weight, for_mean, for_square, _ = philox(key, draws, counter)
+        new = _rounded(new, for_weight, weight)
+        m, s = _rounded(m, for_mean, exp_avg), _rounded(s, for_square, exp_avg_sq)
+    # What is not rounded yet is rounded to the nearest.
+    tl.store(weight + place, new.to(weight.dtype.element_ty), mask=mask)
+    tl.store(exp_avg + place, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + place, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _as_kept(x, word, pointer):
+def _rounded(x, word, pointer):
     """x in the pointer's dtype: float32 as it is, or stochastically rounded to bfloat16 with halves of the words."""
     if pointer.dtype.element_ty == tl.bfloat16:
         x = round_stochastically(x, halves(word))
