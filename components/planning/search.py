@@ -157,8 +157,8 @@ class _Search:
         """The plan with these settings; None if they make no sense for this recipe. Raises TooLarge if it can't fit."""
         nodes, sync = self.nodes, mesh["data_shard"] > 1 and mesh["pipeline"] == 1
         stages: dict[str, Any] = {"recompute": policy, "sync_each_microbatch": sync}
-        if mesh.get("expert", 1) > 1:
-            stages["dispatcher"] = {"use": "experts.all_to_all"}
+        if "expert" in mesh:
+            stages["dispatcher"] = {"use": "experts.all_to_all" if mesh["expert"] > 1 else "experts.local"}
         batch = {"micro_size": rows}
         values: dict[str, dict[str, Any]] = {nodes.mesh: mesh, nodes.only(Batching): batch, nodes.stages: stages}
         if schedule:
@@ -189,7 +189,7 @@ def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Itera
                 continue
             for expert in {1, min(shard * tensor, device.per_host)} if nodes.has_experts else {1}:
                 mesh = {"pipeline": pipeline, "data_replicate": rest // shard, "data_shard": shard, "tensor": tensor}
-                yield mesh | ({"expert": expert} if expert > 1 else {})
+                yield mesh | ({"expert": expert} if nodes.has_experts else {})
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -49,6 +49,15 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     assert "schedule.slices = [...]" in search_text(every)
 
 
+def test_experts_are_tried_on_one_rank_and_on_several() -> None:
+    """Also where the recipe shares them out: its own size of that dimension is no part of what is tried."""
+    words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
+    recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
+    every = [tomli.loads(each.overlay) for each in search(recipe, device_model("h200"), 2)]
+    ways = {(each["mesh"]["expert"], each["stages"]["dispatcher"]["use"]) for each in every}
+    assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
+
+
 def test_ranks_that_suit_no_mesh_are_told() -> None:
     """Instead of an empty table."""
     assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
