@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from drawloom.kernels.operation import once_differentiable
 
 
 class Implementation(NamedTuple):

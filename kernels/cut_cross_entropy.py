@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
-from drawloom.kernels.operation import accumulation_dtype
+from drawloom.kernels.operation import accumulation_dtype, once_differentiable
 from drawloom.kernels.vocab_parallel import VocabularyPart, all_gather_lse, all_reduce, local_targets
 
 

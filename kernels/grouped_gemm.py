@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.operation import once_differentiable
 
 ALIGNMENT = 16
 """Bytes: torch.nn.functional.grouped_mm takes matrices whose rows begin at multiples of it."""

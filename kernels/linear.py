@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import Addable, MatrixProduct, WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.operation import once_differentiable
 
 
 def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.operation import accumulation_dtype
+from drawloom.kernels.operation import accumulation_dtype, once_differentiable
 
 MIN_CHUNK_TOKENS = 2048
 MIN_CHUNK_LOGITS = 2**24

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import accumulation_dtype, as_new_tensor
+from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
 
 DROPPED = -1
 """The expert index of a dropped choice, which is not computed, and the row of such a choice."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable as differentiable_once
 
 MIN_CAPABILITY = (8, 0)
 """The least compute capability, Ampere's: older GPUs have no bfloat16."""
@@ -43,6 +44,21 @@ CONCRETE_TYPES = (Tensor, torch.nn.Parameter)
 """Types of tensors that hold data; subclasses, such as fake tensors and DTensor, must go through the dispatcher."""
 
 KernelFunction = Callable[..., Any]
+
+
+def once_differentiable(backward: KernelFunction) -> KernelFunction:
+    """
+    Decorator of an autograd Function's `backward`, below `staticmethod`: torch's of this name, for less of the host.
+
+    torch's enters a context for what a backward pass without `create_graph` has already: no gradients.
+    """
+    checked: KernelFunction = differentiable_once(backward)
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import accumulation_dtype, as_new_tensor
+from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
 
 
 def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import accumulation_dtype, as_new_tensor
+from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
 
 
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ So the logits of some tokens at a time are written, too.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import (
@@ -23,7 +22,7 @@ from drawloom.kernels.cut_cross_entropy import (
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
-from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, contiguous_last_dim
+from drawloom.kernels.triton.primitives import addmm_fp32, cdiv, check_floats, contiguous_last_dim
 
 TILE, TILE_OF_GIVEN = (128, 256), (32, 256)
 """Tokens and words of the vocabulary in a tile, where no filter sets other bounds; and where logits are given."""
@@ -63,7 +62,7 @@ def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     hidden, weight, targets = contiguous_last_dim(hidden), contiguous_last_dim(weight), targets.contiguous()
-    lse = hidden.new_empty(triton.cdiv(len(weight), words), len(hidden), dtype=torch.float32)
+    lse = hidden.new_empty(cdiv(len(weight), words), len(hidden), dtype=torch.float32)
     # A target that no tile holds keeps its NaN.
     target_logit = torch.where(targets < 0, 0.0, torch.nan)
     if not lse.numel():
@@ -72,7 +71,7 @@ def _forward(
     for chunk in chunks(len(hidden), len(weight), cut) if given else [slice(0, len(hidden))]:
         part = hidden[chunk]
         logits = part @ weight.T if given else None
-        kernels.lse_kernel[(triton.cdiv(len(part), tokens) * len(lse),)](
+        kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
             part,
             weight,
@@ -173,8 +172,8 @@ def _grad_logits(
     """Gradients of logits, words in the order that is given, and which tiles (of tokens, of words) are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
     # Rows are padded to whole tiles, so that each begins at an address that 16-byte reads allow.
-    grad_logits = hidden.new_empty(tokens, triton.cdiv(len(weight), across) * across)[:, : len(weight)]
-    tiles = triton.cdiv(tokens, height), triton.cdiv(len(weight), across)
+    grad_logits = hidden.new_empty(tokens, cdiv(len(weight), across) * across)[:, : len(weight)]
+    tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
     if _is_given(hidden):
         torch.mm(hidden.detach(), weight.detach().T, out=grad_logits)
@@ -205,7 +204,7 @@ def _grad_logits(
 def _sparse_grad_hidden(
     grad_logits: Tensor, active: Tensor, weight: Tensor, order: Tensor, result: Tensor, cut: Cut
 ) -> None:
-    kernels.grad_hidden_kernel[(active.shape[0], triton.cdiv(weight.shape[1], CHANNELS))](
+    kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
         grad_logits,
         weight,
         order,
@@ -224,7 +223,7 @@ def _sparse_grad_hidden(
 def _sparse_grad_weight(
     grad_logits: Tensor, active: Tensor, hidden: Tensor, order: Tensor, result: Tensor, cut: Cut
 ) -> None:
-    kernels.grad_weight_kernel[(active.shape[1], triton.cdiv(hidden.shape[1], CHANNELS))](
+    kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
         grad_logits,
         hidden,
         order,

@@ -15,7 +15,7 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import check_floats, input_precision, next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
 
 ROWS = (16, 128)
 """The least and the most rows of a tile: as many as an expert has on average, within what tensor cores run well."""
@@ -55,7 +55,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return result
     rows = _rows_of_a_tile(len(x), num_experts)
     tiles = len(x) // rows + num_experts
-    _rows_kernel[(tiles * triton.cdiv(outputs, COLUMNS),)](
+    _rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
         x,
         weight,
         offsets,
@@ -89,7 +89,7 @@ def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if blocks.suit(num_experts, a, b):
         blocks.matrices_by_blocks(a, b, offsets, result)
         return result
-    down, across = triton.cdiv(height, COLUMNS), triton.cdiv(width, COLUMNS)
+    down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)
     _matrices_kernel[(num_experts * down * across,)](
         a,
         b,

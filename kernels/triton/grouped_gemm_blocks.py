@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from drawloom.kernels.triton.primitives import next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
 MOST_ROWS = 2**31 - 2**9
 """Row indices have 32 bits; the margin of 2^9 is for those of the last tile that do not exist."""
@@ -54,7 +54,7 @@ def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -
     num_experts, inputs, outputs = weight.shape
     stored = _in_blocks(weight)
     turned = stored is not weight
-    tiles, across = len(x) // HEIGHT + num_experts, triton.cdiv(outputs, WIDTH)
+    tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
     _rows_kernel[(tiles * across,)](
         TensorDescriptor.from_tensor(x, [HEIGHT, STEP]),
         TensorDescriptor.from_tensor(stored, [1, WIDTH, STEP] if turned else [1, STEP, WIDTH]),
@@ -72,7 +72,7 @@ def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -
 def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) -> None:
     """Fill result (experts, height, width) with a.T @ b over each expert's rows: a (rows, height), b (rows, width)."""
     num_experts, height, width = result.shape
-    down, across = triton.cdiv(height, HEIGHT), triton.cdiv(width, WIDTH)
+    down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
     _matrices_kernel[(num_experts * down * across,)](
         TensorDescriptor.from_tensor(a, [STEP, HEIGHT]),
         TensorDescriptor.from_tensor(b, [STEP, WIDTH]),

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2
 
 TILE = 4096
 """Elements of the table that a program writes."""
@@ -65,7 +64,7 @@ def _multihot(expert_indices: Tensor, probabilities: Tensor, num_experts: int) -
         return chosen, spread
     width = next_power_of_2(num_experts)
     tokens = max(1, TILE // width)
-    _kernel[(triton.cdiv(len(chosen), tokens),)](
+    _kernel[(cdiv(len(chosen), tokens),)](
         expert_indices.contiguous(),
         probabilities.contiguous(),
         chosen.view(torch.int8),

@@ -19,12 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.cut_cross_entropy import EXACT, Needs
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2

@@ -16,7 +16,7 @@ from drawloom.kernels.moe import Routes
 from drawloom.kernels.moe_peers import Peers
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.moe_permute import gather_into, row_settings, spread_token, tile_settings
-from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
 
 ENTRIES = 1024
 """Choices that a program of `choices` or `limit` handles."""
@@ -59,7 +59,7 @@ class PeerExchangeTriton:
         slots, top_k = tensors[0].shape
         local = tensors[0].new_empty(len(tensors) * slots, top_k)
         if local.numel():
-            grid = (triton.cdiv(local.numel(), ENTRIES),)
+            grid = (cdiv(local.numel(), ENTRIES),)
             _choices_kernel[grid](
                 addresses, local, local.numel(), slots * top_k, first, experts, ENTRIES=ENTRIES, num_warps=4
             )
@@ -71,7 +71,7 @@ class PeerExchangeTriton:
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
         flag = most.new_empty(1, dtype=torch.float32)
-        grid = (max(1, triton.cdiv(dest_row.numel(), ENTRIES)),)
+        grid = (max(1, cdiv(dest_row.numel(), ENTRIES)),)
         _limit_kernel[grid](
             dest_row,
             offsets,

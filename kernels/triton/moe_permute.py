@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe import Routes
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from drawloom.kernels.moe import DROPPED, Routes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
 ENTRIES, STEP = 256, 32
 """Choices of a part, and how many of them each is compared with at a time: larger tiles would not fit."""
@@ -47,7 +47,7 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     if not count or not num_experts:
         return rows.fill_(DROPPED), choices.fill_(DROPPED), offsets.zero_()
     flat, width = expert_indices.contiguous(), next_power_of_2(num_experts)
-    parts = triton.cdiv(count, ENTRIES)
+    parts = cdiv(count, ENTRIES)
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
     _count_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True)
     together = min(EXPERTS, width)

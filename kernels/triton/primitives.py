@@ -51,6 +51,11 @@ def input_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def cdiv(number: int, size: int) -> int:
+    """How many parts of a size a number makes, the last one incomplete: triton.cdiv takes 1.5 us of the host."""
+    return -(-number // size)
+
+
 def next_power_of_2(number: int) -> int:
     """The least power of two that is no less than a positive number."""
     return 1 << (number - 1).bit_length()
@@ -73,7 +78,7 @@ def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
     count, width = parts.shape
     result = parts.new_empty(width, dtype=dtype)
-    _kernel[(triton.cdiv(width, BLOCK),)](
+    _kernel[(cdiv(width, BLOCK),)](
         parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4, enable_fp_fusion=True
     )
     return result

@@ -8,14 +8,13 @@ a fixed order, so that they are deterministic.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
     angle_tables,
+    cdiv,
     check_floats,
     contiguous_last_dim,
     next_power_of_2,
@@ -86,7 +85,7 @@ def _forward(
     rows, length, _, channels = q.shape
     block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (2 * block))
-    q_tiles, k_tiles = (triton.cdiv(length * x.shape[2], vectors) for x in (q, k))
+    q_tiles, k_tiles = (cdiv(length * x.shape[2], vectors) for x in (q, k))
     forward_kernel[(rows * (q_tiles + k_tiles),)](
         q,
         k,
@@ -155,7 +154,7 @@ def _backward(
     rows, length, _, channels = q.shape
     block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (4 * block))
-    q_tiles, k_tiles = (triton.cdiv(length * x.shape[2], vectors) for x in (q, k))
+    q_tiles, k_tiles = (cdiv(length * x.shape[2], vectors) for x in (q, k))
     q_programs, k_programs = _shares(rows * q_tiles, rows * k_tiles, PROGRAMS * sm_count(q.device))
     q_result, k_result = q.new_empty(q.shape), k.new_empty(k.shape)
     parts = q.new_empty(q_programs + k_programs, channels, dtype=torch.float32)

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2, reduce_partials, sm_count
+from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2, reduce_partials, sm_count
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program holds at a time, 16 a thread; a longer row is one tile."""
@@ -108,7 +107,7 @@ def _forward(
     count, width = rows.shape
     block = next_power_of_2(width)
     at_once = max(1, min(FORWARD_TILE // block, next_power_of_2(count)))
-    _forward_kernel[(triton.cdiv(count, at_once),)](
+    _forward_kernel[(cdiv(count, at_once),)](
         rows,
         added,
         weight.contiguous(),
@@ -162,7 +161,7 @@ def _backward(
     count, width = rows.shape
     block = next_power_of_2(width)
     at_once = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))
-    programs = min(triton.cdiv(count, at_once), PROGRAMS * sm_count(x.device))
+    programs = min(cdiv(count, at_once), PROGRAMS * sm_count(x.device))
     grad_x = x.new_empty(x.shape)
     parts = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
     _backward_kernel[(programs,)](

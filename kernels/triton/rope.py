@@ -15,6 +15,7 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import (
     angle_tables,
+    cdiv,
     check_floats,
     contiguous_last_dim,
     next_power_of_2,
@@ -90,7 +91,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
     pairs = cos.shape[-1]
     block = next_power_of_2(max(pairs, 1))
     vectors = max(1, min(TILE // (2 * block), next_power_of_2(length * heads)))
-    tiles = triton.cdiv(length * heads, vectors)
+    tiles = cdiv(length * heads, vectors)
     rest = 0 if result is x else channels - 2 * pairs
     _kernel[(rows * tiles,)](
         x,

@@ -8,7 +8,7 @@ from torch import Tensor
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
+from drawloom.kernels.triton.primitives import cdiv, halves, philox, round_stochastically
 
 BLOCK = 1024
 
@@ -37,7 +37,7 @@ def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) ->
         return
     held = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     count = source.numel()
-    _kernel[(triton.cdiv(count, BLOCK),)](
+    _kernel[(cdiv(count, BLOCK),)](
         held, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW, enable_fp_fusion=True
     )
     if held is not target:

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.primitives import cdiv
 
 BLOCK = 4096
 
@@ -13,7 +14,7 @@ def sum_parts_triton(parts: Tensor, out: Tensor) -> None:
     """As sum_parts_eager, added in the order of rows: parts (rows, n), out (n,), dense, of one dtype of 16 bits."""
     rows, size = parts.shape
     if size:
-        _kernel[(triton.cdiv(size, BLOCK),)](parts, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+        _kernel[(cdiv(size, BLOCK),)](parts, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
 
 
 @lean

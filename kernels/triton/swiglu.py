@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
 
 TILE = 2048
 """Elements that a program holds at a time: 8 a thread, 16 bytes of each tensor in half precision."""
@@ -83,7 +82,7 @@ def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     rows = _rows((gate, up, result), whole=scale is not None)
     count, width = rows[0].shape
     block = _block(count, width)
-    tiles = triton.cdiv(width, block)
+    tiles = cdiv(width, block)
     _forward_kernel[(count * tiles,)](
         *rows,
         None if scale is None else scale.contiguous(),
@@ -139,7 +138,7 @@ def _launch_backward(tensors: tuple[Tensor, ...], scale: Tensor | None, grad_sca
     rows = _rows(tensors, whole=scale is not None)
     count, width = rows[0].shape
     block = _block(count, width)
-    tiles = 1 if scale is not None else triton.cdiv(width, block)
+    tiles = 1 if scale is not None else cdiv(width, block)
     _backward_kernel[(count * tiles,)](
         *rows,
         None if scale is None else scale.contiguous(),

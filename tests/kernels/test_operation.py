@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
@@ -55,3 +57,29 @@ def test_compiles_without_breaks(name: str) -> None:
     expected, found = (torch.autograd.grad(function(*inputs), inputs) for function in (compute, compiled))
     torch.testing.assert_close(found, expected)
     assert any(gradient.any() for gradient in found)
+
+
+class _Square(Function):
+    """x squared, whose gradient has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return 2 * x * grad
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """A gradient is that of the backward pass; with `create_graph`, a gradient of it is an error, not a number."""
+    x = torch.tensor(3.0, requires_grad=True)
+    square: Any = _Square.apply
+    (once,) = torch.autograd.grad(square(x), x)
+    assert once == 6 and not once.requires_grad
+    (kept,) = torch.autograd.grad(square(x), x, torch.tensor(1.0, requires_grad=True), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.backward([kept])
