@@ -205,7 +205,9 @@ class Executor:
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
             tokens, shared = self.objective.inputs(moved)
-            return MicrobatchInputs(tokens, attrs.evolve(shared, whole_rows=batch.has_whole_rows()), moved)
+            if batch.has_whole_rows():
+                shared = attrs.evolve(shared, whole_rows=True)
+            return MicrobatchInputs(tokens, shared, moved)
         length = batch.tokens.shape[1]
         if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
             part = ContextPart.of(length, group)

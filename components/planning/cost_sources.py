@@ -224,7 +224,7 @@ def _parts(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]
 def _besides_activations(planned: Plan, rank: RankMemory) -> int:
     """Bytes of a rank besides activations: what it has all the time, gradients, and what an action needs at once."""
     rises = (_beyond(planned.costs[stage].passes) for stage in rank.stages)
-    return sum(rank.kept.values()) + rank.gradients + sum(rank.buffers.values()) + max(rises)
+    return sum(rank.kept.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(rises)
 
 
 def _beyond(passes: Passes) -> int:

@@ -35,12 +35,14 @@ class RankMemory:
     """
     Bytes of a pipeline rank: what it has all the time by kind, the peak of what a step adds, and what else it keeps.
 
-    Gradients are among what a step adds, for they come with the first backward pass and go with the update.
+    Gradients are among what a step adds, for they come with the first backward pass and go with the update. Those of
+    sharded parameters may be whole while backward passes go on: then they take `whole_gradients`.
     """
 
     stages: Sequence[int]
     kept: Mapping[str, int]
     gradients: int
+    whole_gradients: int
     step: Peak
     buffers: Mapping[str, int]
     at_the_end: int
@@ -297,6 +299,7 @@ class Planner:
             [stage.index for stage in view.stages.local],
             kept,
             view.kept.get("gradients", 0),
+            sum(gradients.values()),
             peak,
             view.buffers(costs, self.device, self._batch_bytes(program.microbatches)),
             end,

@@ -1,7 +1,7 @@
 """Activations and gradients between ranks: their shapes, found on the meta device, and the buffers they arrive in."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -102,6 +102,20 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
     return next(filter(None, (mismatch(part, other, path + name) for (name, part), (_, other) in parts)), None)
 
 
+def all_tensors(items: Iterable[Any]) -> bool:
+    """Whether items are tensors, all of them."""
+    return all(isinstance(each, Tensor) for each in items)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is list and all_tensors(tree):
+        return tree
+    return [each for each in leaves(tree) if isinstance(each, Tensor)]
+
+
 def _alike(one: Any, other: Any) -> bool:
     tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
     return tensors and one.shape == other.shape and one.dtype == other.dtype
@@ -146,9 +160,14 @@ class P2PBuffers:
         """Begin to receive a tree of tensors of the shapes and dtypes of `like`, which may be on the meta device."""
         link = self.links[peer]
         # A tensor, or a list of some, is what mostly comes; to walk a tree takes microseconds.
-        tree = self._empty(like) if isinstance(like, Tensor) else transform(self._empty, like)
-        tensors = [tree] if isinstance(like, Tensor) else [each for each in leaves(tree) if isinstance(each, Tensor)]
-        self._receiving[key] = tree, [link.receive(each) for each in tensors]
+        if isinstance(like, Tensor):
+            tree: Any = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            messages = [link.receive(tree)]
+        else:
+            flat = type(like) is list and all_tensors(like)
+            tree = [self._empty(each) for each in like] if flat else transform(self._empty, like)
+            messages = [link.receive(each) for each in tensors_of(tree)]
+        self._receiving[key] = tree, messages
 
     def wait_recv(self, key: MessageKey) -> Any:
         """The received tree, once all of its tensors have arrived."""

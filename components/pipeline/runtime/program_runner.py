@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch
+from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch, tensors_of
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.ports.data import Batch
@@ -146,8 +146,7 @@ class ProgramRunner:
                 f"{action.peer} of the pipeline expects: {problem}; a stage gives what its module gives on the meta "
                 "device, so check autocast, and shapes or dtypes that depend on values"
             )
-        tensors = [payload] if isinstance(payload, Tensor) else [each for each in leaves(payload) if _is_tensor(each)]
-        self.p2p.send(_peer(action), tensors)
+        self.p2p.send(_peer(action), tensors_of(payload))
 
     def _run_backward(self, action: Action) -> None:
         self._store_grads(action, self.stages[action.stage].backward(action.microbatch, self._output_grads(action)))
@@ -180,10 +179,6 @@ class ProgramRunner:
     def _receive_backward(self, action: Action) -> None:
         like = floating(self._activations(action.stage + 1, action.microbatch))
         self.p2p.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
 
 
 def _peer(action: Action) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.recompute import recomputing
+from drawloom.components.pipeline.split_backward.matmul_grads import WeightGrads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Head, Shards, Stage
@@ -46,6 +47,7 @@ class StageRunner:
     split: bool = False
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
+    _weights: WeightGrads = attrs.field(factory=WeightGrads)
     # whether this is the last stage, which has the head
     last: bool = attrs.field(
         init=False, default=attrs.Factory(lambda self: self.stage.index == self.stage.count - 1, takes_self=True)
@@ -61,7 +63,7 @@ class StageRunner:
         """
         # Evaluation keeps nothing for a backward pass, and recomputes nothing.
         keeps = torch.is_grad_enabled()
-        split = SplitBackward() if self.split else None
+        split = SplitBackward(self._weights) if self.split else None
         with Accumulation() if split is None else split.forward():
             if keeps and self.stage.recompute != "none":
                 with recomputing(self.stage.recompute):

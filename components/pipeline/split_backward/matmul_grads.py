@@ -31,7 +31,12 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
 
     Takes about 1 us a node. It is computed for each microbatch, as the next one's graph may reach other leaves.
     """
-    stops = [_node_of(tensor) for tensor in inputs]
+    stops, given = [], set()
+    for tensor in inputs:
+        if tensor.grad_fn is None:
+            given.add(id(tensor))  # the walk meets a leaf's node anyway; to ask torch for it takes 3 us
+        else:
+            stops.append(tensor.grad_fn)
     roots = [(_node_of(output), 0) for output in outputs]
     users: Users = {node: [] for node in (None, *stops)}
     nodes: list[Node | None] = [None]
@@ -42,9 +47,15 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
             else:
                 users[child] = [node]
                 nodes.append(child)
-    for node in {None, *stops}:
+    leaves = [node for node in nodes if type(node) is LEAF and _id_of(node) in given]
+    for node in {None, *stops, *leaves}:
         del users[node]
     return users
+
+
+def _id_of(leaf: Any) -> int:
+    """The id of the tensor whose gradient a node adds up."""
+    return id(leaf.variable)
 
 
 def _node_of(tensor: Tensor) -> Node:
@@ -57,18 +68,55 @@ CHUNK_BYTES = 2**22
 """Bytes of gradients that are computed before they are accumulated: more cost memory, fewer cost nodes (20 us each)."""
 
 
-def accumulate_grads(deferred: Sequence[DeferredGrad]) -> None:
+class WeightGrads:
     """
-    Compute the deferred gradients, and add each to its weight's `.grad`.
+    Computes deferred gradients and adds each to its weight's `.grad`.
 
     Autograd makes a gradient a weight's `.grad` without a copy only if it holds the only reference. So gradients are
-    computed within a node of the graph, one for each chunk of weights, and not beforehand.
+    computed within a node of the graph, one for each chunk of weights, and not beforehand. To make one takes
+    microseconds: microbatches that share an instance share the nodes.
     """
-    # Autograd starts at the root created last, so the gradients deferred last come first: their tensors are still in
-    # the caches.
-    roots = [_weight_grads(chunk) for chunk in reversed(_chunks(deferred))]
-    if roots:
-        torch.autograd.backward(roots, [root.detach() for root in roots])  # _WeightGrads ignores its output's gradient
+
+    __slots__ = ("_nodes",)
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, ...], _Root] = {}
+
+    def add(self, deferred: Sequence[DeferredGrad]) -> None:
+        """Accumulate the deferred gradients of weights (any shapes), whose hooks are called once."""
+        # Autograd starts at the root created last, so the gradients deferred last come first: their tensors are still
+        # in the caches.
+        nodes = [self._node(chunk) for chunk in reversed(_chunks(deferred))]
+        try:
+            if nodes:
+                roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
+                torch.autograd.backward(roots, grads, retain_graph=True)
+        finally:
+            for node in nodes:
+                node.deferred.clear()
+
+    def _node(self, chunk: list[DeferredGrad]) -> "_Root":
+        """A node for weights that are about to be computed."""
+        weights = [each.weight for each in chunk]
+        key = tuple(map(id, weights))
+        if (node := self._nodes.get(key)) is None:
+            node = _Root(weights)
+            # The node holds leaves, so that nothing else gets their ids; a view of one is of one microbatch alone.
+            if all(weight.is_leaf for weight in weights):
+                self._nodes[key] = node
+        node.deferred[:] = chunk
+        return node
+
+
+class _Root:
+    """A root whose backward pass computes what is `deferred` for some weights, and any gradient of it."""
+
+    __slots__ = ("deferred", "grad", "root")
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.deferred: list[DeferredGrad] = []
+        self.root: Tensor = _Computing.apply(self.deferred, *weights)  # type: ignore[no-untyped-call]
+        self.grad = self.root.detach()  # _Computing ignores its output's gradient
 
 
 def _chunks(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
@@ -84,11 +132,7 @@ def _chunks(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
     return chunks
 
 
-def _weight_grads(deferred: list[DeferredGrad]) -> Tensor:
-    return _WeightGrads.apply(deferred, *[each.weight for each in deferred])  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _WeightGrads(Function):
+class _Computing(Function):
     """A node whose backward pass computes deferred weight gradients."""
 
     # Its output is on the weights' device, so autograd runs the backward in the stream that is current there.

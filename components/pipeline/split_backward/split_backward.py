@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.matmul_grads import accumulate_grads, defer_products, users_of
+from drawloom.components.pipeline.split_backward.matmul_grads import WeightGrads, defer_products, users_of
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 
@@ -38,13 +38,16 @@ class SplitBackward:
         ...
         split.backward_weight()                              # W: now the parameters have their gradients
 
+    Microbatches of one stage take less time if they share `weights`, as long as all are backward in one stream.
+
     What ran within `forward` can have a full backward pass instead: `torch.autograd.backward(output, grad_output)`.
     A pass that raises an error leaves no state behind, except gradients that W has accumulated already.
     """
 
-    __slots__ = ("_deferral", "_deferred")
+    __slots__ = ("_deferral", "_deferred", "_weights")
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightGrads | None = None) -> None:
+        self._weights = WeightGrads() if weights is None else weights
         self._deferral = Deferral()
         self._deferred: list[DeferredGrad] | None = None
 
@@ -87,7 +90,7 @@ class SplitBackward:
         if deferred is None:
             raise RuntimeError("backward_weight has nothing to compute: call it once after each backward_input")
         try:
-            accumulate_grads(deferred)
+            self._weights.add(deferred)
         except ChangedInPlaceError as error:
             raise UserError(f"split backward: between the two passes, {error}") from error
         finally:

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.cost_sources import Cut, Planned, Traced, Units
-from drawloom.components.planning.plan import plan
+from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.traces import Measured
 from drawloom.components.ports.model import Recompute
 from drawloom.graph import UserError
@@ -101,19 +101,32 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     assert "recompute" not in other.slices(2)
 
 
+def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, DeviceModel, Plan]:
+    """A recipe, a device that has a part of what it needs, and the plan with what `auto` finds."""
+    ranks = f"mesh.data_shard={shards}", "mesh.data_replicate=1", "mesh.pipeline=2"
+    recipe = Recipe.load("first_run", *ranks, "model.num_hidden_layers=8", "batch.global_size=32", *words)
+    device = device_model("h100").without_host()
+    most = max(plan(recipe, device, 2 * shards).peak_memory_bytes)
+    small = attrs.evolve(device, memory=int(part * most))
+    schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).slices(2)}
+    return recipe, small, plan(recipe.with_values({"schedule": schedule}), small, 2 * shards)
+
+
 def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
     """Where memory is short, what is found by recomputing fits, and is faster than with one policy for all stages."""
-    words = ("model.num_hidden_layers=8", "vars.length=2048", "batch.micro_size=4", "batch.global_size=32")
-    recipe = Recipe.load("first_run", *words, "mesh.pipeline=2")
-    device = device_model("h100").without_host()
-    whole = plan(recipe, device, 2)
-    small = attrs.evolve(device, memory=int(0.55 * max(whole.peak_memory_bytes)))
-    schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).slices(2)}
-    found = plan(recipe.with_values({"schedule": schedule}), small, 2)
+    recipe, small, found = short_of_memory(0.55, 1, "vars.length=2048", "batch.micro_size=4")
     assert found.fits and {*found.program.recompute} - {"none"}
     policies = [{"stages": {"recompute": policy}} for policy in ("none", "selective", "blocks")]
     others = [plan(recipe.with_values(each), small, 2) for each in policies]
     assert found.time.seconds < min(each.time.seconds for each in others if each.fits)
+
+
+def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
+    """Those of sharded parameters are, while backward passes go on: what is found fits beside them."""
+    words = ("vars.length=1024", "model.hidden_size=1024", "model.intermediate_size=3072", "model.vocab_size=8000")
+    _, _, found = short_of_memory(0.82, 2, *words, "batch.micro_size=2")
+    assert found.memory[0].whole_gradients > 1.9 * found.memory[0].gradients
+    assert found.fits and {*found.program.recompute} - {"none"}
 
 
 def test_units_count_what_is_recomputed() -> None:

@@ -1,4 +1,4 @@
-"""accumulate_grads adds gradients once, calls all hooks, and releases everything afterwards."""
+"""WeightGrads adds gradients once, calls all hooks, and releases everything afterwards."""
 
 import weakref
 from collections import Counter
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.split_backward import matmul_grads
+from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import DeferredGrad
 from support.split_passes import KINDS, Watch, grads_for, in_one, in_two, made, same, split_of, taken
 from support.split_stages import Ops
@@ -145,3 +146,58 @@ def test_a_new_gradient_is_not_copied() -> None:
     weight = stage.get_parameter("a.weight")
     assert weight.grad is not None
     assert weight.grad.data_ptr() == computed[0] != computed[1]
+
+
+@pytest.mark.parametrize(("name", "ops"), KINDS)
+def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(name: str, ops: Ops) -> None:
+    """Three in flight add up to the same bits, though hooks come between them; an error in one spoils no other."""
+    sums = []
+    for shared in (matmul_grads.WeightGrads(), None):
+        torch.manual_seed(1)
+        stage, inputs = made(name, ops)
+        parameters = [each for each in stage.parameters() if each.requires_grad]
+        called: list[Tensor] = []
+        for number in range(2):
+            splits = []
+            for _ in range(3):
+                split = SplitBackward(shared)
+                with split.forward():
+                    outputs = stage(*inputs)
+                split.backward_input(outputs, grads_for(outputs), inputs)
+                splits.append(split)
+            for split in splits:
+                split.backward_weight()
+            for each in parameters[: 1 - number]:
+                each.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
+        sums.append((taken(parameters), len(called)))
+    (ours, times), (others, wanted) = sums
+    assert times == wanted
+    for one, other in zip(ours, others, strict=True):
+        assert one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+
+def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
+    """However many microbatches there are; one that fails leaves nothing behind for the next."""
+    weight = nn.Parameter(torch.randn(3, 3))
+    weights = matmul_grads.WeightGrads()
+    roots = set()
+    for number in range(3):
+        grad, x = DeferredGrad(weight), torch.randn(3, 3)
+        grad.queue(lambda each: each, x)
+        if number == 1:
+            x.add_(1)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                weights.add([grad])
+        else:
+            expected = x.clone() if weight.grad is None else weight.grad + x
+            weights.add([grad])
+            assert torch.equal(taken_grad(weight), expected)
+        roots.add(tuple(map(id, weights._nodes.values())))
+        assert not any(node.deferred for node in weights._nodes.values())
+    assert len(roots) == 1
+
+
+def taken_grad(weight: nn.Parameter) -> Tensor:
+    """The gradient of a weight, any shape."""
+    assert weight.grad is not None
+    return weight.grad
