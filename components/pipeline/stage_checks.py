@@ -11,6 +11,7 @@ from torch import nn
 from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.pipeline.runtime.layer_partition import build_schedule
 from drawloom.components.ports.distributed import SHARDS
+from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.pipeline import PartitioningSchedule
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError
@@ -91,9 +92,9 @@ def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
-def policies_of_schedule(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+def policies_of_schedule(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
     """A policy of recomputation where the schedule has one for each stage."""
-    if stages.settings["recompute"] != "none" and schedule.settings.get("recompute"):
+    if stages.settings["recompute"] != "none" and (schedule.settings.get("recompute") or _policies(schedule, mesh)):
         text = f"[{schedule.name}] says what each stage recomputes"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
@@ -103,12 +104,23 @@ def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Ite
     built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            ranks = mesh.settings.get("pipeline", 1)
-            sizes = built.layers_by_stage(ranks, layers)
+            sizes = built.layers_by_stage(mesh.settings.get("pipeline", 1), layers)
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
-            microbatches = schedule.settings.get("microbatches") or 4 * ranks
-            if again := text_of(built.program(ranks, microbatches).recompute):
-                yield f"recomputed, by [{schedule.name}] for {microbatches} microbatches: {again}"
+    if again := text_of(_policies(schedule, mesh)):
+        yield f"recomputed, by [{schedule.name}] if a step has {_microbatches(schedule, mesh)} microbatches: {again}"
+
+
+def _microbatches(schedule: NodeView, mesh: NodeView) -> int:
+    return schedule.settings.get("microbatches") or 4 * int(mesh.settings.get("pipeline", 1))
+
+
+def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
+    """What each stage recomputes by the schedule's program; none if that has no policies, or a problem of its own."""
+    built = build_schedule(schedule)
+    with suppress(UserError, ValueError):
+        if built is not None:
+            return built.program(mesh.settings.get("pipeline", 1), _microbatches(schedule, mesh)).recompute
+    return ()
 
 
 def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:

@@ -150,7 +150,7 @@ class MaterializedStages:
         for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
             yield from undivided_backwards(node, schedule, mesh)
             yield from costs_of_ends(node, schedule)
-            yield from policies_of_schedule(node, schedule)
+            yield from policies_of_schedule(node, schedule, mesh)
         yield from idle_policies(node)
         yield from misfits_of_capture(node)
 

@@ -30,8 +30,11 @@ ALIKE = 0.01
 """Plans whose times differ by less are taken for alike, for none is so exact; that of less memory comes first then."""
 
 
-LONG = re.compile(r"\[.{60,}\]")
-"""Lists that a table has no room for; overlays and JSON have them."""
+LISTS = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]")
+"""Lists, and lists of lists."""
+
+LONG = 60
+"""Characters of a list that a table has no room for; overlays and JSON have it."""
 
 HOPELESS = 1.25
 """How much slower than the fastest a plan may be that does not fit, for more recomputation to be tried."""
@@ -211,6 +214,10 @@ def search_text(found: Sequence[Found]) -> str:
             if name != "compute" and seconds > 0.01 * part.seconds
         )
         speed = f"{part.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {peak:.1f} GB"
-        settings = "; ".join(LONG.sub("[...]", line) for line in toml_lines(each.values))
+        settings = "; ".join(_shortened(line) for line in toml_lines(each.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")
+
+
+def _shortened(line: str) -> str:
+    return LISTS.sub(lambda found: found[0] if len(found[0]) < LONG else "[...]", line)

@@ -85,13 +85,16 @@ class Program:
         """
         A program from the actions of each rank. Without `stage_to_rank`, a stage belongs to the rank that works on it.
 
-        Raises ValueError for a message action, and for a stage on which several ranks work or none.
+        Raises ValueError for a message action, for a stage on which several ranks work or none, and for policies of
+        recomputation of which there are not as many as stages, or that are none.
         """
         parts = [[_row(part, joined) for item in line for part, joined in _parts(item)] for line in rank_programs]
         rows = [row for line in parts for row in line]
         stage, work, microbatch, joined = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         bounds = np.cumsum([0, *map(len, parts)])
         stage_to_rank = _stage_to_rank(parts) if stage_to_rank is None else tuple(stage_to_rank)
+        if fault := _fault_of_policies(recompute, len(stage_to_rank)):
+            raise ValueError(f"recompute = {tuple(recompute)}: {fault}")
         columns = bounds, stage, work, microbatch, joined.astype(bool)
         return cls(stage_to_rank, int(microbatch.max(initial=-1)) + 1, *columns, tuple(recompute))
 
@@ -158,6 +161,15 @@ def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
     if action.op not in OPS:
         raise ValueError(f"{action} is a message; a program holds the compute ops {', '.join(OPS)} alone")
     return action.stage, OPS.index(action.op), action.microbatch, joined
+
+
+def _fault_of_policies(policies: Sequence[Recompute], stages: int) -> str | None:
+    if policies and len(policies) != stages:
+        return f"there are {stages} stages; write a policy for each, or for none"
+    for policy in policies:
+        if policy not in ("none", "selective", "blocks") and not (isinstance(policy, int) and policy > 0):
+            return f"{policy!r} is no policy; write 'none', 'selective', 'blocks', or n for one of n blocks"
+    return None
 
 
 def _stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:

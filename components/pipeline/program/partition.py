@@ -160,7 +160,9 @@ class Fit:
         found = self._timings.makespans(_longer(self.slices.costs_of(partitions), options.again[place]))
         found[~fits] = math.inf
         smallest = options.kept.min(0)
-        least = np.max([smallest[:, each.stages].sum(1) for each in self._held], axis=0)
+        growth = np.maximum(options.pending - smallest, 0.0)
+        each_holds = [smallest[:, each.stages].sum(1) + growth[:, each.stages].max(1) for each in self._held]
+        least = np.max(each_holds, axis=0)
         if found.min() == math.inf:
             number = int(least.argmin())
         else:

@@ -73,8 +73,15 @@ def _fault_of_cost(cost: Cost) -> str | None:
 
 
 def _fault_of_parts(parts: float | Sequence[float]) -> str | None:
-    least = min(_numbers(parts), default=0.0)
-    return None if least >= 0 else f"{least} is below 0"
+    numbers = _numbers(parts)
+    if not numbers:
+        return "the list is empty; write a number, or one for each slice"
+    return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
+
+
+def _fault_of_kept(parts: float | Sequence[float]) -> str | None:
+    most = max(_numbers(parts), default=0.0)
+    return _fault_of_parts(parts) or (f"{most} is above 1, which is all activations" if most > 1 else None)
 
 
 def _numbers(cost: Cost) -> list[float]:
@@ -89,7 +96,7 @@ class Recomputation:
         check=_fault_of_parts, doc="part of the forward's time by which a backward takes longer"
     )
     kept: float | Sequence[float] = setting(
-        check=_fault_of_parts, doc="part of the activations that is held from the forward until the backward"
+        check=_fault_of_kept, doc="part of the activations that is held from the forward until the backward"
     )
 
 
@@ -132,8 +139,8 @@ class Auto:
     memory: float | None = setting(
         default=None,
         check=above(0),
-        doc="activations that a rank may hold until weight gradients; if left out, those of a microbatch for each rank "
-        "in the stage that holds most, where ranks cost alike",
+        doc="activations that a rank may hold until weight gradients, besides what one backward pass computes again; "
+        "if left out, those of a microbatch for each rank in the stage that holds most, where ranks cost alike",
     )
     stages_per_rank: int | None = setting(
         default=None, check=at_least(1), doc="stages on each rank; 1 or 2, what is faster, if left out"
@@ -150,10 +157,13 @@ class Auto:
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sizes:
         """How many of a model's layers each stage has; UserError if they can't be cut into the slices."""
+        each, rest = divmod(layers, self._slice_count) if self._slice_count else (1, 0)
+        if each > 1 and "blocks" in self.recompute:  # which may be of one layer in some, as one slice in some
+            text = f"recompute.blocks takes a slice for each layer, and {layers} layers have {self._slice_count} slices"
+            raise UserError(f"{text}; write {layers} slices")
         sizes = self._planned(ranks).sizes
         if not self._slice_count:
             return even(layers, len(sizes))
-        each, rest = divmod(layers, self._slice_count)
         if rest or not each:
             slices = f"{self._slice_count} slices"
             raise UserError(f"{layers} layers can't be cut into {slices} of as many each; write {layers} slices")

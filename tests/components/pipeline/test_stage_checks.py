@@ -112,7 +112,9 @@ BLOCKS = "schedule.recompute={ blocks = { again = 0.9, kept = 0.1 } }"
 def test_explain_says_what_stages_recompute() -> None:
     """As the schedule chooses it: in a memory of three of four layers both stages recompute."""
     text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *SHORT, BLOCKS).explain("stages")
-    assert "recomputed, by [schedule] for 8 microbatches: blocks in stage" in text
+    assert (
+        "recomputed, by [schedule] if a step has 8 microbatches: blocks in stage 0, one of 2 blocks in stage 1" in text
+    )
 
 
 def test_explain_says_how_many_layers_stages_have() -> None:

@@ -9,7 +9,7 @@ import tomli
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning.plan import PlanCache, TooLarge, plan
-from drawloom.components.planning.search import search, search_text
+from drawloom.components.planning.search import _shortened, search, search_text
 
 RECIPE = Recipe.load(
     "first_run",
@@ -56,6 +56,15 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     every = [tomli.loads(each.overlay) for each in search(recipe, device_model("h200"), 2)]
     ways = {(each["mesh"]["expert"], each["stages"]["dispatcher"]["use"]) for each in every}
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
+
+
+def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
+    """Also lists of lists, and several of one setting, whose short values stay."""
+    every = ", ".join(["0.125"] * 12)
+    nested = ", ".join(["[1.0, 2.0, 1.0, 1.0]"] * 5)
+    line = f"slices = [{nested}]; recompute = {{ selective = {{ again = [{every}], kept = 0.5 }}, x = [1, 2] }}"
+    shown = "slices = [...]; recompute = { selective = { again = [...], kept = 0.5 }, x = [1, 2] }"
+    assert _shortened(line) == shown
 
 
 def test_ranks_that_suit_no_mesh_are_told() -> None:

@@ -1,5 +1,7 @@
 """Programs as columns, and as lists of actions by rank."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,15 @@ RANK_PROGRAMS: list[RankProgram] = [
     [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(3, "B", 0))), Action(3, "I", 1), Action(3, "W", 1)],
     [Action(1, "F", 0), Action(2, "F", 0)],
 ]
+
+
+@pytest.mark.parametrize("policies", [("blocks",), ("none", "all"), ("none", 0)])
+def test_policies_that_are_none_or_not_as_many_as_stages_are_refused(policies: tuple[Any, ...]) -> None:
+    """A program says what each of its stages recomputes, or leaves it to the stages."""
+    lines = [[Action(stage, op, 0) for op in "FB"] for stage in range(2)]  # type: ignore[arg-type]
+    assert Program.of(lines, recompute=("blocks", 2)).recompute == ("blocks", 2)
+    with pytest.raises(ValueError, match="recompute = "):
+        Program.of(lines, recompute=policies)
 
 
 def test_rank_programs_round_trip() -> None:

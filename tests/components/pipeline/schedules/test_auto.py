@@ -284,3 +284,18 @@ def test_what_can_not_be_is_refused_in_words() -> None:
         Auto(slices=[1, 0])
     with pytest.raises(ValueError, match="forward: 0 is not above 0"):
         Auto(forward=0)
+
+
+def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
+    """One slice in some is not one layer in some, so that memory would be counted wrong."""
+    made = Auto(slices=[1.0] * 6, trials=5, recompute={"blocks": Recomputation(again=0.9, kept=0.15)})
+    assert sum(made.layers_by_stage(2, 6)) == 6
+    with pytest.raises(UserError, match="write 12 slices"):
+        made.layers_by_stage(2, 12)
+
+
+def test_the_memory_that_is_too_little_counts_what_waits_for_weight_gradients() -> None:
+    """It is said how much is needed."""
+    made = Auto(slices=[1.0] * 4, activations=[1.0] * 4, pending=[5.0] * 4, memory=2.0, stages_per_rank=1, trials=5)
+    with pytest.raises(UserError, match="10 on a rank"):
+        made.program(2, 4)
