@@ -114,8 +114,8 @@ class ShardedModule:
         self._reduce_in_backward(False)
 
     def unshard(self) -> None:
-        """Start to gather the whole stage; its forward waits for it."""
-        for unit in self.units:
+        """Start to gather the whole stage, in the order of use; each part of the forward waits for its own."""
+        for unit in (self.root, *chain(*self.blocks), *self.heads):
             unit.unshard(async_op=True)
 
     def reshard(self) -> None:
