@@ -22,6 +22,7 @@ def sum_parts_triton(parts: Tensor, out: Tensor) -> None:
 def _kernel(parts, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(ROWS):
-        total += tl.load(parts + row * size + place, mask=place < size).to(tl.float32)
+    for _ in range(ROWS):
+        total += tl.load(parts + place, mask=place < size).to(tl.float32)
+        parts += size  # the product of a row's number and the size would have 32 bits
     tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
