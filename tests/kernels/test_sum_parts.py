@@ -20,10 +20,13 @@ def test_sums_are_rounded_once(rows: int, size: int, dtype: torch.dtype) -> None
     parts = (torch.randint(-31, 32, (rows, size), generator=generator) / 8).to(dtype).to(DEVICE)
     parts[0, ::3] = 256.0
     expected = parts.double().sum(0).to(dtype)
+    apart = torch.full((rows, size + 3), torch.nan, dtype=dtype, device=DEVICE)
+    apart[:, :size] = parts
     for summed in (sum_parts_eager, sum_parts_triton):
-        out = torch.full((size,), torch.nan, dtype=dtype, device=DEVICE)
-        summed(parts, out)
-        assert torch.equal(out, expected)
+        for others in (parts[1:], apart[1:, :size]):
+            out = torch.full((size,), torch.nan, dtype=dtype, device=DEVICE)
+            summed(parts[0], others, out)
+            assert torch.equal(out, expected)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="one program alone is launched by Triton's interpreter")
@@ -35,5 +38,6 @@ def test_rows_beyond_32_bits_are_read(tmp_path: Path) -> None:
     parts, out = there[2**31 :], torch.zeros(BLOCK, dtype=torch.bfloat16)
     for row in range(rows):
         parts[row * size :][:BLOCK] = 2.0**row
-    _kernel[(1,)](parts, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
-    assert torch.equal(out, torch.full_like(out, 7.0))
+    own = torch.full_like(out, 8.0)
+    _kernel[(1,)](own, parts, size, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+    assert torch.equal(out, torch.full_like(out, 15.0))

@@ -1,5 +1,6 @@
 """Parameters that ranks share out, and when each rank has them whole."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.parameter_store import is_dtensor
-from drawloom.components.pipeline.sharded_store import _parts
+from drawloom.components.pipeline.sharded_store import ShardedModule, _parts
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
@@ -179,3 +180,15 @@ def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None
     for found in run_ranks(_reduced_with_the_head, 2):
         assert found["head"] == [True]
         assert not any(found["rest"])
+
+
+def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
+    """The first block waits for the embedding and itself; the head, which is large, is used last."""
+    started: list[str] = []
+
+    def unit(name: str) -> Any:
+        return SimpleNamespace(unshard=lambda async_op: started.append(name) if async_op else None)
+
+    blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
+    ShardedModule(unit("embedding"), [unit("head")], blocks, by_block=False).unshard()
+    assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
