@@ -32,17 +32,17 @@ def main(options: argparse.Namespace, project: Project) -> int:
     split: Split = "train" if options.corpus else "validation"  # another corpus is measured whole
     ports = (Executor, PackedDataset, Batching, Tokenizer)
     with trained(project, options, *ports, change=lambda recipe: _with_corpus(recipe, options.corpus)) as (run, step):
-        rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes())
+        rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
         if not rows.count(split) and options.corpus:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0
+        total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
         for batches in _batches(rows, split, run.get(Batching).micro_size):
             losses = run.get(Executor).evaluate(iter(batches))
             total, weight = total + float(losses.total), weight + float(losses.weight)
             nats = nats + float(losses.sums["cross_entropy"]) if "cross_entropy" in losses.sums else math.nan
-            text_bytes += sum(int(sizes[batch.targets[batch.targets >= 0]].sum()) for batch in batches)
+            text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
         unit = "pairs" if has_pairs(type(rows)) else "tokens"
     results = f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
     print_text(f"{options.run_folder}, step {step}: {results}")
@@ -86,7 +86,7 @@ def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Batc
         yield [rows.batch(split, each) for each in indices[first : first + AT_ONCE]]
 
 
-def _in_other_units(nats: float, weight: float, text_bytes: int) -> str:
+def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:
     """The cross entropy in other units; nothing if the loss is of another kind."""
     if math.isnan(nats):
         return ""
