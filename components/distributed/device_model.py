@@ -77,12 +77,12 @@ class DeviceModel:
         return peak * self.reached.products
 
 
+@cache
 def rows() -> list[dict[str, Any]]:
     """The rows of the table."""
     return list(_read(TABLE)["device"])
 
 
-@cache
 def _read(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text("utf-8"))
 
