@@ -41,11 +41,11 @@ class Sizes:
         return [self]
 
 
-def report(mesh: Any, **sizes: Any) -> MemoryReport:
+def report(mesh: Any, schedules: Any = None, **sizes: Any) -> MemoryReport:
     """A report of one user; nodes have names of their own."""
     made = Sizes(**sizes)
     parts: Any = {"batching": Every({"rows": made}), "precision": Every({"dtypes": made}), "stages": Every({"s": made})}
-    parts["data"] = Every({"packing": made})
+    parts |= {"data": Every({"packing": made}), "schedules": schedules or Every({})}
     return MemoryReport(
         device=Machine(used=9_000_000_000), users=Every({"optimizer": User()}), mesh=Every({"mesh": mesh}), **parts
     )
@@ -61,7 +61,7 @@ class Choosing:
 def test_out_of_memory_names_the_schedule_that_chooses_what_is_recomputed(one_rank: Any) -> None:
     """And no policy of the stages, which `check` refuses beside it."""
     schedules: Any = Every({"order": Choosing()})
-    found = str(attrs.evolve(report(one_rank), schedules=schedules).on_failure(CUDA))
+    found = str(report(one_rank, schedules=schedules).on_failure(CUDA))
     assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in found
     assert "s.recompute" not in found
 
