@@ -88,12 +88,13 @@ class WeightGrads:
         # Those of the first layers come first: their tensors are still in the caches.
         with torch.no_grad():
             left = [each for each in deferred if not each.add_to_grad()]
+        if not left:
+            return
         # Autograd starts at the root created last.
         nodes = [self._node(chunk) for chunk in reversed(_chunks(left))]
         try:
-            if nodes:
-                roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
-                torch.autograd.backward(roots, grads, retain_graph=True)
+            roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
+            torch.autograd.backward(roots, grads, retain_graph=True)
         finally:
             for node in nodes:
                 node.deferred.clear()
