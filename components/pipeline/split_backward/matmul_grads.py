@@ -227,7 +227,7 @@ def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list
                 continue
             # The type of a leaf's first user rules out most leaves at once.
             products = _products(leaf, tensor, users) if type(its_users[0]) in _CANDIDATES else []
-            if captured := _capture(products, deferral):
+            if products and (captured := _capture(products, deferral)):
                 handles += captured
                 taken.update([key, *[id(product.bias) for product in products]])
             else:
