@@ -141,7 +141,9 @@ class TorchProcesses:
         """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
         self._limit = self._torch_timeout(seconds)
         for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
-            dist.distributed_c10d._set_pg_timeout(self._limit, handle)
+            # A public function from torch 2.14 on, which warns of the other one.
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            set_timeout(self._limit, handle)
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 

@@ -4,11 +4,12 @@ Parameters that FSDP2 shards over ranks: every rank keeps a slice of each, and g
 torch's `fully_shard` does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one forward
 and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward pass, so
 that the program says here when gradients are final; until then each rank adds up its own, as without shards. This file
-alone uses private names of torch (tried on 2.11 and 2.13).
+and shard_transfers.py alone use private names of torch's FSDP2 (tried on 2.11, 2.13 and 2.14).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.expert_parallel import ExpertParallel
-from drawloom.components.pipeline.narrow_reduce_scatter import NarrowReduceScatter, sent_dtype
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.pipeline.shard_transfers import DirectAllGather, NarrowReduceScatter, sent_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, HeadLayer
@@ -76,6 +77,8 @@ class ShardedModule:
             sharded.set_force_sum_reduction_for_comms(True)
             if narrow is not None:
                 sharded.set_custom_reduce_scatter(narrow)
+            if not by_block:
+                sharded.set_custom_all_gather(DirectAllGather(partial(_outputs, sharded)))
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
@@ -317,6 +320,14 @@ def _groups(unit: Any) -> list[Any]:
 def _parts(unit: Any) -> Iterator[Any]:
     for group in _groups(unit):
         yield from group.fsdp_params
+
+
+def _outputs(unit: Any) -> list[Tensor]:
+    """What a unit's parameters are gathered into, each (ranks * n,) of this rank's (n,), with memory."""
+    parts = [*_parts(unit)]
+    for part in parts:
+        part.alloc_all_gather_outputs()
+    return [part.all_gather_outputs[0] for part in parts]
 
 
 def _gathered_bytes(unit: Any) -> int:

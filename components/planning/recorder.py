@@ -30,7 +30,8 @@ class Part:
 
     `seconds` are those of the device, of which `sending` in collectives that the pass waits for; `host` are those of
     the host that issues it; `flops` the operations of matrix products. `rise` is the most bytes that lived beyond those
-    at its start, and `held` are the bytes that live after it, by what made them.
+    at its start, and `grown` those that do after it, less than 0 if it frees more than it makes; `held` are the bytes
+    that live after it, by what made them.
     """
 
     seconds: float = 0.0
@@ -38,6 +39,7 @@ class Part:
     host: float = 0.0
     flops: float = 0.0
     rise: int = 0
+    grown: int = 0
     held: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "Part", times: int = 1) -> "Part":
@@ -50,6 +52,7 @@ class Part:
             host=self.host + times * other.host,
             flops=self.flops + times * other.flops,
             rise=max(self.rise, other.rise),
+            grown=self.grown + times * other.grown,
             held={label: size for label, size in held.items() if size},
         )
 
@@ -105,8 +108,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held: Counter[str] = Counter()
         for size, label in self._sizes.values():
             held[label] += size
-        rise = self._peak - self._start
-        return Part(self._seconds, self._sending, self._host, self._flops, rise, dict(held))
+        rise, grown = self._peak - self._start, self._now - self._start
+        return Part(self._seconds, self._sending, self._host, self._flops, rise, grown, dict(held))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch 2.11 has no shapes for a product that is added in a wider dtype; what it is added to has them.

@@ -116,10 +116,10 @@ class _Search:
         try:
             planned = Planned(nodes.recipe.with_values(values), device, self.cache)
             costs = planned.slices(fastest.values[nodes.mesh]["pipeline"])
-        except (RecipeError, UserError):
+            schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
+            found = self._with({**values, nodes.schedule: schedule}, self.cache)
+        except (RecipeError, UserError):  # TooLarge, too: stages of other sizes may hold more parameters
             return []
-        schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
-        found = self._with({**values, nodes.schedule: schedule}, self.cache)
         return [] if found is None else [found]
 
     def _of(self, mesh: dict[str, Any]) -> Iterator[Found]:

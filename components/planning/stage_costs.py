@@ -77,32 +77,21 @@ class StageMeter:
         blocks = [
             _Block(_kind(each), _again(stage.recompute, n), n) for n, each in enumerate(self.blocks(stage.module))
         ]
-        first = blocks[:1]
-        alone = self._recorded(stage, first, split)
-        passes, beyond = alone, alone["F"].rise - alone["F"].held_bytes
-        for each, count in Counter(blocks[1:]).items():
-            example = next(block for block in blocks[1:] if block == each)
-            more, with_another = self._another(stage, first, example, alone)
-            passes = {op: part.plus(more[op], count) for op, part in passes.items()}
-            beyond = max(beyond, with_another["F"].rise - with_another["F"].held_bytes)
-        # What lives at a forward's peak but not behind it is that of one block; the rest has grown with the blocks.
-        passes["F"] = attrs.evolve(passes["F"], rise=passes["F"].held_bytes + beyond)
+        # The last one: when an earlier one is recomputed, what it has kept is free.
+        earlier, last = blocks[:-1], blocks[-1:]
+        alone = self._recorded(stage, last, split)
+        passes, recorded = dict(alone), [alone]
+        for each, count in Counter(earlier).items():
+            example = next(block for block in earlier if block == each)
+            # What blocks share, such as masks, the last one has kept, so that another adds what is its own.
+            both = self._recorded(stage, [example, *last], split)
+            passes = {op: part.plus(both[op].plus(alone[op], -1), count) for op, part in passes.items()}
+            recorded.append(both)
+        for op, part in passes.items():
+            # What lives at a pass's peak but not behind it is that of one block; the rest may have grown with blocks.
+            beyond = max(each[op].rise - each[op].grown for each in recorded)
+            passes[op] = attrs.evolve(part, rise=max(part.rise, part.grown + beyond))
         return StageCosts(passes, sum(each.nbytes for each in leaves(self._hidden) if isinstance(each, Tensor)))
-
-    def _another(
-        self, stage: Stage, first: Sequence["_Block"], example: "_Block", alone: Passes
-    ) -> tuple[Passes, Passes]:
-        """
-        What one more block adds to a stage with a first one, and what both need.
-
-        What blocks share, such as masks, the first one has kept, so that another adds what is its own, in any stage.
-        """
-        key = ("another", self.rows, self.known_by, stage.recompute == "selective", *first, example, "I" in alone)
-        if key not in self.recordings:
-            both = self._recorded(stage, [*first, example], "I" in alone)
-            self.recordings[key] = {op: both[op].plus(alone[op], -1) for op in alone}, both
-        found: tuple[Passes, Passes] = self.recordings[key]
-        return found
 
     def _recorded(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """What a stage with no others but these blocks needs; recorded once for all stages that are alike."""

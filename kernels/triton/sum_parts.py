@@ -10,18 +10,19 @@ from drawloom.kernels.triton.primitives import cdiv
 BLOCK = 4096
 
 
-def sum_parts_triton(parts: Tensor, out: Tensor) -> None:
-    """As sum_parts_eager, added in the order of rows: parts (rows, n), out (n,), dense, of one dtype of 16 bits."""
-    rows, size = parts.shape
+def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
+    """As sum_parts_eager: own (n,), others (rows, n) with dense rows, out (n,), of one dtype of 16 bits."""
+    rows, size = others.shape
     if size:
-        _kernel[(cdiv(size, BLOCK),)](parts, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+        _kernel[(cdiv(size, BLOCK),)](own, others, others.stride(0), out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
 
 
 @lean
 @triton.jit
-def _kernel(parts, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(ROWS):
-        total += tl.load(parts + row * size + place, mask=place < size).to(tl.float32)
+    total = tl.load(own + place, mask=place < size, other=0.0).to(tl.float32)
+    for _ in range(ROWS):
+        total += tl.load(others + place, mask=place < size, other=0.0).to(tl.float32)
+        others += stride  # the product of a row's number and the stride would have 32 bits
     tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)

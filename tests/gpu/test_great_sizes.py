@@ -22,6 +22,7 @@ from drawloom.kernels.triton.moe_routes import moe_routes_triton
 from drawloom.kernels.triton.rms_norm import rms_norm_triton
 from drawloom.kernels.triton.rope import rope_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+from drawloom.kernels.triton.sum_parts import sum_parts_triton
 from drawloom.kernels.triton.swiglu import swiglu_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("great"), pytest.mark.usefixtures("room")]
@@ -98,6 +99,16 @@ def test_rounding_beyond_32_bits() -> None:
     )
     assert torch.equal(found[-tail:], expected)
     assert torch.equal(kept[1][-tail:], small[1])
+
+
+def test_sums_of_parts_beyond_32_bits() -> None:
+    """Also rows that begin there are added."""
+    rows, size = 3, 2**30 + 8
+    parts, found = torch.zeros(rows, size, **GPU), torch.zeros(size, **GPU)
+    parts[:, LAST] = torch.tensor([[1.0], [2.0], [4.0]], **GPU)
+    sum_parts_triton(found.clone(), parts, found)
+    assert torch.equal(found[LAST], torch.full_like(found[LAST], 7.0))
+    assert not found[:-5].any()
 
 
 def test_experts_beyond_32_bits() -> None:

@@ -1,10 +1,12 @@
 """Sums over a few rows of numbers of 16 bits."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from drawloom.kernels.sum_parts import sum_parts_eager
-from drawloom.kernels.triton.sum_parts import sum_parts_triton
+from drawloom.kernels.triton.sum_parts import BLOCK, _kernel, sum_parts_triton
 from support.kernels import DEVICE
 
 
@@ -18,7 +20,24 @@ def test_sums_are_rounded_once(rows: int, size: int, dtype: torch.dtype) -> None
     parts = (torch.randint(-31, 32, (rows, size), generator=generator) / 8).to(dtype).to(DEVICE)
     parts[0, ::3] = 256.0
     expected = parts.double().sum(0).to(dtype)
+    apart = torch.full((rows, size + 3), torch.nan, dtype=dtype, device=DEVICE)
+    apart[:, :size] = parts
     for summed in (sum_parts_eager, sum_parts_triton):
-        out = torch.full((size,), torch.nan, dtype=dtype, device=DEVICE)
-        summed(parts, out)
-        assert torch.equal(out, expected)
+        for others in (parts[1:], apart[1:, :size]):
+            out = torch.full((size,), torch.nan, dtype=dtype, device=DEVICE)
+            summed(parts[0], others, out)
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="one program alone is launched by Triton's interpreter")
+def test_rows_beyond_32_bits_are_read(tmp_path: Path) -> None:
+    """A row that begins 2^31 elements behind the first one is added, and not what a wrapped offset leads to."""
+    rows, size = 3, 2**30
+    # A file without content takes no memory, and has room for an offset of -2^31, where nothing is but zeros.
+    there = torch.from_file(str(tmp_path / "parts"), shared=True, size=2**31 + rows * size, dtype=torch.bfloat16)
+    parts, out = there[2**31 :], torch.zeros(BLOCK, dtype=torch.bfloat16)
+    for row in range(rows):
+        parts[row * size :][:BLOCK] = 2.0**row
+    own = torch.full_like(out, 8.0)
+    _kernel[(1,)](own, parts, size, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+    assert torch.equal(out, torch.full_like(out, 15.0))

@@ -23,6 +23,7 @@ from drawloom.kernels.triton import (
 from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.scale import scale_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+from drawloom.kernels.triton.sum_parts import sum_parts_triton
 
 Launch = Callable[[], object]
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -86,6 +87,12 @@ def steps() -> Iterator[tuple[str, Launch]]:
                 scale_triton([empty(4096, dtype=of)], empty(dtype=torch.float64), (counted,))
 
         yield f"scale {dtype}", scaled
+    for dtype in (BF16, torch.float16):
+
+        def summed(of: torch.dtype = dtype) -> None:
+            sum_parts_triton(empty(4096, dtype=of), empty(8, 4096, dtype=of), empty(4096, dtype=of))
+
+        yield f"sum_parts {dtype}", summed
     for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
 
         def step(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, m: torch.dtype = of_means) -> None:

@@ -80,6 +80,6 @@ def test_collectives_take_the_time_of_links() -> None:
 
 def test_parts_add_up() -> None:
     """Seconds and bytes are multiplied by the number of blocks; the rise is the greater one of both."""
-    first, second = Part(1.0, 0.5, 2.0, 3.0, 7, {"a": 1}), Part(10.0, 5.0, 20.0, 30.0, 5, {"a": 1, "b": 2})
-    assert first.plus(second, 2) == Part(21.0, 10.5, 42.0, 63.0, 7, {"a": 3, "b": 4})
+    first, second = Part(1.0, 0.5, 2.0, 3.0, 7, 1, {"a": 1}), Part(10.0, 5.0, 20.0, 30.0, 5, -2, {"a": 1, "b": 2})
+    assert first.plus(second, 2) == Part(21.0, 10.5, 42.0, 63.0, 7, -3, {"a": 3, "b": 4})
     assert second.plus(second, -1) == Part(rise=5)

@@ -49,6 +49,28 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     assert "schedule.slices = [...]" in search_text(every)
 
 
+def test_stages_that_auto_makes_too_large_are_left_out() -> None:
+    """
+    A pipeline that fits is found where the stages of `auto` would hold too much.
+
+    The head costs more than layers, so that `auto` gives the first stage, which has the embedding, most of these: of a
+    model that is hardly trained, parameters are what a rank holds.
+    """
+    words = [
+        *("precision.compute=bfloat16", "precision.parameter=bfloat16", "vars.length=16", "batch.global_size=2"),
+        *("lora.use=adapters.lora", "lora.rank=2", 'lora.targets=["*_proj"]', "lora.alpha=2", "batch.micro_size=1"),
+        *('stages.adapters=["@lora"]', "model.num_hidden_layers=16", "model.hidden_size=1024"),
+        *("model.intermediate_size=3072", "model.vocab_size=60000", "model.tie_word_embeddings=false"),
+    ]
+    recipe = Recipe.load("first_run", *words)
+    device = attrs.evolve(device_model("cpu"), memory=300_000_000)
+    found = search(recipe, device, 2)
+    assert all(each.plan.fits for each in found)
+    assert [each.values["schedule"]["use"] for each in found if each.values["mesh"]["pipeline"] == 2] == [
+        "pipeline.schedules.one_f_one_b"
+    ]
+
+
 def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     """Also where the recipe shares them out: its own size of that dimension is no part of what is tried."""
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")

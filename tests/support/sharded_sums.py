@@ -1,0 +1,140 @@
+"""Steps of a bfloat16 model on ranks with shards, and what one process has for the rows of each of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.pipeline import shard_transfers
+from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.model import BatchContext
+from support import pipelines
+from support.qwen3 import kernels_on
+
+Rows = tuple[Tensor, dict[str, Tensor]]
+"""Logits, and gradients of weights by name, on the CPU."""
+
+
+@attrs.frozen
+class Case:
+    """A model of these sizes; each step's rows have `length` tokens, others on each rank."""
+
+    sizes: dict[str, Any]
+    kind: Any = "cpu"
+    length: int = 6
+    steps: int = 1
+
+    def rows(self, step: int, rank: int) -> Tensor:
+        """One row (1, length) of tokens."""
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randint(self.sizes["vocab_size"], (1, self.length), generator=generator)
+
+
+@contextmanager
+def opened(kind: Any) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
+    """This rank's processes and device."""
+    device = ComputeDevice(kind=kind)
+    device.open()
+    processes = TorchProcesses(device=device, timeout=60.0)
+    processes.open()
+    try:
+        yield processes, device
+    finally:
+        processes.close()
+
+
+def _stages(case: Case, processes: TorchProcesses, device: ComputeDevice, **settings: Any) -> MaterializedStages:
+    mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+    mesh.open()
+    stages = MaterializedStages(
+        model=Qwen3Dense(kernels=kernels_on(device.device), **case.sizes),
+        loss=pipelines.TemperedLoss(),
+        schedule=pipelines.schedule("one_f_one_b"),
+        mesh=mesh,
+        device=device,
+        precision=DtypePolicy(parameter="bfloat16"),
+        job=pipelines.Job(),
+        **settings,
+    )
+    stages.open()
+    return stages
+
+
+def _logits(stages: MaterializedStages, rows: Tensor) -> Any:
+    [stage] = stages.local
+    rows = rows.to(next(iter(stage.module.parameters())).device)
+    context = BatchContext(rows, torch.arange(rows.shape[1], device=rows.device)[None])
+    return stage.module(rows, context, lambda hidden, head: head.logits(hidden))
+
+
+def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
+    found = {name: each.grad.cpu() for name, each in stages.named() if each.grad is not None}
+    for _, each in stages.named():
+        each.grad = None
+    return {name: each for name, each in found.items() if not name.startswith("loss.")}
+
+
+def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows]]:
+    """By step, logits of this rank's rows without a gather by the program, and with it, with gradients' slices."""
+    shard_transfers.SMALL = small
+    with opened(case.kind) as (processes, device):
+        stages = _stages(case, processes, device, reshard_after_forward=by_block)
+        shards: Any = stages.local[0].shards
+        found = []
+        for step in range(case.steps):
+            rows = case.rows(step, processes.rank)
+            stages.cast_weights()
+            with torch.no_grad():
+                unprepared = _logits(stages, rows)
+            stages.cast_weights()
+            shards.unshard()
+            shards.reduce_next(final=True)
+            prepared = _logits(stages, rows)
+            prepared.square().sum().backward()
+            stages.hand_over_gradients()
+            found.append((unprepared.cpu(), (prepared.detach().cpu(), _gradients(stages))))
+        return found
+
+
+def alone(case: Case, ranks: int) -> list[list[Rows]]:
+    """By step and rank, logits and gradients of one process, for the rows of that rank."""
+    with opened(case.kind) as (processes, device):
+        stages = _stages(case, processes, device)
+        found = []
+        for step in range(case.steps):
+            each: list[Rows] = []
+            for rank in range(ranks):
+                logits = _logits(stages, case.rows(step, rank))
+                logits.square().sum().backward()
+                each.append((logits.detach().cpu(), _gradients(stages)))
+            found.append(each)
+        return found
+
+
+def slice_of(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's rows of a tensor of any shape."""
+    rows = -(-len(whole) // ranks)
+    return whole[rank * rows : (rank + 1) * rows]
+
+
+def assert_same(of_ranks: list[list[tuple[Tensor, Rows]]], whole: list[list[Rows]], **close: Any) -> None:
+    """Logits of each rank are those of one process, and gradients the float32 sums over all ranks' rows, rounded."""
+    for step, each in enumerate(whole):
+        names = each[0][1]
+        sums = {name: torch.stack([rows[1][name].float() for rows in each]).sum(0).bfloat16() for name in names}
+        for rank, found in enumerate(of_ranks):
+            unprepared, (prepared, slices) = found[step]
+            for logits in (unprepared, prepared):
+                torch.testing.assert_close(logits, each[rank][0], **close)
+            assert slices.keys() == sums.keys()
+            for name, mine in slices.items():
+                expected = slice_of(sums[name], rank, len(of_ranks))
+                torch.testing.assert_close(mine, expected, msg=f"the gradient of {name} in step {step}", **close)
