@@ -48,8 +48,8 @@ def _check_space(checkpoints: Path, minimum: int, likely: int) -> None:
     free = durable_files.free(checkpoints)
     if free < minimum:
         raise UserError(
-            f"{checkpoints}: a checkpoint needs {size(minimum)}, and {size(free)} are free; free some space, or set "
-            "run.folder to another disk"
+            f"{checkpoints}: a checkpoint needs about {size(likely)}, and {size(free)} are free; free some space, or "
+            "set run.folder to another disk"
         )
     # two, because the last checkpoint is removed only after the next one is committed
     if free < 2 * likely:

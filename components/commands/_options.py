@@ -3,8 +3,11 @@
 import argparse
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from drawloom.graph import UserError
 
 
 def integer(least: int = 1) -> Callable[[str], int]:
@@ -46,3 +49,12 @@ def output_file(text: str) -> Path:
     except OSError as error:
         what = f"no file can be written in {path.parent} ({error.strerror})"
         raise argparse.ArgumentTypeError(f"{what}; write a file in a folder that can be written") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of `--to`: UserError in place of an OSError, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}; write another file with --to", 2) from error

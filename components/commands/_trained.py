@@ -71,6 +71,8 @@ def _read(
 
 def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     """The averages of a run's weights, by parameter. Raises UserError if it has none."""
+    if not recipe.graph.implementers(AveragedWeights):
+        raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
     found = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
     if not any(found.values()):
         raise UserError(f"--average: {checkpoint} has no averages yet", 2)

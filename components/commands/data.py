@@ -48,7 +48,8 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> None:
             print_text(statistics(rows))
         for row in options.row:
             if not 0 <= row < rows.count(options.split):
-                raise UserError(f"--row {row}: {options.split} has rows 0 to {rows.count(options.split) - 1}", 2)
+                there = f"rows 0 to {rows.count(options.split) - 1}" if rows.count(options.split) else "no rows"
+                raise UserError(f"--row {row}: {options.split} has {there}", 2)
             row_text(rows, options.split, row, tokenizer)
 
 

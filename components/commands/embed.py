@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file
+from drawloom.components.commands._options import integer, output_file, writing
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
@@ -50,7 +50,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if empty:
         print_text(f"{empty} of the documents without a token: their numbers are 0", "stderr")
     states = torch.cat(found)
-    write_tensors(options.to, {"hidden_states": states})
+    with writing(options.to):
+        write_tensors(options.to, {"hidden_states": states})
     print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {' x '.join(map(str, states.shape))} numbers")
     return 0
 

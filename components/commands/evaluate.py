@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.components.ports.data import Batch, PackedDataset, has_pairs
 from drawloom.components.ports.pipeline import Executor, Loss
@@ -17,45 +19,56 @@ from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import nested
 
+READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.parquet", "arrow": "data.parquet"}
 AT_ONCE = 16  # microbatches whose tokens are in memory together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_run(parser)
-    help = "text files, or .jsonl files, to measure on, whole; the run's own validation split if left out"
+    help = "text, JSON-lines, Parquet or Arrow files to measure on, whole; the run's own validation split if left out"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the mean loss of a token, and what follows from it."""
     split: Split = "train" if options.corpus else "validation"  # another corpus is measured whole
+    corpus = _corpus(options.corpus) if options.corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer)
-    with trained(project, options, *ports, change=lambda recipe: _with_corpus(recipe, options.corpus)) as (run, step):
-        rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes())
+    with trained(project, options, *ports, change=lambda recipe: _with_corpus(recipe, corpus)) as (run, step):
+        rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
         if not rows.count(split) and options.corpus:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0
+        total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
         for batches in _batches(rows, split, run.get(Batching).micro_size):
             losses = run.get(Executor).evaluate(iter(batches))
             total, weight = total + float(losses.total), weight + float(losses.weight)
             nats = nats + float(losses.sums["cross_entropy"]) if "cross_entropy" in losses.sums else math.nan
-            text_bytes += sum(int(sizes[batch.targets[batch.targets >= 0]].sum()) for batch in batches)
+            text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
         unit = "pairs" if has_pairs(type(rows)) else "tokens"
     results = f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
     print_text(f"{options.run_folder}, step {step}: {results}")
     return 0
 
 
-def _with_corpus(recipe: Recipe, globs: list[str] | None) -> Recipe:
-    """The recipe with other text in place of its data, which may be a store, or conversations or pairs of them."""
-    if globs is None:
+def _corpus(globs: list[str]) -> dict[str, Any]:
+    """The node of a corpus of these files. Raises UserError if there is none, or if they are of several formats."""
+    try:
+        files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find(globs)}
+    except UserError as error:
+        raise UserError(f"--corpus: {str(error).removeprefix('paths: ')}", 2) from error
+    if len(files) > 1:
+        raise UserError(f"--corpus: {' and '.join(files.values())} differ in format; measure one after the other", 2)
+    return {"use": next(iter(files)), "paths": globs, "validation_fraction": 0.0}
+
+
+def _with_corpus(recipe: Recipe, corpus: dict[str, Any] | None) -> Recipe:
+    """The recipe with another corpus in place of its data, which may be a store, or conversations or pairs of them."""
+    if corpus is None:
         return recipe
     graph = recipe.graph
-    use = "data.jsonl" if all(glob.endswith(".jsonl") for glob in globs) else "data.text_files"
-    corpus = {"use": use, "paths": globs, "validation_fraction": 0.0}
     # the sources of a mixture are written inside of it, and go with it
     names, tokens = (
         [name for name in graph.implementers(port) if not graph.nodes[name].owner] for port in (Corpus, TokenCorpus)
@@ -86,7 +99,7 @@ def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Batc
         yield [rows.batch(split, each) for each in indices[first : first + AT_ONCE]]
 
 
-def _in_other_units(nats: float, weight: float, text_bytes: int) -> str:
+def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:
     """The cross entropy in other units; nothing if the loss is of another kind."""
     if math.isnan(nats):
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._options import integer, output_file
+from drawloom.components.commands._options import integer, output_file, writing
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.data.sources.files import package
 from drawloom.components.ports.corpus import Tokenizer
@@ -54,10 +54,11 @@ def main(options: argparse.Namespace, project: Project) -> int:
         except ConnectionError as error:
             hint = "try again with a network, or give tasks whose data is on this machine by --include"
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
+    print_text("\n".join([f"{options.run_folder}, step {step}:", *_lines(results["results"])]))
     if options.to is not None:
         kept = {name: each for name, each in results.items() if name != "samples"}
-        replace_file(options.to, json.dumps({"step": step, **kept}, indent=2, default=str).encode() + b"\n")
-    print_text("\n".join([f"{options.run_folder}, step {step}:", *_lines(results["results"])]))
+        with writing(options.to):
+            replace_file(options.to, json.dumps({"step": step, **kept}, indent=2, default=str).encode() + b"\n")
     return 0
 
 

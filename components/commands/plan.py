@@ -4,10 +4,10 @@ import argparse
 import json
 import math
 import re
-from pathlib import Path
 
 import attrs
 
+from drawloom.components.commands._options import output_file, writing
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
 from drawloom.components.planning.checkpoint_interval import Interval, interval
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mtbf", type=_positive, metavar="HOURS", help=help)
     help = "with --mtbf: seconds for which a save keeps the run waiting; estimated from its bytes if left out"
     parser.add_argument("--save-seconds", type=_positive, metavar="SECONDS", help=help)
-    parser.add_argument("--to", metavar="FILE", type=Path, help="with --search: write the best one as an overlay")
+    help = "with --search: write the best one as an overlay"
+    parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
     parser.epilog = "Single values are set by node.key=value."
 
@@ -56,6 +57,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     device = device_model(options.device) if options.device else at_hand()
     if options.search:
         return _search(options, recipe, device)
+    if options.to is not None:
+        raise UserError("--to is for the best plan of a search; write --search, too", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else remedies(recipe, planned)
     saves = _saves(options, recipe, planned)
@@ -89,7 +92,8 @@ def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) ->
         print_text(search_text(found))
     if options.to is not None and found:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
-        replace_file(options.to, f"{head}\n{found[0].overlay}\n".encode())
+        with writing(options.to):
+            replace_file(options.to, f"{head}\n{found[0].overlay}\n".encode())
         print_text(f"the first one is an overlay in {options.to}")
     return 0 if found and found[0].plan.fits else 1
 

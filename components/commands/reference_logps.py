@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file
+from drawloom.components.commands._options import integer, output_file, writing
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import Piece, batch_of
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -42,7 +42,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     with recipe.open(names) as run:
         found = _with_references(run.get(Preferences), run.get(Executor), options.pairs)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in found]
-    replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
+    with writing(options.to):
+        replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     words = f"tokens.paths='[\"{options.to}\"]' loss.reference=data"
     print_text(f"wrote {options.to}, {len(lines)} lines; train with {words}")
     return 0

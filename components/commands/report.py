@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from drawloom.components.commands._options import output_file, writing
 from drawloom.components.commands._recipes import Pipeline, needed
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="such as runs/first_run")
     help = f"the file to write; by default {REPORT} in the run folder, or of several runs in the current folder"
-    parser.add_argument("--to", metavar="FILE", type=Path, help=help)
+    parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
@@ -35,10 +36,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     content = page(runs).encode()
-    try:
+    with writing(target):
         replace_file(target, content)
-    except OSError as error:
-        raise UserError(f"{target} can't be written: {error.strerror}; write another file with --to", 2) from error
     print_text(f"report of {len(content) / 1e6:.2f} MB in {target}")
     return 0
 

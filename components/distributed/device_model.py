@@ -1,5 +1,6 @@
 """What a device can do: data sheets (`devices.toml`), and the part of them that training reaches."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -76,12 +77,12 @@ class DeviceModel:
         return peak * self.reached.products
 
 
+@cache
 def rows() -> list[dict[str, Any]]:
     """The rows of the table."""
     return list(_read(TABLE)["device"])
 
 
-@cache
 def _read(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text("utf-8"))
 
@@ -92,14 +93,14 @@ def device_model(named: str) -> DeviceModel:
     if named in keyed:
         return _model(keyed[named], named)
     path = Path(named)
-    if path.suffix != ".toml" and not path.exists():
-        hint = did_you_mean(named, keyed)
-        raise UserError(f"--device {named}: {hint or 'write one of ' + ', '.join(keyed)}, or a TOML file", 2)
+    if not path.exists():
+        raise UserError(f"--device {named}: there is no such device or TOML file; {did_you_mean(named, keyed)}", 2)
     try:
         return _model(_read(path), path.stem)
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        needed = "a number for each of bfloat16, float32, memory, bandwidth, link and network"
-        raise UserError(f"--device {named}: {_why(error)}; a device has {needed}", 2) from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        needed = f"a number for each of bfloat16, float32, {', '.join(NEEDED[:-1])} and {NEEDED[-1]}"
+        raise UserError(f"--device {named}: {why}; a device has {needed}", 2) from error
 
 
 def model_of_gpu(name: str) -> DeviceModel | None:
@@ -111,9 +112,9 @@ def model_of_gpu(name: str) -> DeviceModel | None:
 
 
 def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
-    known = {"name", "key", "source", "memory", "bandwidth", "link", "network", "per_host", "reached", *DTYPES}
-    if unknown := sorted(row.keys() - known):
-        raise ValueError(f"{unknown[0]!r} is no figure of a device")
+    _check({key: row[key] for key in row.keys() - {"name", "key", "source"}}, {*NEEDED, *DTYPES, "per_host", "reached"})
+    if missing := [key for key in NEEDED if key not in row] or ["bfloat16"] * row.keys().isdisjoint(DTYPES):
+        raise ValueError(f"it has no {missing[0]!r}")
     reached = Reached(**row.get("reached", {}))
     gpu = name != "cpu"
     return DeviceModel(
@@ -131,12 +132,24 @@ def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
 
 
 DTYPES = ("bfloat16", "tf32", "float32", "float64")
+NEEDED = ("memory", "bandwidth", "link", "network")
+MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # memory that is not known, as a CPU's
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"it has no {error.args[0]!r}"
-    return str(error)
+def _check(row: Mapping[str, Any], known: set[str], where: str = "") -> None:
+    """ValueError for what is no figure of a device, or can't be one."""
+    for key, value in row.items():
+        name = f"{where}{key}"
+        if key not in known:
+            raise ValueError(f"{name!r} is no figure of a device")
+        if name == "reached":
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} = {value!r} is not a table")
+            _check(value, {field.name for field in attrs.fields(Reached)}, "reached.")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} = {value!r} is not a number from 0 on")
+        elif not value and name not in MAY_BE_ZERO:
+            raise ValueError(f"{name} is 0")
 
 
 def products_in(dtype: torch.dtype) -> str:

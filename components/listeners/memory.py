@@ -12,6 +12,7 @@ from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryUser, memory_by_kind
 from drawloom.components.ports.model import Stages
+from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, Event, EventKind
 from drawloom.graph import Every, UserError, component
 
@@ -40,6 +41,7 @@ class MemoryReport:
     mesh: Every[Mesh]
     stages: Every[Stages]
     data: Every[PackedDataset] = attrs.field(factory=Every)
+    schedules: Every[Schedule] = attrs.field(factory=Every)
 
     def preview(self) -> str:
         """One line with the sum first, then each kind."""
@@ -69,8 +71,11 @@ class MemoryReport:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
         for node, rows in self.data.items():
             yield f"rows of {rows.length:,} tokens in [{node}]: with shorter ones, activations take less"
+        choosing = [node for node, schedule in self.schedules.items() if getattr(schedule, "recompute", None)]
+        for node in choosing:
+            yield f"{node}.memory: with less, stages keep fewer activations, and compute more of them again"
         for node, stages in self.stages.items():
-            if any(stage.recompute == "none" for stage in stages.local):
+            if not choosing and any(stage.recompute == "none" for stage in stages.local):
                 yield f'{node}.recompute = "none": with "selective" or "blocks", fewer activations are kept'
         for node, precision in self.precision.items():
             if precision.compute.itemsize > 2:

@@ -1,7 +1,7 @@
 """The loss by byte of text, which does not depend on the tokenizer."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import attrs
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from drawloom.components.metrics.named_sums import losses_of, total_of
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -37,18 +36,11 @@ class BitsPerByte:
         """Nats and bytes of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
-        return {"nats": total_of(losses, self.of), "bytes": target_bytes(step.outputs["batches"], self._table)}
+        # on the CPU, where batches were made: nothing waits for a device
+        counts = [batch.target_bytes(self._table) for batch in step.outputs["batches"]]
+        return {"nats": total_of(losses, self.of), "bytes": sum(counts, torch.zeros((), dtype=torch.float64))}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """None in a step whose targets have no bytes, or where the loss is not finite."""
         value = float(totals["nats"] / totals["bytes"]) / math.log(2)
         return {"bits_per_byte": value if math.isfinite(value) else None}
-
-
-def target_bytes(batches: Iterable[Batch], table: Tensor) -> Tensor:
-    """The weighted bytes of all targets, float64 (); table: float64 (vocab_size,), the bytes of each id."""
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:  # on the CPU, where they were made: nothing waits for a device
-        held = table[batch.targets.clamp(min=0)] * batch.weights
-        total += held[batch.targets != IGNORE_INDEX].sum()
-    return total

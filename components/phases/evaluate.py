@@ -15,7 +15,7 @@ from drawloom.graph import component, setting
 @component(reads=("weights",), writes=("validation_loss",), impact="safe")
 class Evaluate:
     """
-    Measures the mean loss per token over the validation split, equal on every rank and for every mesh.
+    Measures the mean loss per token over some rows of the validation split, equal on every rank and for every mesh.
 
     With an `average`, it is that of the averaged weights.
     """

@@ -100,9 +100,11 @@ class Report:
             if index not in self._dropped:
                 try:
                     work(tracker)
-                except Exception:
+                except Exception as error:
                     self._dropped.add(index)
-                    log.exception("%s failed and gets no more values; the run continues", type(tracker).__name__)
+                    why = f"{type(error).__name__}: {error}"
+                    text = "%s failed and gets no more values, the run continues: %s"
+                    log.exception(text, type(tracker).__name__, why)
 
 
 def step_line(step: Step, values: Mapping[str, Value]) -> str:

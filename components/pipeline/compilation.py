@@ -40,10 +40,16 @@ def undivided_backwards(stages: NodeView, schedule: NodeView, mesh: NodeView) ->
 
 
 def idle_policies(stages: NodeView) -> Iterator[Problem]:
-    """A warning of a policy of recomputation that compiled blocks do not follow."""
-    if stages.settings["compile"] and stages.settings["recompute"] == "selective":
-        text = "torch chooses what compiled blocks recompute, so that 'selective' is for what is outside of them"
+    """Warnings of policies of recomputation that compiled blocks do not follow."""
+    if not stages.settings["compile"]:
+        return
+    text = "torch chooses what compiled blocks recompute, so that 'selective' is for what is outside of them"
+    if stages.settings["recompute"] == "selective":
         yield stages.warning("recompute", text, 'write recompute = "blocks" or "none", or compile = false')
+    for schedule in stages.neighbours("schedule"):
+        if "selective" in (schedule.settings.get("recompute") or ()):
+            hint = f"leave recompute.selective out, or write compile = false in [{stages.name}]"
+            yield schedule.warning("recompute", text, hint)
 
 
 def _splits(schedule: NodeView, mesh: NodeView) -> bool:

@@ -116,12 +116,13 @@ class DirectAllGather:
 
 
 @attrs.define(eq=False)
-class NarrowReduceScatter:
+class DirectReduceScatter:
     """
-    Sums gradients of 16 bits over shards, as `set_custom_reduce_scatter` takes it; sums are rounded once.
+    Sums gradients over shards, sent from where they are, as `set_custom_reduce_scatter` takes it.
 
-    Each is sent as it is, and added up in float32 where it arrives: a reduce-scatter of float32 would send each number
-    in more bytes than it has, and a reduce-scatter of 16 bits would round every partial sum.
+    Those of 16 bits are sent as they are, and added up in float32 where they arrive, so that sums are rounded once: a
+    reduce-scatter of float32 would send each number in more bytes than it has, and one of 16 bits would round every
+    partial sum.
     """
 
     _sums: bool = attrs.field(init=False, default=False)
@@ -142,19 +143,22 @@ class NarrowReduceScatter:
         Slices are of the first dimension, (rows / ranks rounded up, ...) each; the last ones are padded.
         """
         messages = [*_messages(input_tensor.listed.tensors, output_tensor, group.size())]
-        for message, received in zip(messages, _exchange(messages, group), strict=True):
-            sizes = [len(each) for each in message.sums]
-            own = torch.split(message.parts[group.rank()], sizes)
-            for part, others, out in zip(own, torch.split(received, sizes, dim=1), message.sums, strict=True):
-                sum_parts(part, others, out)
+        if output_tensor.itemsize == 2:
+            _exchange(messages, group)
+        else:
+            _reduce(messages, group, op)
 
 
 @attrs.frozen(eq=False)
 class _Message:
-    """What each rank gets at a time (n,), and where this rank's sums go, which are n elements in all."""
+    """What each rank gets, parts (ranks, n), and where this rank's sums go, which are n elements in all."""
 
-    parts: Sequence[Tensor]
+    parts: Tensor
     sums: Sequence[Tensor]
+
+    def divided(self, row: Tensor) -> Sequence[Tensor]:
+        """What of a row (n,), or of rows (any, n), belongs to each of the sums."""
+        return torch.split(row, [len(each) for each in self.sums], dim=-1)
 
 
 def _messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterator[_Message]:
@@ -162,21 +166,22 @@ def _messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterat
     sums = torch.split(output, [-(-len(each) // ranks) * math.prod(each.shape[1:]) for each in gradients])
     packed: list[tuple[Tensor, Tensor]] = []
     for gradient, out in zip(gradients, sums, strict=True):
-        in_place = gradient.is_contiguous() and len(gradient) % ranks == 0 and gradient.dtype == out.dtype
-        if in_place and out.nbytes >= SMALL:
-            yield _Message(gradient.view(-1).chunk(ranks), [out])
+        # Alike on all ranks: it hangs on nothing but the shape. A rank's zeros may have another dtype and other strides
+        # than the gradient of another, which copies it then.
+        if len(gradient) % ranks == 0 and out.nbytes >= SMALL:
+            yield _Message(gradient.to(out.dtype).contiguous().view(ranks, -1), [out])
         else:
             packed.append((gradient, out))
     if packed:
         copies = output.new_empty(ranks, sum(len(out) for _, out in packed))
         torch.ops.fsdp.chunk_cat([gradient for gradient, _ in packed], dim=0, num_chunks=ranks, out=copies)
-        yield _Message(copies.unbind(), [out for _, out in packed])
+        yield _Message(copies, [out for _, out in packed])
 
 
-def _exchange(messages: Sequence[_Message], group: Any) -> list[Tensor]:
-    """Send every other rank its parts, in one launch; what they sent (ranks - 1, n), by message, from rank 0 on."""
+def _exchange(messages: Sequence[_Message], group: Any) -> None:
+    """Send every other rank its parts, in one launch, and add up what they sent, from rank 0 on, in float32."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
-    received = [message.parts[0].new_empty(len(peers), len(message.parts[0])) for message in messages]
+    received = [message.parts.new_empty(len(peers), message.parts.shape[1]) for message in messages]
     operations = []
     for tag, (message, rows) in enumerate(zip(messages, received, strict=True)):
         for peer, row in zip(peers, rows, strict=True):
@@ -184,4 +189,22 @@ def _exchange(messages: Sequence[_Message], group: Any) -> list[Tensor]:
             operations.append(dist.P2POp(dist.irecv, row, group=group, tag=tag, group_peer=peer))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return received
+    for message, rows in zip(messages, received, strict=True):
+        own = message.divided(message.parts[group.rank()])
+        for part, others, out in zip(own, message.divided(rows), message.sums, strict=True):
+            sum_parts(part, others, out)
+
+
+def _reduce(messages: Sequence[_Message], group: Any, op: Any) -> None:
+    """Reduce and scatter all messages in one launch."""
+    found = [
+        message.sums[0] if len(message.sums) == 1 else message.parts.new_empty(message.parts.shape[1])
+        for message in messages
+    ]
+    how = dist.ReduceScatterOptions()
+    how.reduceOp = op
+    group.reduce_scatter_tensor_coalesced(found, [message.parts.view(-1) for message in messages], how).wait()
+    for message, row in zip(messages, found, strict=True):
+        if len(message.sums) > 1:
+            for part, out in zip(message.divided(row), message.sums, strict=True):
+                out.copy_(part)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.expert_parallel import ExpertParallel
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
-from drawloom.components.pipeline.shard_transfers import DirectAllGather, NarrowReduceScatter, sent_dtype
+from drawloom.components.pipeline.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, HeadLayer
@@ -59,7 +59,6 @@ class ShardedModule:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         by_block, by_microbatch = how["reshard_after_forward"], how.pop("by_microbatch")
-        narrow: NarrowReduceScatter | None = how.pop("narrow")
         inner: list[list[Any]] = [
             [block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
         ]
@@ -75,8 +74,7 @@ class ShardedModule:
             # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            if narrow is not None:
-                sharded.set_custom_reduce_scatter(narrow)
+            sharded.set_custom_reduce_scatter(DirectReduceScatter())
             if not by_block:
                 sharded.set_custom_all_gather(DirectAllGather(partial(_outputs, sharded)))
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
@@ -272,7 +270,6 @@ def shard(
     whole = whole_parameters(modules, precision, of_experts if expert_mesh is None else frozenset())
     how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "expert_mesh": expert_mesh}
     how["by_microbatch"] = by_microbatch
-    how["narrow"] = NarrowReduceScatter() if sent.itemsize == 2 else None
     return [ShardedModule.of(module, blocks, kept, **how) for module, kept in zip(modules, whole, strict=True)]
 
 

@@ -76,7 +76,11 @@ def at_hand() -> DeviceModel:
     """The device of this machine: as it was measured, or else as the table has it; UserError if it does not."""
     device = here()
     if (path := kept_at(device)).is_file():
-        return device_model(str(path))
+        try:
+            return device_model(str(path))
+        except UserError as error:
+            text = str(error).removeprefix("--device ")
+            raise UserError(f"{text}; measure it again with `drawloom plan --calibrate`", 2) from error
     if device.type == "cpu":
         return device_model("cpu")
     if (found := model_of_gpu(name := torch.cuda.get_device_name(device))) is None:

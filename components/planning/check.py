@@ -55,11 +55,8 @@ class PlanCheck:
         if self.device.device.type != "cuda":
             return  # which has no limit of its own; to plan takes seconds, and can wait until the end
         self._plan = self._planned()
-        if (
-            self.refuse
-            and self._plan is not None
-            and SURELY * self._plan.peak_memory_bytes[0] > self._plan.device.memory
-        ):
+        # The same on every rank, whichever has too little: all end at once, and say why.
+        if self.refuse and self._plan and SURELY * max(self._plan.peak_memory_bytes) > self._plan.device.memory:
             raise UserError(self._refusal(self._plan))
 
     def on_event(self, event: Event) -> None:
@@ -98,9 +95,10 @@ class PlanCheck:
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [each for each in remedies(recipe, planned) if each.plan.fits and each.plan.ranks == planned.ranks]
         helps = " or ".join("; ".join(toml_lines(each.values)) for each in fitting) or "more ranks, or a smaller model"
-        needed, there = (size / 1e9 for size in (max(planned.peak_memory_bytes), planned.device.memory))
+        most = max(planned.memory, key=lambda rank: rank.peak)
+        needed, there = (size / 1e9 for size in (most.peak, planned.device.memory))
         return (
-            f"the run needs {needed:.1f} GB on a GPU, in {planned.memory[0].when}, and each has {there:.1f} GB; what "
+            f"the run needs {needed:.1f} GB on a GPU, in {most.when}, and each has {there:.1f} GB; what "
             f"would fit: {helps}; with refuse = false where this plan is made, the run is tried"
         )
 

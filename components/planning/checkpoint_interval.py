@@ -47,7 +47,8 @@ class Interval:
         return self.cost / interval + interval / 2 / self.between_failures
 
     def __str__(self) -> str:
-        why = f"a save costs {self.cost:.3g} s, and a failure is expected every {self.between_failures / 3600:.3g} h"
+        hours = f"{float(f'{self.between_failures / 3600:.3g}'):,g}"  # 1,000 and not 1e+03
+        why = f"a save costs {self.cost:.3g} s, and a failure is expected every {hours} h"
         return f"{self.toml}  # {why}; saves and lost steps take {self.lost:.2%} of the time"
 
 

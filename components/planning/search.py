@@ -113,11 +113,12 @@ class _Search:
         ends = [key for key in ENDS if nodes.settings(nodes.stages).get(key)]
         stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0), "recompute": "none"}
         values = {**fastest.values, nodes.stages: stages}
+        cache = PlanCache(self.cache.recordings)  # without the costs of the ends, stages have other layers
         try:
-            planned = Planned(nodes.recipe.with_values(values), device, self.cache)
+            planned = Planned(nodes.recipe.with_values(values), device, cache)
             costs = planned.slices(fastest.values[nodes.mesh]["pipeline"])
             schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
-            found = self._with({**values, nodes.schedule: schedule}, self.cache)
+            found = self._with({**values, nodes.schedule: schedule}, cache)
         except (RecipeError, UserError):  # TooLarge, too: stages of other sizes may hold more parameters
             return []
         return [] if found is None else [found]

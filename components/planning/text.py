@@ -50,7 +50,8 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
     rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.length:,} tokens"
-    yield "step", f"{plan.microbatches} microbatches of {rows} on each replica, {plan.tokens:,} tokens in all"
+    count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
+    yield "step", f"{count} of {rows} on each replica, {plan.tokens:,} tokens in all"
     most = max(plan.memory, key=lambda memory: memory.peak)
     of = f" of {gigabytes(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"

@@ -54,6 +54,11 @@ class Batch:
         """The tokens of documents in all rows."""
         return self.tokens.numel() - self.padding
 
+    def target_bytes(self, bytes_by_id: Tensor) -> Tensor:
+        """The bytes of all targets, weighted as their losses are, float64 (); bytes_by_id: float64 (vocab_size,)."""
+        weighted = bytes_by_id[self.targets.clamp(min=0)] * self.weights
+        return weighted[self.targets != IGNORE_INDEX].sum()
+
 
 @port
 class PackedDataset(Protocol):

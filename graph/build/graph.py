@@ -16,6 +16,8 @@ from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
 
+NO_ROOT = "DL321"
+
 
 @attrs.frozen(eq=False)
 class Graph:
@@ -118,7 +120,9 @@ class Graph:
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
         # An edge may be missing because the table that it leads to could not become a node.
         broken = not all(self.is_complete(node) for node in nodes.values())
-        problems = tuple(p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes))
+        problems = tuple(
+            p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes and p.code != NO_ROOT)
+        )
         return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems, orders={})
 
     def find_cycle(self) -> list[str]:
@@ -196,7 +200,7 @@ class Graph:
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
             text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
-            yield Problem("DL321", text, f"write [{self.root}]", place=place)
+            yield Problem(NO_ROOT, text, f"write [{self.root}]", place=place)
         elif complete:  # otherwise an edge may be missing because of another problem
             needed = set(self.topological_order([self.root]))
             unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]

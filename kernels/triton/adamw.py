@@ -72,6 +72,8 @@ class _FusedStep:
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
         self._weight_decays = upload(weight_decays, self._device)
+        # Their dtypes, and no memory, whose address would count.
+        self._likes = [x.view(-1)[:0] for x in (params[0].weight, params[0].exp_avg)]
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
@@ -94,7 +96,7 @@ class _FusedStep:
         if len(dtypes) > 1:
             grads = [grad.float() for grad in grads]
         self._update_table(grads)
-        one = self._params[0]
+        weight_like, exp_avg_like = self._likes
         _kernel[(len(self._parts),)](
             self._table,
             self._parts,
@@ -103,9 +105,9 @@ class _FusedStep:
             0 if scalars.ndim == 1 else scalars.stride(0),
             counter,
             found_inf,
-            one.weight[:0],
-            grads[0][:0],
-            one.exp_avg[:0],
+            weight_like,
+            grads[0].view(-1)[:0],
+            exp_avg_like,
             ALIGNED=self._aligned,
             PART=PART,
             BLOCK=BLOCK,

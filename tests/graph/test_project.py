@@ -120,6 +120,7 @@ def test_values_make_another_recipe(project: Project) -> None:
 
 
 def test_a_recipe_is_made_from_plain_values(project: Project) -> None:
-    """It is checked like a file."""
-    with pytest.raises(RecipeError, match="size"):
+    """It is checked like a file; a part of it that is opened needs no root."""
+    with pytest.raises(RecipeError, match="size") as caught:
         Recipe.of({"store": {"use": "stores.memory", "size": "x"}}, project=project).open(only="store")
+    assert [problem.code for problem in caught.value.problems] == ["DL303"]

@@ -54,6 +54,18 @@ def test_chat_trains_the_answers(chat_base: Path, tmp_path: Path) -> None:
     assert (run / "export/chat_template.jinja").exists() and (run / "adapter/adapter_config.json").exists()
 
 
+def test_chat_cuts_no_conversation(chat_base: Path) -> None:
+    """Each is in one row: an answer without its question before it would teach what no user asks."""
+    data = Path(__file__).parents[2] / "docs/examples/conversations.jsonl"
+    words = (f"vars.base={chat_base}", f'tokens.paths=["{data}"]', "vars.length=300")
+    with Recipe.load("chat", *words).open(only="packing") as run:
+        rows, held = run["packing"], run["tokens"].documents("train").lengths
+        assert rows.count("train") < len(held) and held.max() <= 300
+        assert sorted(name for row in range(rows.count("train")) for name in rows.sources("train", row)) == sorted(
+            run["tokens"].documents("train").source(number) for number in range(len(held))
+        )
+
+
 DATA = Path(__file__).parents[2] / "docs/examples/preferences.jsonl"
 
 

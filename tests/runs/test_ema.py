@@ -50,4 +50,4 @@ def test_evaluation_and_export_are_of_the_average(tmp_path: Path) -> None:
     assert all(torch.equal(exported[name], each) for name, each in written.items())
     assert not any(torch.equal(exported[name], each) for name, each in last.items() if each.ndim > 1)
     refused = drawloom(tmp_path, "export", "runs/tiny", "--to", "other", "--average")[0]
-    assert refused.code == 2 and "AveragedWeights" in refused.text
+    assert refused.code == 2 and "has no average of its weights; leave --average out, or train" in refused.text

@@ -11,6 +11,16 @@ from safetensors.torch import load_file
 
 from support.runs import drawloom, rows, write_corpus
 
+ANSWERS = """
+extends = "tiny.toml"
+unset = ["corpus", "tokens", "packing", "sample"]
+run.name = "answers"
+examples = { use = "data.json_examples", paths = ["answers.jsonl"], validation_fraction = 0.5 }
+collator = { use = "data.pad_collator" }
+rows = { use = "data.collated", max_length = 16 }
+trainer = { steps = 2, on_finish = [] }
+"""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,6 +53,18 @@ def test_other_text_is_measured_whole(place: Path) -> None:
     loss, tokens, bits = map(float, numbers)
     assert tokens == len(text.encode())  # all but the first byte, and the end of the document
     assert bits == pytest.approx(loss * tokens / (tokens - 1) / math.log(2), rel=1e-4)
+
+
+def test_bytes_that_are_not_trained_do_not_count(place: Path) -> None:
+    """Where tokens have weights, as answers have beside prompts, bits are divided by the bytes that have a loss."""
+    weights = [0.0] * 12 + [0.5] * 4
+    examples = [{"input_ids": [*f"what is {n:2d}?".encode(), *b" four"], "weights": weights} for n in range(20)]
+    (place / "answers.jsonl").write_text("".join(f"{json.dumps(example)}\n" for example in examples))
+    (place / "answers.toml").write_text(ANSWERS)
+    assert drawloom(place, "run", "answers.toml")[0].code == 0
+    printed = drawloom(place, "evaluate", "runs/answers")[0].text
+    loss, weight, bits = map(float, re.findall(r"loss ([\d.]+) over ([\d.]+) tokens.* ([\d.]+) bits", printed)[0])
+    assert weight % 2 == 0 and bits == pytest.approx(loss / math.log(2), rel=1e-4)
 
 
 def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:

@@ -37,12 +37,12 @@ def on_a_gpu(memory: int) -> Iterator[None]:
         yield
 
 
-def plan_check(place: Path, kind: str, **settings: Any) -> PlanCheck:
+def plan_check(place: Path, kind: str, recipe: Recipe = RECIPE, ranks: int = 1, **settings: Any) -> PlanCheck:
     """The listener of a small run on a kind of device."""
     return PlanCheck(
-        recipe=ResolvedRecipe(RECIPE.resolved(), ""),
+        recipe=ResolvedRecipe(recipe.resolved(), ""),
         device=Machine(torch.device(kind)),
-        processes=fake(Processes, rank=0, world_size=1),
+        processes=fake(Processes, rank=0, world_size=ranks),
         folder=fake(RunFolder, folder=place),
         **settings,
     )

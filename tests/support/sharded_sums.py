@@ -1,4 +1,4 @@
-"""Steps of a bfloat16 model on ranks with shards, and what one process has for the rows of each of them."""
+"""Steps of a model on ranks with shards, and what one process has for the rows of each of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +25,10 @@ Rows = tuple[Tensor, dict[str, Tensor]]
 
 @attrs.frozen
 class Case:
-    """A model of these sizes; each step's rows have `length` tokens, others on each rank."""
+    """A model of these sizes in some precision; each step's rows have `length` tokens, others on each rank."""
 
     sizes: dict[str, Any]
+    precision: dict[str, Any]
     kind: Any = "cpu"
     length: int = 6
     steps: int = 1
@@ -60,7 +61,7 @@ def _stages(case: Case, processes: TorchProcesses, device: ComputeDevice, **sett
         schedule=pipelines.schedule("one_f_one_b"),
         mesh=mesh,
         device=device,
-        precision=DtypePolicy(parameter="bfloat16"),
+        precision=DtypePolicy(**case.precision),
         job=pipelines.Job(),
         **settings,
     )
@@ -112,8 +113,10 @@ def alone(case: Case, ranks: int) -> list[list[Rows]]:
         for step in range(case.steps):
             each: list[Rows] = []
             for rank in range(ranks):
+                stages.cast_weights()
                 logits = _logits(stages, case.rows(step, rank))
                 logits.square().sum().backward()
+                stages.hand_over_gradients()
                 each.append((logits.detach().cpu(), _gradients(stages)))
             found.append(each)
         return found
@@ -129,7 +132,10 @@ def assert_same(of_ranks: list[list[tuple[Tensor, Rows]]], whole: list[list[Rows
     """Logits of each rank are those of one process, and gradients the float32 sums over all ranks' rows, rounded."""
     for step, each in enumerate(whole):
         names = each[0][1]
-        sums = {name: torch.stack([rows[1][name].float() for rows in each]).sum(0).bfloat16() for name in names}
+        sums = {
+            name: torch.stack([rows[1][name].float() for rows in each]).sum(0).to(gradient.dtype)
+            for name, gradient in names.items()
+        }
         for rank, found in enumerate(of_ranks):
             unprepared, (prepared, slices) = found[step]
             for logits in (unprepared, prepared):

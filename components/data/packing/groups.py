@@ -76,7 +76,8 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: i
     What a long document leaves is a member of a group as a short document is; a single token, which has no target
     itself and is one in the row before, is left out.
     """
-    held = lengths.astype(np.min_scalar_type(-int(lengths.max(initial=length))), copy=False)
+    # the least dtype with the longest document and a whole row; -128 would fit one byte, and 128 does not
+    held = lengths.astype(np.min_scalar_type(-1 - int(lengths.max(initial=length))), copy=False)
     number = np.min_scalar_type(-max(1, len(lengths)))
     members, ends = [np.empty(0, number)], [np.empty(0, np.int64)]
     long, full = [np.empty(0, number)], [np.empty(0, np.int64)]

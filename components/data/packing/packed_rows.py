@@ -146,10 +146,21 @@ class PackedRows:
         documents, first, indexes = self.tokens.documents(split), [0], []
         for source in document_sources(documents):
             lengths = source.documents.lengths
+            self._warn_of_cuts(_name(split, source.name), source.documents)
             shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
             indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
             first.append(first[-1] + len(lengths))
         return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first)))
+
+    def _warn_of_cuts(self, name: str, documents: TokenDocuments) -> None:
+        """Say how many documents with weights of their tokens, as conversations have, are longer than a row."""
+        cut = int((documents.lengths > self.length).sum())
+        if cut and not has_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
+            text = (
+                "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "
+            )
+            text += "no prompt; the longest has %d tokens"
+            log.warning(text, name, cut, len(documents.lengths), self.length, documents.lengths.max())
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows only: what a worker process needs, and what can be pickled."""

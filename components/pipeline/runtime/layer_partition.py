@@ -21,7 +21,8 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
     try:
         stages = len(built.stage_to_rank(ranks))
     except UserError as error:
-        yield mesh.problem("pipeline", str(error))
+        cuts = isinstance(built, PartitioningSchedule)  # then it is its settings that do not fit
+        yield schedule.problem("use", str(error)) if cuts else mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
         yield mesh.problem("pipeline", *_too_few(layers, ranks, stages // ranks, model.name))

@@ -192,7 +192,7 @@ class Auto:
             if shortest.makespan == math.inf:
                 least = min(each.least for each in found)
                 text = f"a microbatch's activations are {least:g} on a rank"
-                raise UserError(f"memory = {self.memory:g}: {text}; write more")
+                raise UserError(f"memory = {self._limit(ranks):g}: {text}; write more")
             self._found[size] = shortest
         return self._found[size]
 
@@ -201,7 +201,7 @@ class Auto:
     ) -> Iterator[Fitted]:
         """Programs with a number of stages on each rank: published ones, and what a search finds."""
         slices, placement = self._slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
-        limit = self.memory or ranks * float(slices.held_by([slices.starts(loop(ranks))[1]]).max())
+        limit = self._limit(ranks)
         if planned:
             slices, placement = slices.joined(planned.sizes), planned.program.stage_to_rank
         if not recomputes:
@@ -223,6 +223,12 @@ class Auto:
         for number, task in enumerate(promising(tasks) if recomputes else tasks):
             policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
             yield Fit(list_schedule(task, policy), slices, limit).best([*cuts, *starts])
+
+    def _limit(self, ranks: int) -> float:
+        """What a rank may hold: `memory`, or a microbatch for each rank in the stage that holds most at any time."""
+        slices = self._slices(ranks, 1)
+        most = attrs.evolve(slices, activations=np.maximum(slices.activations, slices.pending))
+        return self.memory or ranks * float(most.held_by([slices.starts(loop(ranks))[1]]).max())
 
     def _stage_counts(self, ranks: int) -> list[int]:
         """Numbers of stages on a rank for which there are enough slices."""

@@ -70,7 +70,9 @@ def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypa
     """The error has the bytes needed, the bytes free, and the folder."""
     with pytest.raises(UserError) as caught:
         _restore(tmp_path, monkeypatch, 3999)
-    assert str(caught.value).startswith(f"{tmp_path}/checkpoints: a checkpoint needs 4.0 kB, and 4.0 kB are free; free")
+    assert str(caught.value).startswith(
+        f"{tmp_path}/checkpoints: a checkpoint needs about 4.0 kB, and 4.0 kB are free; free"
+    )
 
 
 def test_without_space_for_two_checkpoints_there_is_a_warning(
@@ -103,3 +105,6 @@ def test_an_optimizer_that_has_not_stepped_counts_for_two_moments(
     monkeypatch.setattr(durable_files, "free", lambda _: 23_999)
     checkpointer(tmp_path, states).restore()
     assert "will need about 12.0 kB" in caplog.text
+    monkeypatch.setattr(durable_files, "free", lambda _: 3_999)
+    with pytest.raises(UserError, match=r"a checkpoint needs about 12\.0 kB, and 4\.0 kB are free"):
+        checkpointer(tmp_path, states).restore()

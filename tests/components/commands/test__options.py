@@ -1,11 +1,14 @@
 """Options of commands that can't be what they say."""
 
+import errno
+import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._options import integer, integers, output_file
+from drawloom.components.commands._options import integer, integers, output_file, writing
+from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 
 
@@ -46,7 +49,34 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     """A missing folder, one that takes no files, a file in place of it, and a folder in place of the file."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    for command in (["embed", "runs/none", "a.txt"], ["reference-logps", "dpo"], ["lm-eval", "r", "--tasks", "x"]):
+    commands = ["embed runs/none a.txt", "reference-logps dpo", "lm-eval r --tasks x", "plan first_run", "report r"]
+    for command in map(str.split, commands):
         assert main([*command, "--to", name]) == 2
         assert "argument --to: " in (said := capsys.readouterr().err) and "; write " in said
     assert output_file("fine.json") == Path("fine.json") and not Path("fine.json").exists()
+
+
+def test_a_full_disk_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the file and what to do; what was found is printed before."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "pwrite", full)
+    search = ["plan", "first_run", "--search", "--ranks", "2", "--device", "h100", "--to", "best.toml"]
+    assert main(search) == 2
+    said = capsys.readouterr()
+    assert "mesh.data_shard = 2" in said.out
+    assert said.err == "best.toml can't be written: No space left on device; write another file with --to\n"
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"^e can't be written: Permission denied; "), writing(Path("e")):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_only_a_search_has_a_best_plan_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is left out in silence."""
+    assert main(["plan", "first_run", "--device", "h100", "--to", "best.toml"]) == 2
+    assert "--to is for the best plan of a search; write --search, too" in capsys.readouterr().err

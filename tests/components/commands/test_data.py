@@ -77,6 +77,9 @@ def test_what_is_not_there_is_refused(recipe: str, tmp_path: Path, capsys: pytes
     """A row beyond the last, and a run without a record, are errors of one line that say what to do."""
     assert main(["data", "show", recipe, "--row", "56"]) == 2
     assert "--row 56: train has rows 0 to 55" in capsys.readouterr().err
+    words = ("--split", "validation", "corpus.validation_fraction=0.0")
+    assert main(["data", "show", recipe, "--row", "0", *words]) == 2
+    assert "--row 0: validation has no rows" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").touch()
     assert main(["data", "audit", str(tmp_path)]) == 2
     assert "has no record of its rows; record them with record.use=data.record" in capsys.readouterr().err

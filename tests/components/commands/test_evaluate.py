@@ -1,14 +1,17 @@
 """Other text in place of a run's data; `tests/runs/test_evaluate.py` measures runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drawloom.components.commands.evaluate import _with_corpus
+from drawloom.components.commands.evaluate import _corpus, _with_corpus
+from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
 STORE = {"use": "data.tokenized", "path": "store"}
 TEXTS = {"use": "data.tokenized_text", "corpus": {"use": "data.jsonl", "paths": ["own.jsonl"]}}
+OTHER = {"use": "data.jsonl", "paths": ["other.jsonl"], "validation_fraction": 0.0}
 DATA: dict[str, dict[str, Any]] = {
     "a mixture": {"tokens": {"use": "data.mixture", "sources": {"one": STORE, "other": TEXTS}}},
     "examples": {
@@ -22,9 +25,21 @@ DATA: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", DATA)
 def test_other_text_replaces_all_data(what: str) -> None:
     """Nothing of the run's own data is needed to make the rows, and the recipe has no problem."""
-    recipe = _with_corpus(Recipe.load("first_run").with_values(DATA[what]), ["other.jsonl"])
+    recipe = _with_corpus(Recipe.load("first_run").with_values(DATA[what]), OTHER)
     recipe.check()
     needed = {node.spec.use: node.settings for node in recipe.graph.restricted_to(["packing"]).nodes.values()}
     assert {"data.packing.concatenated", "data.tokenized_text", "data.jsonl"} < needed.keys()
     assert not needed.keys() & {"data.tokenized", "data.mixture", "data.json_examples", "data.collated"}
     assert needed["data.jsonl"]["paths"] == ["other.jsonl"]
+
+
+def test_files_are_read_by_their_format(tmp_path: Path) -> None:
+    """As `tokenize` reads them, also compressed ones, and never JSON as a text; several formats at once are refused."""
+    for name in ("a.txt", "b.jsonl", "c.jsonl.zst", "d.parquet", "e.arrow"):
+        (tmp_path / name).touch()
+    for names, use in (("a.txt", "text_files"), ("[bc].*", "jsonl"), ("[de].*", "parquet")):
+        assert _corpus([str(tmp_path / names)])["use"] == f"data.{use}"
+    with pytest.raises(UserError, match=r"^--corpus: .*a\.txt and .*c\.jsonl\.zst differ in format; measure one"):
+        _corpus([str(tmp_path / "a.txt"), str(tmp_path / "c*")])
+    with pytest.raises(UserError, match=r'^--corpus: no file matches ".*none"'):
+        _corpus([str(tmp_path / "none")])

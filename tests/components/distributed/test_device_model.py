@@ -79,10 +79,17 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, "did you mean 'h100'"),
+        (None, "there is no such device or TOML file; did you mean 'h100'?"),
         ("bfloat16 = 1\n", "it has no 'memory'"),
         (DESCRIBED + "colour = 1\n", "'colour' is no figure of a device"),
-        (DESCRIBED + "[reached]\nspeed = 1\n", "speed"),
+        (DESCRIBED + "[reached]\nspeed = 1\n", "'reached.speed' is no figure of a device"),
+        (DESCRIBED.replace("8", "-8"), "memory = -8 is not a number from 0 on"),
+        (DESCRIBED.replace("8", "'8'"), "memory = '8' is not a number"),
+        (DESCRIBED.replace("10\n", "inf\n"), "link = inf is not a number"),
+        (DESCRIBED.replace("500", "0"), "bandwidth is 0"),
+        (DESCRIBED + "reached = 1\n", "reached = 1 is not a table"),
+        (DESCRIBED + "[reached]\nproducts = true\n", "reached.products = True is not a number"),
+        (DESCRIBED.split("\n", 2)[2], "it has no 'bfloat16'"),
         ("= 1", "Invalid"),
     ],
 )

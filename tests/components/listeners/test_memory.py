@@ -51,6 +51,21 @@ def report(mesh: Any, **sizes: Any) -> MemoryReport:
     )
 
 
+@attrs.frozen
+class Choosing:
+    """A schedule that says what stages recompute."""
+
+    recompute: Mapping[str, Any] = attrs.field(factory=lambda: {"blocks": {"again": 0.9, "kept": 0.1}})
+
+
+def test_out_of_memory_names_the_schedule_that_chooses_what_is_recomputed(one_rank: Any) -> None:
+    """And no policy of the stages, which `check` refuses beside it."""
+    schedules: Any = Every({"order": Choosing()})
+    found = str(attrs.evolve(report(one_rank), schedules=schedules).on_failure(CUDA))
+    assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in found
+    assert "s.recompute" not in found
+
+
 def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The sum first, then each kind; nothing at other events."""
     with caplog.at_level(logging.INFO, "drawloom.run"):

@@ -124,7 +124,7 @@ def test_the_time_left_follows_from_the_steps_after_the_first(one_rank: Any, cap
 
 
 def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """It is not called again; the others get every value."""
+    """It is not called again, and the message says why; the others get every value."""
 
     class Broken(Recorder):
         def track(self, step: int, values: Mapping[str, Value]) -> None:
@@ -138,7 +138,7 @@ def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptur
     assert broken.calls == ["rewind 0", (1, [("a", 1.0)])]
     assert fine.calls == ["rewind 0", *((index, [("a", 1.0)]) for index in (1, 2, 3))]
     assert [record.getMessage() for record in caplog.records] == [
-        "Broken failed and gets no more values; the run continues"
+        "Broken failed and gets no more values, the run continues: OSError: [Errno 28] No space left on device"
     ]
 
 

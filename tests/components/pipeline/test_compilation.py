@@ -114,3 +114,15 @@ def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
     (warning,) = warnings_of("stages.compile=true", "stages.recompute='selective'")
     assert "torch chooses what compiled blocks recompute" in warning
     assert warnings_of("stages.compile=true", "stages.recompute='blocks'") == []
+
+
+def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow() -> None:
+    """As of the setting of the stages: the memory that `auto` counts on is not there."""
+    auto = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.stages_per_rank=1")
+    again = "{ again = 0.1, kept = 0.6 }"
+    chosen = [f"schedule.recompute={{ {policy} = {again} }}" for policy in ("selective", "blocks")]
+    found = [warnings_of(*auto, each, "stages.compile=true") for each in chosen]
+    about = [[text for text in texts if "torch chooses what compiled blocks recompute" in text] for texts in found]
+    assert [len(texts) for texts in about] == [1, 0]
+    assert "leave recompute.selective out, or write compile = false in [stages]" in about[0][0]
+    assert warnings_of(*auto, chosen[0]) == []

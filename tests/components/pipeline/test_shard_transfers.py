@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.pipeline import shard_transfers
-from drawloom.components.pipeline.shard_transfers import NarrowReduceScatter, StandIn, sent_dtype
+from drawloom.components.pipeline.shard_transfers import DirectReduceScatter, StandIn, sent_dtype
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, opened, slice_of
 
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _gradients(rank: int) -> list[Tensor]:
+def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """
     What a rank has computed: weights of several shapes, which are sent alone or packed.
 
@@ -35,18 +35,20 @@ def _gradients(rank: int) -> list[Tensor]:
     for each in found:
         each.view(-1)[::3] = 256.0 if rank == 0 else 1.0
     found[2] = found[2].t()  # (3, 4), not contiguous
-    return [each.bfloat16() for each in found]
+    if rank == 1:
+        found[2] = torch.zeros(3, 4)  # for a weight that was not used
+    return [each.to(dtype) for each in found]
 
 
-def _summed(small: int) -> list[Tensor]:
+def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
     """A rank's sums, after the steps in which torch calls the hook."""
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
     shard_transfers.SMALL = small
     with opened("cpu") as (processes, _):
-        ranks, scatter = processes.world_size, NarrowReduceScatter()
-        how: Any = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-        gradients = _gradients(processes.rank)
+        ranks, scatter = processes.world_size, DirectReduceScatter()
+        how: Any = {"dtype": dtype, "device": torch.device("cpu")}
+        gradients = _gradients(processes.rank, dtype)
         found = []
         for _ in range(2):
             sizes = [-(-len(each) // ranks) * each[0].numel() for each in gradients]
@@ -64,23 +66,40 @@ def test_sums_are_rounded_once(small: int) -> None:
     all_ranks = [_gradients(rank) for rank in range(3)]
     exact = [torch.stack([each.float() for each in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
     assert any((each == 258.0).any() for each in exact)
-    for rank, found in enumerate(run_ranks(_summed, 3, small)):
+    for rank, found in enumerate(run_ranks(_summed, 3, small, torch.bfloat16)):
         for mine, whole in zip(found, exact, strict=True):
             expected = slice_of(whole, rank, 3).flatten()
             assert torch.equal(mine[: len(expected)], expected)
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-@pytest.mark.parametrize("small", [0, 200])
-def test_shards_compute_what_whole_weights_do(small: int, by_block: bool) -> None:
-    """
-    Logits are those of one process, bit by bit, and gradients the float32 sums of those of each rank's rows, rounded.
+@pytest.mark.parametrize("small", [0, 48, 2**20])
+def test_wide_gradients_are_summed(small: int) -> None:
+    """Each rank gets the sums of its slices over all ranks, to rounding, reduced alone or packed."""
+    exact = [sum(parts) for parts in zip(*(_gradients(rank, torch.float64) for rank in range(3)), strict=True)]
+    for rank, found in enumerate(run_ranks(_summed, 3, small, torch.float32)):
+        for mine, whole in zip(found, exact, strict=True):
+            expected: Any = slice_of(torch.as_tensor(whole), rank, 3).flatten().float()
+            torch.testing.assert_close(mine[: len(expected)], expected)
 
-    So it is for weights that a program gathers, that a forward gathers itself, and block by block.
+
+@pytest.mark.parametrize(("small", "by_block"), [(0, False), (200, False), (0, True)])
+@pytest.mark.parametrize(
+    ("precision", "close"),
+    [({"parameter": "bfloat16"}, 0.0), ({"compute": "bfloat16", "uncast": []}, 1e-6)],
+    ids=["bfloat16", "mixed"],
+)
+def test_shards_compute_what_whole_weights_do(
+    precision: dict[str, Any], close: float, small: int, by_block: bool
+) -> None:
     """
-    case = Case(SIZES, steps=2)
+    Logits are those of one process, bit by bit, and gradients the float32 sums of those of each rank's rows.
+
+    In bfloat16 these are rounded once. So it is for weights that a program gathers, that a forward gathers itself, and
+    block by block.
+    """
+    case = Case(SIZES, precision, steps=2)
     [whole] = run_ranks(alone, 1, case, 3)
-    assert_same(run_ranks(on_shards, 3, case, small, by_block), whole, atol=0.0, rtol=0.0)
+    assert_same(run_ranks(on_shards, 3, case, small, by_block), whole, atol=close, rtol=close)
 
 
 def test_only_what_torch_does_with_a_buffer_is_done_with_a_stand_in() -> None:

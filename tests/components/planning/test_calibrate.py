@@ -7,6 +7,7 @@ import torch
 
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, here, kept_at
+from drawloom.graph import UserError
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,11 @@ def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: p
     assert 0 < found.reached.attention < 10
     assert 0 < found.reached.launch < 1e-3
     assert found.reached.host == 0
+    path.write_text("garbage")
+    with pytest.raises(
+        UserError, match=r"cpu\.toml: Expected '='.*; measure it again with `drawloom plan --calibrate`"
+    ):
+        at_hand()
 
 
 def test_a_gpu_that_is_not_known_is_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Plans that are compared with runs."""
 
+import re
 from itertools import count
 from pathlib import Path
 
@@ -21,6 +22,22 @@ def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None
         plan_check(tmp_path, "cuda", refuse=False).open()
     with on_a_gpu(2**40):
         plan_check(tmp_path, "cuda").open()
+
+
+def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path) -> None:
+    """On the first rank, too, which has enough for what it holds; with the action of the one that has not."""
+    values = {"mesh": {"pipeline": 2}, "model": {"num_hidden_layers": 2, "vocab_size": 40_000}}
+    recipe = RECIPE.with_values(values)
+    planned = plan(recipe, device_model("cpu"))
+    first, last = planned.memory
+    assert last.peak > 1.1 * first.peak
+    memory = int(0.94 * last.peak)  # beyond what a plan may be wrong by
+    when = re.escape(last.when)
+    with (
+        on_a_gpu(memory),
+        pytest.raises(UserError, match=f"the run needs {last.peak / 1e9:.1f} GB on a GPU, in {when}"),
+    ):
+        plan_check(tmp_path, "cuda", recipe, 2).open()
 
 
 def test_the_end_says_what_was_planned_and_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

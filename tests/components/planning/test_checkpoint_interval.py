@@ -26,6 +26,12 @@ def test_no_other_number_of_steps_loses_less() -> None:
     assert intervals[1] == pytest.approx(2 * intervals[32], rel=0.01)
 
 
+@pytest.mark.parametrize(("seconds", "hours"), [(3.6e6, "1,000 h;"), (1.33e7, "3,690 h;"), (4440.0, "1.23 h;")])
+def test_hours_are_written_out(seconds: float, hours: str) -> None:
+    """With three digits, and never as a power of ten."""
+    assert f"a failure is expected every {hours}" in str(Interval("checkpoint", 9, 2.0, seconds, 0.1))
+
+
 def test_a_save_takes_longer_without_staging() -> None:
     """The disk is slower than the memory of a host; moments and weights count, gradients do not."""
     planned = plan(RECIPE, device_model("cpu"))

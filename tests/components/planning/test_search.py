@@ -8,6 +8,7 @@ import tomli
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
+from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.plan import PlanCache, TooLarge, plan
 from drawloom.components.planning.search import _shortened, search, search_text
 
@@ -47,6 +48,17 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
         other = {"mesh": found["mesh"], "batch": found["batch"], "schedule": {"use": f"pipeline.schedules.{name}"}}
         assert planned.time.seconds < plan(recipe.with_values(other), device, 2).time.seconds
     assert "schedule.slices = [...]" in search_text(every)
+
+
+def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
+    """Also beside a setting that gives the last stage fewer layers, which `auto` does without."""
+    words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
+    recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
+    device = attrs.evolve(device_model("cpu"), memory=60_000_000)
+    tried = [each.values for each in search(recipe, device, 2)]
+    [values] = [each for each in tried if each.get("schedule", {}).get("use", "").endswith(".auto")]
+    alone = Planned(recipe.with_values({name: values[name] for name in ("mesh", "batch", "stages")}), device)
+    assert values["schedule"]["memory"] == alone.slices(2)["memory"] < 1e8
 
 
 def test_stages_that_auto_makes_too_large_are_left_out() -> None:

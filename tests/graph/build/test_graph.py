@@ -35,6 +35,19 @@ def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project)
         project.container(graph, "page")
 
 
+def test_another_component_in_the_place_of_the_one_that_is_needed_is_named(shop: Shop, project: Project) -> None:
+    """Where no node implements a port, the node with the edge's name is told: its component may have been changed."""
+    graph = shop('[store]\nuse = "servers.loop"\npages = ["@page"]')
+    [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
+    assert (
+        problem.text == "'pages.plain' needs a Store for 'store', and no node implements it: [store] is 'servers.loop'"
+    )
+    assert problem.hint == "`drawloom list --fits store` shows what does"
+    alone = project.graph(MergedRecipe.of({"page": {"use": "pages.plain", "title": "Shop"}}))
+    [problem] = [problem for problem in alone.errors if problem.code == "DL316"]
+    assert problem.text.endswith("no node implements it") and problem.hint == "add a node that does"
+
+
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
     """A node with an edge to itself is a dependency cycle."""
     graph = shop('[page]\nfallback = "@page"')

@@ -97,6 +97,14 @@ def test_several_programs_for_a_weight() -> None:
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("noise", [2**40, None])
+def test_weights_without_dimensions(noise: int | None) -> None:
+    """A number alone is a weight, too, also the first one of its kind; two steps change it as the eager ones do."""
+    ours, theirs = twins([((), WIDE, WIDE), ((5,), WIDE, WIDE), ((), NARROW, NARROW)])
+    step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"], noise)
+    assert_same_bits(ours, theirs)
+
+
 def test_each_weight_has_its_own_scalars() -> None:
     """A row of scalars for each weight is that weight's, whichever launch it shares, empty ones and all."""
     shapes = [((40,), NARROW, NARROW), ((0,), WIDE, WIDE), ((3, 5), WIDE, WIDE), ((700,), NARROW, NARROW)]

@@ -51,6 +51,26 @@ def test_documents_without_a_target_are_dropped(job: Any) -> None:
     assert rows.batch("train", [0]).targets.tolist() == [[*b"bc", 256, IGNORE_INDEX]]
 
 
+class Chats(Texts):
+    """The same with weights of tokens, as conversations have."""
+
+    def documents(self, split: Split) -> TokenArrays:
+        texts = [np.array([*text.encode(), 256]) for text in (self.train if split == "train" else self.validation)]
+        return TokenArrays.of(texts, np.uint16, [np.ones(len(text), np.float32) for text in texts])
+
+
+def test_cut_conversations_are_counted(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Each that is longer than a row, with the longest; texts may be cut, and pairs are dropped instead."""
+    texts = ["abc", "abcdefg", "abcde"]
+    packing(Texts(train=texts), job)
+    packing(Chats(train=["abc"]), job)
+    assert not caplog.messages
+    packing(Chats(train=texts), job)
+    [message] = caplog.messages
+    assert message.startswith("train: 2 of 3 documents with weights are longer than a row of 4 tokens, and are cut")
+    assert message.endswith("the longest has 8 tokens")
+
+
 def test_the_last_row_is_padded(job: Any) -> None:
     """What is left of the last row is the end token, without targets, and lowers the fill rate."""
     rows = packing(Texts(train=["abcde"]), job)

@@ -43,3 +43,14 @@ def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:
     path.unlink()
     (found,) = problems(*words)
     assert (found.node, found.text) == ("schedule", f"{path} can't be read: No such file or directory")
+
+
+def test_settings_of_a_schedule_are_its_own_problem() -> None:
+    """A memory that holds no microbatch, and too few slices, are named at the schedule, and not at the mesh."""
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.auto")
+    for setting, text in (
+        ("schedule.memory=0.5", "memory = 0.5: a microbatch's activations are 1 on a rank; write more"),
+        ("schedule.slices=[1.0]", "1 slices are too few for 2 stages; write 2 of each or more"),
+    ):
+        (found,) = problems(*words, setting)
+        assert (found.node, found.text) == ("schedule", text)

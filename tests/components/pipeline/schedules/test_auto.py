@@ -11,6 +11,7 @@ from typing import Any, Literal
 import attrs
 import pytest
 
+from drawloom.components.pipeline.program.list_scheduling import peak_activations
 from drawloom.components.pipeline.program.notation import write_program
 from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
@@ -292,6 +293,15 @@ def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
     assert sum(made.layers_by_stage(2, 6)) == 6
     with pytest.raises(UserError, match="write 12 slices"):
         made.layers_by_stage(2, 12)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 8])
+def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(microbatches: int) -> None:
+    """Also where that is more than the activations before: there is a program, which holds no more."""
+    given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
+    program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
+    peaks = peak_activations(program, given["activations"], given["pending"])
+    assert max(peaks) <= 2 * (1.0 + 9.0)
 
 
 def test_the_memory_that_is_too_little_counts_what_waits_for_weight_gradients() -> None:
