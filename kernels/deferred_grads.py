@@ -131,6 +131,15 @@ class ChangedInPlaceError(RuntimeError):
     """A tensor that a deferred weight gradient needs has been changed in place."""
 
 
+Held = tuple[tuple[Tensor, ...], list[int]]
+"""Tensors and the versions that they have to have when they are used."""
+
+
+def hold(*tensors: Tensor) -> Held:
+    """Tensors (any shapes) with their present versions."""
+    return tensors, [tensor._version for tensor in tensors]
+
+
 class DeferredGrad:
     """A weight's gradient that can be deferred: a queue of its summands, in the order of the backward pass."""
 
@@ -139,7 +148,7 @@ class DeferredGrad:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.active = False
-        self._pending: list[tuple[Compute, tuple[Tensor, ...], list[int]]] = []
+        self._pending: list[tuple[Compute, Held]] = []
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Compute a summand (the weight's shape), or queue it and return None while deferral is active."""
@@ -150,7 +159,11 @@ class DeferredGrad:
 
     def queue(self, compute: Compute, *tensors: Tensor) -> None:
         """Queue a summand; `tensors` of any shapes are held until it is computed."""
-        self._pending.append((compute, tensors, [tensor._version for tensor in tensors]))
+        self._pending.append((compute, hold(*tensors)))
+
+    def queue_held(self, compute: Compute, held: Held) -> None:
+        """Queue a summand of tensors that others may share."""
+        self._pending.append((compute, held))
 
     def add(self, part: Tensor | None) -> None:
         """Queue a summand that is computed already (any shape, the weight's); None queues nothing."""
@@ -172,24 +185,37 @@ class DeferredGrad:
 
         Raises ChangedInPlaceError if a queued tensor was changed in place.
         """
-        # Each summand is released before the next is computed, so that few exist at a time.
+        weight, pending = self.weight, self._pending
+        # A weight that is a view (a transpose) is no leaf; autograd casts its gradient when it reaches the leaf.
+        leaf, grad = weight.is_leaf, weight.grad if weight.is_leaf else None
+        fused = leaf and weight.device.type in FUSED
         total: Tensor | None = None
-        while self._pending:
-            summand = self._first()
-            if summand is not None:
-                total = summand if total is None else total + summand
+        # Each summand is released before the next is computed, so that few exist at a time.
+        while pending:
+            compute, (tensors, versions) = pending.pop(0)
+            if versions != [tensor._version for tensor in tensors]:
+                raise ChangedInPlaceError(_changed_message(tensors, versions, weight))
+            summand = add_to_grad(weight, compute, *tensors) if fused else compute(*tensors)
+            if summand is None:
+                continue
+            if leaf and (grad is None or grad.dtype != summand.dtype):
+                summand = summand.to(dtype=weight.grad_dtype)
+            total = summand if total is None else total + summand
         return total
 
-    def _first(self) -> Tensor | None:
-        """Remove the first summand from the queue and add it to `.grad`, or compute it in the dtype of that sum."""
-        compute, tensors, versions = self._pending.pop(0)
-        if versions != [tensor._version for tensor in tensors]:
-            raise ChangedInPlaceError(_changed_message(tensors, versions, self.weight))
-        # A weight that is a view (a transpose) is no leaf; autograd casts its gradient when it reaches the leaf.
-        if not self.weight.is_leaf:
-            return compute(*tensors)
-        summand = add_to_grad(self.weight, compute, *tensors)
-        return None if summand is None else summand.to(dtype=self.weight.grad_dtype)
+    def add_to_grad(self) -> bool:
+        """
+        Add the queued summands to the weight's `.grad` in place; False if that is left to autograd, and nothing done.
+
+        It is left for a weight that has no `.grad` yet, has hooks, or is no leaf. Autograd would add the same sum, but
+        takes more time to start than small layers have.
+        """
+        weight = self.weight
+        if not weight.is_leaf or (grad := weight.grad) is None or _has_hooks(weight) or grad.layout != torch.strided:
+            return False
+        if (total := self.compute()) is not None:
+            grad += total
+        return True
 
 
 class Recording(ABC):
@@ -239,7 +265,7 @@ class Deferral(Recording):
     def take(self) -> list[DeferredGrad]:
         """Remove and return the gradients that have something queued."""
         deferred, self._grads = self._grads, {}
-        return [each for each in deferred.values() if each]
+        return [each for each in deferred.values() if each._pending]
 
 
 class _Deferring:

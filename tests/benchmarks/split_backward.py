@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.pipeline.split_backward.matmul_grads import WeightGrads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext, LayerRange
@@ -96,6 +97,7 @@ class Subject:
     def __init__(self, module: nn.Module, x: Tensor, *shared: Any, by_torch: bool, autocast: bool = False) -> None:
         self.module, self.shared, self.autocast = module, shared, autocast
         self.parameters = list(module.parameters())
+        self.weights = WeightGrads()  # of all microbatches, as in a step
         self.x = x.requires_grad_()
         self.grad = torch.randn_like(self.forward())
         self.two_passes = self.by_torch if by_torch else self.by_us
@@ -115,7 +117,7 @@ class Subject:
         return timed(lambda: torch.autograd.backward(output, self.grad))
 
     def by_us(self) -> tuple[float, ...]:
-        split = SplitBackward()
+        split = SplitBackward(self.weights)
         with split.forward():
             output = self.forward()
         return timed(lambda: split.backward_input([output], [self.grad], [self.x]), split.backward_weight)

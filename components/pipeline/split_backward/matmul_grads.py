@@ -3,11 +3,11 @@ Deferred weight gradients of torch's own products, which don't use kernels/defer
 
 `nn.Linear`, `x @ weight` and `nn.Conv2d` leave a node in the autograd graph, with an edge to the weight, or to its
 transpose or the copy that autocast makes of it. The gradients of weight and bias need only the gradient of the product
-and the other factor. A hook on the node captures the former, after all other hooks have run. Transposes and casts, and
-the hooks on them, run with the weight gradients.
+and the other factor. A hook on the node captures the former, after all other hooks have run. Transposes and casts that
+have hooks or several users run with the weight gradients; otherwise the leaf's own gradient is computed past them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from drawloom.kernels.deferred_grads import Compute, Deferral, DeferredGrad, MatrixProduct
+from drawloom.kernels.deferred_grads import Compute, Deferral, DeferredGrad, MatrixProduct, hold
 from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, held_by
 
 Users = dict[Node | None, list[Node | None]]
@@ -72,9 +72,10 @@ class WeightGrads:
     """
     Computes deferred gradients and adds each to its weight's `.grad`.
 
-    Autograd makes a gradient a weight's `.grad` without a copy only if it holds the only reference. So gradients are
-    computed within a node of the graph, one for each chunk of weights, and not beforehand. To make one takes
-    microseconds: microbatches that share an instance share the nodes.
+    That is left to autograd where there is no `.grad` yet or a hook waits for it. Autograd makes a gradient a weight's
+    `.grad` without a copy only if it holds the only reference. So gradients are computed within a node of the graph,
+    one for each chunk of weights, and not beforehand. To make one takes microseconds: microbatches that share an
+    instance share the nodes.
     """
 
     __slots__ = ("_nodes",)
@@ -84,13 +85,16 @@ class WeightGrads:
 
     def add(self, deferred: Sequence[DeferredGrad]) -> None:
         """Accumulate the deferred gradients of weights (any shapes), whose hooks are called once."""
-        # Autograd starts at the root created last, so the gradients deferred last come first: their tensors are still
-        # in the caches.
-        nodes = [self._node(chunk) for chunk in reversed(_chunks(deferred))]
+        # Those of the first layers come first: their tensors are still in the caches.
+        with torch.no_grad():
+            left = [each for each in deferred if not each.add_to_grad()]
+        if not left:
+            return
+        # Autograd starts at the root created last.
+        nodes = [self._node(chunk) for chunk in reversed(_chunks(left))]
         try:
-            if nodes:
-                roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
-                torch.autograd.backward(roots, grads, retain_graph=True)
+            roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
+            torch.autograd.backward(roots, grads, retain_graph=True)
         finally:
             for node in nodes:
                 node.deferred.clear()
@@ -155,6 +159,14 @@ class Edges:
     factors: tuple[int, int]
     names: tuple[str, str]
     bias: int | None = None
+    saved: tuple[str, ...] = attrs.field(init=False, default=attrs.Factory(lambda self: _named("_saved_", self), True))
+    raw: tuple[str, ...] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _named("_raw_saved_", self), True)
+    )
+
+
+def _named(prefix: str, edges: Edges) -> tuple[str, ...]:
+    return tuple(prefix + name for name in edges.names)
 
 
 CONVOLUTION: type[Node] = torch._C._functions.ConvolutionBackward0  # type: ignore[attr-defined]
@@ -179,18 +191,20 @@ class Product:
     other: Saved
     gradient: Compute
     bias: Tensor | None
+    bias_gradient: Compute
 
     def capture(self, deferral: Deferral) -> RemovableHandle:
         """Register a hook that queues the gradients of weight and bias when that of the product is computed."""
-        of_weight, gradient, other = deferral.grad_for(self.weight), self.gradient, self.other
-        of_bias = None if self.bias is None else deferral.grad_for(self.bias)
-        summed = None if self.bias is None else bias_gradient(self.node, self.bias)
+        queue, gradient, other = deferral.grad_for(self.weight).queue_held, self.gradient, self.other
+        queue_bias = None if self.bias is None else deferral.grad_for(self.bias).queue_held
+        bias_gradient = self.bias_gradient
 
         def captured(_: object, grads: tuple[Tensor | None, ...]) -> None:
-            if grads[0] is not None:
-                of_weight.queue(gradient, grads[0], other.value())
-                if of_bias is not None and summed is not None:
-                    of_bias.queue(summed, grads[0])
+            if (grad := grads[0]) is not None:
+                held = hold(grad, other.value())
+                queue(gradient, held)
+                if queue_bias is not None:
+                    queue_bias(bias_gradient, held)
 
         return self.node.register_hook(captured)
 
@@ -204,34 +218,40 @@ def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list
     leaves: dict[int, Tensor] = {}
     taken: set[int] = set()
     handles: list[RemovableHandle] = []
-    for leaf, its_users in users.items():
+    # From the inputs to the outputs, as kernels that record themselves, and weights before their product's bias.
+    for leaf, its_users in reversed(users.items()):
         if type(leaf) is LEAF:
             tensor = leaf.variable  # type: ignore[attr-defined]
-            leaves[id(tensor)] = tensor
-            products = _products(leaf, users) if type(its_users[0]) in _CANDIDATES else []
-            if captured := _capture(products, deferral):
+            key = id(tensor)
+            if key in taken:
+                continue
+            # The type of a leaf's first user rules out most leaves at once.
+            products = _products(leaf, tensor, users) if type(its_users[0]) in _CANDIDATES else []
+            if products and (captured := _capture(products, deferral)):
                 handles += captured
-                taken |= {id(tensor), *(id(product.bias) for product in products)}
+                taken.update([key, *[id(product.bias) for product in products]])
+            else:
+                leaves[key] = tensor
     return [tensor for key, tensor in leaves.items() if key not in taken], handles
 
 
 _CANDIDATES = {*EDGES, *_PASSED}
-"""Types of nodes that may be a product: the type of a leaf's first user rules out most leaves at once."""
+"""Types of nodes that may be a product, or lead to one."""
 
 
 def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
     """Register hooks on all products; none if any has a foreign hook, which may change the weight's gradient."""
     handles = [product.capture(deferral) for product in products]
-    if all([*(handle.hooks_dict_ref() or ())] == [handle.id] for handle in handles):
+    if all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles):
         return handles
     for handle in handles:
         handle.remove()
     return []
 
 
-def _products(leaf: Node, users: Users) -> list[Product]:
-    """The products that use a leaf, its transpose or a cast of it; none if anything else uses it."""
-    if leaf.variable._backward_hooks:  # type: ignore[attr-defined]
+def _products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
+    """The products that use a leaf (a tensor of any shape), or what is made of it; none if anything else uses it."""
+    if tensor._backward_hooks:
         return []  # the leaf's hook may need activations: then torch must see this gradient and raise an error
     products: list[Product] = []
     factors = [leaf]
@@ -239,38 +259,75 @@ def _products(leaf: Node, users: Users) -> list[Product]:
         for user in users[factor]:
             if user is not None and type(user) in _PASSED:
                 factors.append(user)
-            elif (product := product_of(user, factor, users)) is not None:
+            elif (product := product_of(user, factor, tensor, users)) is not None:
                 products.append(product)
             else:
                 return []
-    return products
+    # The gradients of a leaf and of what is made of it would be added one after another, which rounds differently.
+    return products if len({product.weight is tensor for product in products}) == 1 else []
 
 
-def product_of(node: Node | None, factor: Node, users: Users) -> Product | None:
-    """The product of a node with `factor`, a weight; None if it is another node, or can't be deferred."""
-    if node is None or (edges := EDGES.get(type(node))) is None:
+def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product | None:
+    """The product of a node with `factor`, made of a leaf (any shape); None if it is another node, or can't wait."""
+    if (edges := EDGES.get(type(node))) is None:
         return None
     children = [child for child, _ in node.next_functions]
-    if children.count(factor) != 1 or children.index(factor) not in edges.factors:
+    place = children.index(factor)
+    if place not in edges.factors or children.count(factor) > 1 or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    side = edges.factors.index(children.index(factor))
-    if getattr(node, "_saved_alpha", 1) != 1 or not _leads_on(children[edges.factors[1 - side]], users):
+    side = edges.factors.index(place)
+    if not _leads_on(children[edges.factors[1 - side]], users):
         return None
-    weight, other = _weight_of(node, factor, edges.names[side]), _other_of(node, edges.names[1 - side])
+    weight = leaf if type(factor) is LEAF else _made_weight(node, edges, side)
+    other = _other_of(node, edges, 1 - side)
     if weight is None or other is None or weight.is_complex():
         return None
-    if isinstance(other, Kept) and other.value().layout != weight.layout:
+    if type(other) is Kept and other.value().layout != weight.layout:
         return None
     below = None if edges.bias is None else children[edges.bias]
     bias = None if below is None else _bias_of(node, below, users)
-    if type(node) is not CONVOLUTION:
-        # A gradient with the weight's own strides is accumulated without a copy.
-        by_columns = weight.stride() == (1, len(weight))
-        return Product(node, weight, other, _GRADIENTS[side, by_columns], bias)
-    # Asked for the bias's gradient alone, the node of a convolution computes the weight's as well.
-    if side == 0 or (below is not None and bias is None):
+    if type(node) is CONVOLUTION:
+        # Asked for the bias's gradient alone, the node of a convolution computes the weight's as well.
+        if side == 0 or (below is not None and bias is None):
+            return None
+        gradients = ConvolutionGradients(node, weight, bias)
+        return Product(node, weight, other, gradients.of_weight, bias, gradients.of_bias)
+    summed = partial(_summed_to, () if bias is None else bias.shape)
+    # A gradient with the weight's own strides is accumulated without a copy.
+    by_columns = weight.stride() == (1, weight.shape[0])
+    # Without hooks a node gives the very tensor that it was given, with its own hooks.
+    original = getattr(node, edges.saved[side]) is weight
+    if weight is leaf or not original or not _is_private(factor, weight, leaf, users):
+        return Product(node, weight, other, _GRADIENTS[side, by_columns, False], bias, summed)
+    gradient = _GRADIENTS[side, by_columns, type(factor) is TRANSPOSE]
+    if weight.dtype != leaf.dtype:
+        gradient = partial(_cast_to, leaf.dtype, gradient)
+    return Product(node, leaf, other, gradient, bias, summed)
+
+
+def _made_weight(node: Node, edges: Edges, side: int) -> Tensor | None:
+    """What was made of a weight, with its graph; None if that would have to be recomputed."""
+    variable = getattr(node, edges.raw[side])
+    if variable.unpack_hook is not None and not isinstance(held_by(variable), Kept):
         return None
-    return Product(node, weight, other, convolution_gradient(node, weight), bias)
+    made: Tensor = getattr(node, edges.saved[side])
+    return made
+
+
+def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
+    """
+    Whether the factor `made` is a transpose, a cast or a transposed cast of a leaf, which nothing else sees.
+
+    The leaf's gradient is then computed past the nodes in between.
+    """
+    tensor: Any = made
+    while type(factor) is not LEAF:
+        if tensor is None or tensor.grad_fn is not factor or len(users[factor]) > 1:
+            return False
+        if tensor._backward_hooks or tensor.retains_grad:
+            return False
+        factor, tensor = factor.next_functions[0][0], tensor._base
+    return made.device == leaf.device
 
 
 def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
@@ -281,48 +338,46 @@ def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
     return None if leaf._backward_hooks else leaf
 
 
-def bias_gradient(node: Node, bias: Tensor) -> Compute:
-    """What computes the gradient of a bias of any shape from that of a product."""
-    if type(node) is CONVOLUTION:
-        return _summed_over_places
-    return partial(Tensor.sum_to_size, size=bias.shape)
+def _summed_to(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
+    """The gradient of a bias of this shape, from that of a matrix product (rows, columns)."""
+    return grad.sum_to_size(shape)
 
 
-def _summed_over_places(grad: Tensor) -> Tensor:
-    """The gradient (channels,) of the bias of a convolution, of that of its output (rows, channels, ...)."""
-    return grad.sum([0, *range(2, grad.ndim)])
+def _cast_to(dtype: torch.dtype, gradient: Compute, *tensors: Tensor) -> Tensor:
+    """A gradient (any shape) in another dtype."""
+    return gradient(*tensors).to(dtype)
 
 
-def convolution_gradient(node: Any, weight: Tensor) -> Compute:
-    """What computes the gradient of a convolution's weight, of any shape, from those of output and input."""
-    where = node._saved_stride, node._saved_padding, node._saved_dilation
-    how = node._saved_transposed, node._saved_output_padding, node._saved_groups
-    like = weight.detach()  # its shape and strides count, and not its values
+class ConvolutionGradients:
+    """The gradients of a convolution's weight and bias (any shapes), found in one go; each is given once."""
 
-    def gradient(grad: Tensor, x: Tensor) -> Tensor:
-        asked = [False, True, False]
-        found: Tensor = torch.ops.aten.convolution_backward(grad, x, like, None, *where, *how, asked)[1]
-        return found
+    __slots__ = ("_arguments", "_found", "_like")
 
-    return gradient
+    def __init__(self, node: Any, weight: Tensor, bias: Tensor | None) -> None:
+        where = node._saved_stride, node._saved_padding, node._saved_dilation
+        how = node._saved_transposed, node._saved_output_padding, node._saved_groups
+        self._like = weight.detach()  # its shape and strides count, and not its values
+        self._arguments = None if bias is None else [*bias.shape], *where, *how, [False, True, bias is not None]
+        self._found: list[Tensor] = []
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The weight's, from those of output and input; the bias's is the only one left then."""
+        return self._find(grad, x).pop(0)
+
+    def of_bias(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The bias's (channels,)."""
+        return self._find(grad, x).pop()
+
+    def _find(self, grad: Tensor, x: Tensor) -> list[Tensor]:
+        if not self._found:
+            self._found = [*torch.ops.aten.convolution_backward(grad, x, self._like, *self._arguments)[1:]]
+        return self._found
 
 
-def _weight_of(node: Node, factor: Node, name: str) -> Tensor | None:
-    """The weight or what was made of it, with its graph; None if that would have to be recomputed."""
-    if type(factor) is LEAF:
-        leaf: Tensor = factor.variable  # type: ignore[attr-defined]
-        return leaf
-    variable = getattr(node, f"_raw_saved_{name}")
-    if variable.unpack_hook is not None and not isinstance(held_by(variable), Kept):
-        return None
-    made: Tensor = getattr(node, f"_saved_{name}")
-    return made
-
-
-def _other_of(node: Node, name: str) -> Saved | None:
+def _other_of(node: Node, edges: Edges, side: int) -> Saved | None:
     """The other factor, which may be recomputed; None if hooks hold it that may give it to the node alone."""
-    variable = getattr(node, f"_raw_saved_{name}")
-    return Kept(getattr(node, f"_saved_{name}")) if variable.unpack_hook is None else held_by(variable)
+    variable = getattr(node, edges.raw[side])
+    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else held_by(variable)
 
 
 def _leads_on(node: Node | None, users: Users) -> bool:
@@ -332,10 +387,23 @@ def _leads_on(node: Node | None, users: Users) -> bool:
     return node is not None and not (type(node) is LEAF and node in users)
 
 
-_GRADIENTS: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor]] = {
+_PRODUCTS = {
     (1, False): MatrixProduct(lambda grad, other: (other.t(), grad)),
-    (1, True): lambda grad, other: (grad.t() @ other).t(),
+    (1, True): MatrixProduct(lambda grad, other: (grad.t(), other)),
     (0, False): MatrixProduct(lambda grad, other: (grad, other.t())),
-    (0, True): lambda grad, other: (other @ grad.t()).t(),
+    (0, True): MatrixProduct(lambda grad, other: (other, grad.t())),
 }
-"""By the side of the weight in the product, and whether its columns are contiguous; the gradient's are alike."""
+"""By the side of the weight in the product: its gradient, or, if the weight's columns are contiguous, the transpose."""
+
+
+def _transposed(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
+    """The transpose (columns, rows) of a gradient (rows, columns)."""
+    return gradient(grad, other).t()
+
+
+_GRADIENTS: dict[tuple[int, bool, bool], Compute] = {
+    (*key, transposed): gradient if key[1] == transposed else partial(_transposed, gradient)
+    for key, gradient in _PRODUCTS.items()
+    for transposed in (False, True)
+}
+"""By side, contiguous columns, and whether the gradient is wanted of what the weight is the transpose of."""

@@ -91,10 +91,11 @@ class SplitBackward:
             raise RuntimeError("backward_weight has nothing to compute: call it once after each backward_input")
         try:
             self._weights.add(deferred)
-        except ChangedInPlaceError as error:
-            raise UserError(f"split backward: between the two passes, {error}") from error
-        finally:
+        except BaseException as error:
             _clear(deferred)
+            if not isinstance(error, ChangedInPlaceError):
+                raise
+            raise UserError(f"split backward: between the two passes, {error}") from error
 
     def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The gradients of the inputs; those of the leaves are deferred."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
-from support.split_passes import in_one, in_two, same
+from drawloom.kernels.recompute import Kept, saved_value
+from support.split_passes import in_one, in_two, same, taken
 from support.split_stages import Ops, Parts, Stage, inputs_of, weight
 
 Use = Callable[[Tensor, nn.Parameter], Tensor]
@@ -121,7 +123,8 @@ def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
         found = split.backward_input([y], [grad], [x])
     with Asked() as second:
         split.backward_weight()
-    assert (first.masks, second.masks) == ([[True, False, False]], [[False, True, False]])
+    bias = len(parameters) == 2
+    assert (first.masks, second.masks) == ([[True, False, False]], [[False, True, bias]])
     torch.testing.assert_close([*found, *(each.grad for each in parameters)], [*expected])
 
 
@@ -198,19 +201,62 @@ def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Op
     assert called[name] == 2
 
 
-def test_hooks_on_a_transposed_weight_are_called_once() -> None:
-    """A hook on `w.t()` changes the weight's gradient, though only the second pass runs through the transpose."""
+MADE: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "transpose": lambda w: [w.t()],
+    "cast": lambda w: [w.half()],
+    "transposed cast": lambda w: [cast := w.half(), cast.t()],
+    "cast of a transpose": lambda w: [transpose := w.t(), transpose.half()],
+    "transpose of a transpose": lambda w: [transpose := w.t(), transpose.t()],
+}
+"""By name, what is made of a weight on the way to its product."""
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("at", [0, -1])
+def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -> None:
+    """A hook on `w.t()` or a cast changes the weight's gradient, though only the second pass runs through it."""
     called = Counter[str]()
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        transposed = s.w.t()
-        transposed.register_hook(lambda grad: (called.update(["transposed"]), grad * 2)[1])
-        return (x @ transposed).tanh()  # type: ignore[no-any-return]
+        made = MADE[name](s.w)
+        made[at].register_hook(lambda grad: (called.update([name]), grad * 2)[1])  # type: ignore[no-untyped-call]
+        return (x.to(made[-1].dtype) @ made[-1]).tanh()
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
     expected = in_one(stage, inputs)
     same(in_two(stage, inputs), expected)
-    assert called["transposed"] == 2
+    assert called[name] == 2
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_of_what_is_made_of_a_weight(name: str, held: bool, retained: bool) -> None:
+    """The weight and what retains its gradient get a full pass's, also where hooks hold the saved tensors."""
+    kept: list[Tensor] = []
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Kept, saved_value) if held else nullcontext():
+            made = MADE[name](s.w)
+            kept[:] = made if retained else []
+            for each in kept:
+                each.retain_grad()
+            return (x.to(made[-1].dtype) @ made[-1]).tanh() @ s.w.to(made[-1].dtype)  # type: ignore[no-any-return]
+
+    stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
+    expected = in_one(stage, inputs), taken(kept)
+    found = in_two(stage, inputs), taken(kept)
+    same(found[0], expected[0])
+    same((found[1], []), (expected[1], []))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_convolution_has_the_bits_of_a_full_pass(bias: bool) -> None:
+    """In float32, whose convolutions sum the bias's gradient in an order of their own, also over microbatches."""
+    layers = {name: nn.Conv2d(8, 8, 3, padding=1, bias=bias).float() for name in "ab"}
+    stage = Stage(lambda s, x: s.b(s.a(x).relu()), **layers)
+    inputs = [torch.randn(3, 8, 9, 9, dtype=torch.float32, requires_grad=True)]
+    same(in_two(stage, inputs), in_one(stage, inputs))
 
 
 def test_hooks_are_gone_after_the_first_pass() -> None:

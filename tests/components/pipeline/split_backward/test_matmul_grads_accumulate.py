@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.split_backward import matmul_grads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import DeferredGrad
-from support.split_passes import KINDS, Watch, grads_for, in_one, in_two, made, same, split_of, taken
+from support.split_passes import KINDS, Watch, go_backward, grads_for, in_one, in_two, made, ran, same, split_of, taken
 from support.split_stages import Ops
 
 
@@ -146,6 +146,49 @@ def test_a_new_gradient_is_not_copied() -> None:
     weight = stage.get_parameter("a.weight")
     assert weight.grad is not None
     assert weight.grad.data_ptr() == computed[0] != computed[1]
+
+
+@pytest.mark.parametrize(("name", "ops"), KINDS)
+def test_gradients_are_added_to_what_there_is(name: str, ops: Ops) -> None:
+    """A second microbatch adds to the `.grad` of the first in place, with the bits of two full passes."""
+    stage, inputs = made(name, ops)
+    parameters = [each for each in stage.parameters() if each.requires_grad]
+    in_one(stage, inputs)
+    for _ in range(2):
+        outputs = ran(stage, inputs)
+        go_backward(outputs, grads_for(outputs))
+    taken(inputs)
+    expected = taken(parameters)
+    held: list[Tensor | None] = []
+    for number in range(2):
+        split, outputs = split_of(stage, inputs)
+        split.backward_input(outputs, grads_for(outputs), inputs)
+        split.backward_weight()
+        assert number == 0 or all(each.grad is before for each, before in zip(parameters, held, strict=True))
+        held = [each.grad for each in parameters]
+    same((taken(parameters), []), (expected, []))
+
+
+def test_a_sparse_gradient_is_added_to() -> None:
+    """A `.grad` of another layout, which can't be added to in place, is replaced by the sum, as by a full pass."""
+    weight = nn.Parameter(torch.randn(4, 3))
+    weight.grad = torch.ones(4, 3).to_sparse()
+    grad = DeferredGrad(weight)
+    grad.queue(lambda each: each * 2, torch.ones(4, 3))
+    matmul_grads.WeightGrads().add([grad])
+    assert torch.equal(taken_grad(weight).to_dense(), torch.full((4, 3), 3.0))
+
+
+def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
+    """Summands of a bfloat16 weight are cast to the dtype of its float32 sum before they are added to each other."""
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.zeros(3, dtype=torch.float32)
+    grad = DeferredGrad(weight)
+    for part in (256.0, 1.0):  # their sum is no bfloat16
+        grad.queue(lambda each: each * 1, torch.full((3,), part, dtype=torch.bfloat16))
+    matmul_grads.WeightGrads().add([grad])
+    assert torch.equal(taken_grad(weight), torch.full((3,), 257.0, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
