@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.split_backward.matmul_grads import WeightGrads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
+from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.kernels.attention import attention_eager, causal_document_mask

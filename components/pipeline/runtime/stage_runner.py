@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.recompute import recomputing
-from drawloom.components.pipeline.split_backward.matmul_grads import WeightGrads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
+from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Head, Shards, Stage
 from drawloom.components.ports.pipeline import Loss, Losses

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.matmul_grads import WeightGrads, defer_products, users_of
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
+from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.split_backward import matmul_grads
+from drawloom.components.pipeline.split_backward import weight_grads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import DeferredGrad
 from support.split_passes import KINDS, Watch, go_backward, grads_for, in_one, in_two, made, ran, same, split_of, taken
@@ -70,7 +70,7 @@ def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
 @pytest.mark.parametrize("name", ["transformer block", "convolutions"])
 def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a hook raises an error, remaining gradients are dropped at once, and the next pair of passes is correct."""
-    monkeypatch.setattr(matmul_grads, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(weight_grads, "CHUNK_BYTES", 1)
     stage, inputs = made(name, ops)
     expected = in_one(stage, inputs)
 
@@ -99,7 +99,7 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
 def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are computed in chunks of CHUNK_BYTES, each weight once, and no weight is split."""
-    monkeypatch.setattr(matmul_grads, "CHUNK_BYTES", at_once)
+    monkeypatch.setattr(weight_grads, "CHUNK_BYTES", at_once)
     stage, inputs = made("transformer block", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
@@ -175,7 +175,7 @@ def test_a_sparse_gradient_is_added_to() -> None:
     weight.grad = torch.ones(4, 3).to_sparse()
     grad = DeferredGrad(weight)
     grad.queue(lambda each: each * 2, torch.ones(4, 3))
-    matmul_grads.WeightGrads().add([grad])
+    weight_grads.WeightGrads().add([grad])
     assert torch.equal(taken_grad(weight).to_dense(), torch.full((4, 3), 3.0))
 
 
@@ -187,7 +187,7 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
     grad = DeferredGrad(weight)
     for part in (256.0, 1.0):  # their sum is no bfloat16
         grad.queue(lambda each: each * 1, torch.full((3,), part, dtype=torch.bfloat16))
-    matmul_grads.WeightGrads().add([grad])
+    weight_grads.WeightGrads().add([grad])
     assert torch.equal(taken_grad(weight), torch.full((3,), 257.0, dtype=torch.float32))
 
 
@@ -195,7 +195,7 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
 def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(name: str, ops: Ops) -> None:
     """Three in flight add up to the same bits, though hooks come between them; an error in one spoils no other."""
     sums = []
-    for shared in (matmul_grads.WeightGrads(), None):
+    for shared in (weight_grads.WeightGrads(), None):
         torch.manual_seed(1)
         stage, inputs = made(name, ops)
         parameters = [each for each in stage.parameters() if each.requires_grad]
@@ -222,7 +222,7 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
 def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
     """However many microbatches there are; one that fails leaves nothing behind for the next."""
     weight = nn.Parameter(torch.randn(3, 3))
-    weights = matmul_grads.WeightGrads()
+    weights = weight_grads.WeightGrads()
     roots = set()
     for number in range(3):
         grad, x = DeferredGrad(weight), torch.randn(3, 3)
