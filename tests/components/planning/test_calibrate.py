@@ -25,8 +25,9 @@ def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: p
     assert not found.is_gpu
     assert 1e8 < found.product_rate(torch.float32) < 1e13
     assert 1e8 < found.bandwidth * found.reached.memory < 1e12
-    assert 0 < found.reached.attention < 10
-    assert 0 < found.reached.launch < 1e-3
+    # Parts of two measurements of 10 ms, one of which another process may have delayed.
+    assert 0 < found.reached.attention < 1e3
+    assert 0 < found.reached.launch < 0.1
     assert found.reached.host == 0
     path.write_text("garbage")
     with pytest.raises(
