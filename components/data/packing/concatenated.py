@@ -1,5 +1,6 @@
 """Concatenates documents and cuts them into rows: every row is full, and a document may continue in the next."""
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
@@ -7,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.conversations import Conversations
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import in_order
-from drawloom.components.data.packing.packed_rows import PackedRows
+from drawloom.components.data.packing.packed_rows import PackedRows, sources_of
 from drawloom.components.data.packing.rows import Piece, RowIndex
-from drawloom.graph import component
+from drawloom.graph import Problem, component
+from drawloom.graph.build.node import NodeView
 
 
 @component
@@ -21,6 +24,15 @@ class Concatenated(PackedRows):
 
     Every row is full but the last, which is padded and not dropped, so that every token is used once in an epoch.
     """
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """A row's end is a bad place to cut a conversation, whose answers then have no question."""
+        yield from super().constraints(node)
+        for each in sources_of(node):
+            if issubclass(each.component, Conversations):
+                text = f"a row's end cuts conversations of [{each.name}], and an answer is trained without its question"
+                yield node.warning("use", text, 'write use = "data.packing.best_fit"')
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Where each document ends in the stream of all, of which rows are computed; lengths: (documents,)."""

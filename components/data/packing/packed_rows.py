@@ -32,6 +32,12 @@ class PackedSplit:
     index: JoinedIndexes
 
 
+def sources_of(packing: NodeView) -> Iterator[NodeView]:
+    """The nodes that a packing takes documents from: its tokens, or the sources of a mixture."""
+    for tokens in packing.neighbours("tokens"):
+        yield from tokens.neighbours("sources") or [tokens]
+
+
 @inherited
 class PackedRows:
     """
@@ -57,8 +63,7 @@ class PackedRows:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Pairs of documents stay together only in rows that are made of pairs."""
-        tokens = (each for edge in node.neighbours("tokens") for each in edge.neighbours("sources") or [edge])
-        for each in tokens:
+        for each in sources_of(node):
             if has_pairs(each.component) and not has_pairs(cls):
                 text = f"[{each.name}] has pairs of documents, which would come apart"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')

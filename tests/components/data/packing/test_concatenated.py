@@ -1,12 +1,14 @@
 """Concatenated documents: the index of their stream, compared with a loop."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawloom import Recipe
 from drawloom.components.data.packing.concatenated import Stream
 
 
@@ -24,6 +26,24 @@ def test_pieces_are_those_of_a_cut_stream(sizes: list[int], length: int, shuffli
         pieces = index.pieces(number)
         assert [(piece.document, token) for piece in pieces for token in range(piece.first, piece.last)] == row
         assert all(piece.first < piece.last for piece in pieces)
+
+
+CHATS: dict[str, Any] = {"use": "data.conversations", "paths": ["a.jsonl"]}
+TOKENIZER = {"use": "data.hugging_face_tokenizer", "path": "tokenizer"}
+WARNING = "a row's end cuts conversations of [%s], and an answer is trained without its question; write use = \"data."
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named"),
+    [(CHATS, "tokens"), ({"use": "data.mixture", "sources": {"a": CHATS}}, "tokens.sources.a")],
+)
+@pytest.mark.parametrize("use", ["concatenated", "best_fit"])
+def test_conversations_are_cut_with_a_warning(tokens: dict[str, Any], named: str, use: str) -> None:
+    """`check` warns of packing that cuts conversations, in a mixture too, and of no other."""
+    packing = {"use": f"data.packing.{use}", "length": 16}
+    tables: dict[str, Any] = {"tokenizer": TOKENIZER, "tokens": tokens, "packing": packing}
+    problems = map(str, Recipe.load("first_run").with_values(tables).graph.problems)
+    assert any(WARNING % named in problem for problem in problems) is (use == "concatenated")
 
 
 def test_a_row_beyond_the_last_is_an_error() -> None:
