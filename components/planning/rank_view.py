@@ -65,8 +65,9 @@ class RankView:
         # Each bucket is a copy that lives until all sums are written back.
         buckets = self.trained * self._wide
         if self.sliced is not None:
+            # Gradients of a unit are sent from where they are; those that others send take as much again.
             units = map(self._largest_unit, self.stages.local)
-            return 2 * self._sent * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
+            return self._sent * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
         return buckets if self.mesh.group(*DATA).size > 1 else 0
 
     @property
