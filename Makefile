@@ -47,7 +47,7 @@ GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/o
 GPU_TESTS += tests/components/checkpoint tests/components/run tests/components/listeners
 
 # With packages that are there already, and no .venv: make test-gpu PYTEST="python3 -m pytest"; each worker takes a core
-# and a GiB of the GPU.
+# and a GiB of the GPU. Every test is printed, since machines with GPUs are lent for minutes.
 WORKERS ?= 16
 ifdef PYTEST
 test-gpu:
@@ -56,7 +56,7 @@ test-gpu: PYTEST := $(BIN)/pytest
 test-gpu: .venv/test
 endif
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-	$(PYTEST) -q -p xdist -p hypothesispytest -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
+	$(PYTEST) -v -p xdist -p hypothesispytest -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
 
 bench-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu $(ONLY)
