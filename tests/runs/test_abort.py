@@ -30,14 +30,14 @@ def test_a_user_error_is_printed_once_with_rank_and_location(place: Path, ranks:
     assert printed_lines(outcomes) == [f"rank 1, {WHERE}: there is no luck today"]
     assert sum(outcome.text.count("warning: [export]") for outcome in outcomes.values()) == 1
     assert "there is no luck today" in (place / "runs/tiny/log/rank-0.log").read_text()
-    assert seconds < 30
+    assert seconds < 5
 
 
 def test_a_rank_that_hangs_while_closing_does_not_delay_the_others(place: Path) -> None:
     """The others do not wait for its connections to break, and it is killed."""
     failures, outcomes, seconds = ended(place, 2, "refuse and hang")
     assert failures == dict.fromkeys(failures, "died with exit code 2") and 1 in failures
-    assert seconds < 30
+    assert seconds < 5
     assert "no luck" in (place / "runs/tiny/log/rank-0.log").read_text()
     assert printed_lines(outcomes) == []  # what rank 1 printed is lost with it
 
@@ -50,7 +50,7 @@ def test_a_bug_is_printed_once_with_its_traceback(place: Path) -> None:
     assert lines[0].startswith("Traceback") and lines.count(lines[0]) == 1
     assert lines[-1] == f"rank 1, {WHERE}: ZeroDivisionError: division by zero"
     assert "Traceback" in outcomes[1].text and "Traceback" in (place / "runs/tiny/log/rank-1.log").read_text()
-    assert seconds < 30
+    assert seconds < 5
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named_once(place: Path, ranks: int) -> None:
     assert failures == {1: "died with exit code -9"} and {outcome.code for outcome in outcomes.values()} == {1}
     [line] = printed_lines(outcomes)
     assert re.fullmatch(r"rank 1 \(process \d+\) is gone: it was killed, or it crashed", line)
-    assert seconds < 30
+    assert seconds < 5
 
 
 def test_a_stopped_rank_is_named_once(place: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_stopped_rank_is_named_once(place: Path) -> None:
     assert failures == {1: "was not waited for"} and {outcome.code for outcome in outcomes.values()} == {1}
     [line] = [line for line in printed_lines(outcomes) if "is slow" not in line]
     assert "rank 1 does not answer" in line and "step 4, phase [" in line
-    assert 2 <= seconds < 30
+    assert 2 <= seconds < 9
 
 
 def test_a_failure_of_every_rank_is_printed_once(place: Path) -> None:

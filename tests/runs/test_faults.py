@@ -73,14 +73,16 @@ def _bits(run: Path, step: int) -> list[bytes]:
 
 def _stopped_again_and_again(place: Path, ranks: int, times: int, seed: int) -> None:
     steps = 15 * times  # so many that it is not over before it was stopped that often
-    common = (*TWO, f"trainer.steps={steps}", "checkpoint.every=7", "stop.grace=600")
+    common = (*TWO, f"trainer.steps={steps}", "checkpoint.every=7")
     assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=ranks)} == {0}
     moments = random.Random(seed)
     stops = 0
     for _ in range(times):
         done = _last_step(place / "runs/tiny")
         arguments = place, common, range(ranks), done + moments.randrange(1, 8), int(signal.SIGTERM)
+        began = time.monotonic()
         codes = {outcome.code for outcome in run_ranks(_struck, ranks, *arguments, variables=ranks > 1, timeout=60)}
+        assert time.monotonic() - began < 25
         assert codes in ({143}, {0})
         stops += codes == {143}
         if codes == {0}:
@@ -154,9 +156,9 @@ def test_a_slow_rank_is_a_warning_only(place: Path) -> None:
     """A step that takes more than half of its limit is a warning; the run continues with unchanged results."""
     common = (*TWO, *LIMITS)
     assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=2)} == {0}
-    outcomes = run_ranks(_slow, 2, place, (*common, "listeners.timeouts.step=6"), 1, 5, 3.5)
+    outcomes = run_ranks(_slow, 2, place, (*common, "listeners.timeouts.step=3"), 1, 5, 2.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
-    warning = "is slow: step 5 has taken more than 3 s in phase"
+    warning = "is slow: step 5 has taken more than 1.5 s in phase"
     assert f"rank 1 {warning} [forward_backward]" in (place / "runs/tiny/log/rank-1.log").read_text()
     assert f"rank 0 {warning}" in outcomes[0].text
     assert _bits(place / "runs/tiny", 10) == _bits(place / "runs/straight", 10) != []
@@ -164,8 +166,8 @@ def test_a_slow_rank_is_a_warning_only(place: Path) -> None:
 
 def test_a_long_first_step_is_no_hang(place: Path) -> None:
     """The first step has its own limit."""
-    limits = ("listeners.timeouts.step=1.5", "listeners.timeouts.first_step=60")
-    outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 4.3)
+    limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.first_step=30")
+    outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
 
 
@@ -206,7 +208,7 @@ def test_workers_of_a_dead_torchrun_end_themselves(place: Path) -> None:
         workers = _workers(agent.pid)
         agent.kill()
         agent.wait()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 2
     while any(map(_lives, workers)) and time.monotonic() < end:
         time.sleep(0.02)
     left = list(filter(_lives, workers))

@@ -101,11 +101,11 @@ def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
         for recipe in RECIPES:
             (folder / "evil.toml").write_text(recipe, "utf-8")
             printed.truncate(0)
-            began = time.process_time()
+            began = time.monotonic()
             audit.on = True
             code = main(["check", "evil.toml"])
             audit.on = False
-            ends.append((printed.getvalue(), code, time.process_time() - began))
+            ends.append((printed.getvalue(), code, time.monotonic() - began))
     return audit.found, ends
 
 
@@ -238,14 +238,14 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
         shutil.copytree(folder / "good", run)
         checkpoint = run / "checkpoints/step-1"
         hostile(checkpoint)
-        audit.inside, began, said = places(run), time.process_time(), []
+        audit.inside, began, said = places(run), time.monotonic(), []
         audit.on = True
         for node in (StateNode(), LocalNode(), ShardedNode({}, names=["weight"])):
             said.append(_refusal(partial(_restore, run, node)))
         with contextlib.suppress(UserError):  # it reads what it needs, and no more
             load_node(checkpoint, "memory")
         audit.on = False
-        ends.append((" | ".join(said), time.process_time() - began))
+        ends.append((" | ".join(said), time.monotonic() - began))
     return audit.found, ends
 
 

@@ -30,9 +30,9 @@ def test_the_surviving_rank_names_its_action(place: Path, number: int) -> None:
         ),
         *(
             "checkpoint.every='last'",
-            "processes.timeout=6.0",
-            "listeners.timeouts.step=8.0",
-            "listeners.timeouts.first_step=30.0",
+            "processes.timeout=3.0",
+            "listeners.timeouts.step=4.0",
+            "listeners.timeouts.first_step=20.0",
         ),
     ]
     with pytest.raises(RanksFailed) as caught:

@@ -64,15 +64,17 @@ def _stuck(folder: Path, arguments: Sequence[str], where: str, times: Sequence[f
 
 
 @pytest.mark.parametrize("where", ["step", "save"])
-@pytest.mark.parametrize(("times", "grace"), [((0.1,), 1.5), ((0.1, 1.4, 2.8, 5.6), 600)])
+@pytest.mark.parametrize(("times", "grace"), [((0.1,), 1.5), ((0.1, 1.4), 60)])
 def test_a_run_that_does_not_stop_in_time_is_killed(
     place: Path, where: str, times: Sequence[float], grace: float
 ) -> None:
     """Both ranks exit after the grace period or at a second signal, with its code; the last commit is intact."""
     arguments = (*TWO, "trainer.steps=8", "checkpoint.every=3", f"stop.grace={grace}")
+    began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_stuck, 2, place, arguments, where, times, timeout=60)
+        run_ranks(_stuck, 2, place, arguments, where, times, timeout=20)
     assert {*caught.value.failures.values()} == {"died with exit code 143"}
+    assert time.monotonic() - began < 15
     saved = committed(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [3] and all(map(is_valid, saved))
 
@@ -92,10 +94,9 @@ def test_a_signal_ends_a_long_sample_at_once(place: Path) -> None:
         "trainer.steps=2",
         "trainer.on_finish=['@sample']",
     )
-    outcomes = run_ranks(
-        _stopped_while_sampling, 2, place, (*words, "sample.tokens=1000000", "stop.grace=600"), timeout=60
-    )
-    assert [outcome.code for outcome in outcomes] == [143, 143]
+    began = time.monotonic()
+    outcomes = run_ranks(_stopped_while_sampling, 2, place, (*words, "sample.tokens=1000000"), timeout=60)
+    assert [outcome.code for outcome in outcomes] == [143, 143] and time.monotonic() - began < 20
     assert "stopped by signal 15 after training; the same command completes the run" in outcomes[0].text
     assert not any("Traceback" in outcome.text for outcome in outcomes)
     assert {outcome.code for outcome in drawloom(place, *words, ranks=2)} == {0}
@@ -112,9 +113,9 @@ def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Out
 @pytest.mark.parametrize("staging", ["none", "blocking"])
 def test_a_slow_save_of_one_rank_is_no_failure(place: Path, staging: str) -> None:
     """It may take longer than a step: the others wait, with and without overlapped staging."""
-    limits = ("listeners.timeouts.step=1.5", "listeners.timeouts.saving=60", "listeners.timeouts.first_step=60")
+    limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.saving=30", "listeners.timeouts.first_step=30")
     words = (*TWO, *limits, "trainer.steps=3", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
-    outcomes = run_ranks(_slow_to_save, 2, place, words, 4.3)
+    outcomes = run_ranks(_slow_to_save, 2, place, words, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
     assert [step_of(path) for path in committed(place / "runs/tiny/checkpoints")] == [2, 3]
     assert len(rows(place / "runs/tiny")) == 3
@@ -123,11 +124,12 @@ def test_a_slow_save_of_one_rank_is_no_failure(place: Path, staging: str) -> Non
 @pytest.mark.parametrize("staging", ["none", "blocking"])
 def test_a_save_that_hangs_ends_within_its_limit(place: Path, staging: str) -> None:
     """The others name the rank whose disk does not respond; earlier checkpoints are intact."""
-    limits = ("listeners.timeouts.step=5", "listeners.timeouts.saving=1", "listeners.timeouts.first_step=60")
+    limits = ("listeners.timeouts.step=1", "listeners.timeouts.saving=1", "listeners.timeouts.first_step=30")
     words = (*TWO, *limits, "trainer.steps=9", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(_slow_to_save, 2, place, words, FOR_EVER, timeout=60)
-    assert not any("not done" in text for text in caught.value.failures.values())
+    began = time.monotonic()
+    with pytest.raises(RanksFailed):
+        run_ranks(_slow_to_save, 2, place, words, FOR_EVER, timeout=20)
+    assert time.monotonic() - began < 15
     ours, theirs = ((place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") for rank in (0, 1))
     assert "rank 0 hangs" in ours and "phase [checkpoint]) is not in a collective" in ours and "; rank 1 (" in ours
     assert "rank 1 hangs" in theirs and "; rank 0 (" not in theirs

@@ -23,7 +23,7 @@ class Threads:
 
     def gather_json(self, value: Any) -> list[Any]:
         self.given[int(threading.current_thread().name)] = json.loads(json.dumps(value))
-        self.barrier.wait(60)
+        self.barrier.wait(5)
         return [self.given[rank] for rank in range(self.size)]
 
 

@@ -61,7 +61,7 @@ def test_batches_can_be_written_to(rows_of: RowsOf) -> None:
 
 
 def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
-    """It ends the run long before the timeout, with the signal in the message."""
+    """It ends the run within seconds, long before the timeout, with the signal in the message."""
     with spawned(rows_of(train=50), 2) as workers:
         batches = workers.batches(ones(), 4, timeout=600)
         next(batches)
@@ -69,7 +69,7 @@ def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
         start = time.monotonic()
         with pytest.raises(UserError, match=r"data worker 1 \(process \d+\) was killed by SIGKILL before .* row \d+"):
             list(islice(batches, 20))
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 5
 
 
 def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None
         start = time.monotonic()
         with pytest.raises(UserError, match=r"data worker 0 .* has for 0\.5 seconds not given row \d of train"):
             next(workers.batches(ones(), 1, timeout=0.5))
-    assert 0.5 <= time.monotonic() - start < 30
+    assert time.monotonic() - start < 5
 
 
 def test_an_error_in_a_worker_has_its_traceback(rows_of: RowsOf) -> None:
@@ -144,7 +144,7 @@ def test_workers_end_when_the_run_is_killed() -> None:
         pids = [int(word) for word in run.stdout.readline().split()] if run.stdout else []
         assert len(pids) == 3 and all(alive(pid) for pid in pids)
         run.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 5
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)

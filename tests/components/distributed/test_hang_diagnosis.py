@@ -136,6 +136,6 @@ def test_the_hanging_rank_is_named_by_all_others(fault: str, faulty: int, second
 def test_a_rank_that_raises_reports_its_own_error() -> None:
     """The other rank names it; its own error is the exception."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_work, 2, 5.0, "fail", 1, timeout=60)
+        run_ranks(_work, 2, 5.0, "fail", 1, timeout=8)
     assert "a fault of its own" in caught.value.failures[1]
     assert "failed on rank 0: rank 1" in caught.value.values[0][0]

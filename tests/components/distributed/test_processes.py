@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -91,7 +90,7 @@ def test_missing_processes_are_an_error_after_the_timeout() -> None:
     """If the others do not join, the message has their number and the seconds waited."""
     [(text, seconds)] = run_ranks(_wait_in_vain, 1)
     assert "rank 0 did not find the other 1 within 1 s" in text
-    assert seconds < 30
+    assert seconds < 10
 
 
 def test_a_timeout_of_zero_is_refused() -> None:
@@ -106,22 +105,21 @@ def test_close_without_open_does_nothing() -> None:
     assert torch.distributed.is_available()
 
 
-def _absent_partner(limit: float, gave_up: Path) -> str:
-    processes = _processes(timeout=600)
+def _slow_partner(limit: float) -> str:
+    processes = _processes()
     processes.open()
     pair = processes.group("pair", [[0, 1]])
     processes.set_timeout(limit)
     if processes.rank == 1:
-        while not gave_up.exists():
-            time.sleep(0.05)
+        time.sleep(2.5)
         processes.close()
         return "late"
+    began = time.monotonic()
     with pytest.raises(UserError):
         pair.sum(torch.zeros(1))
-    gave_up.touch()
-    return "gave up"
+    return "gave up" if time.monotonic() - began < 2 else "waited"
 
 
-def test_a_changed_timeout_holds_for_groups_that_exist(tmp_path: Path) -> None:
-    """After set_timeout a collective of an existing group gives up after the new time, and not the earlier one."""
-    assert run_ranks(_absent_partner, 2, 0.5, tmp_path / "gave up") == ["gave up", "late"]
+def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
+    """After set_timeout a collective of an existing group gives up after the new time."""
+    assert run_ranks(_slow_partner, 2, 0.5) == ["gave up", "late"]

@@ -111,7 +111,7 @@ def test_the_watchdog_expires_after_the_collective_timeout(timeouts: Timeouts) -
     _emit(timeouts, "step_ended", 1)
     _emit(timeouts, "step_started", 2)
     assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
-    assert timeouts.exit.called.wait(60)  # type: ignore[attr-defined]
+    assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
 
 
 def test_a_step_beyond_its_limit_ends_the_process(
@@ -126,7 +126,7 @@ def test_a_step_beyond_its_limit_ends_the_process(
     _emit(timeouts, "step_ended", 1)
     _emit(timeouts, "step_started", 2)
     _emit(timeouts, "phase_started", 2, "clip")
-    assert timeouts.exit.called.wait(60)  # type: ignore[attr-defined]
+    assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
     timeouts.close()
     assert timeouts.exit.codes == [1]  # type: ignore[attr-defined]
     path = tmp_path / "log" / "rank-0.log"
@@ -148,7 +148,7 @@ def test_the_first_step_has_its_own_limit(timeouts: Timeouts) -> None:
     assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
     _emit(timeouts, "step_ended", 1)
     _emit(timeouts, "step_started", 2)
-    assert timeouts.exit.called.wait(60)  # type: ignore[attr-defined]
+    assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
 
 
 def test_after_the_run_there_is_no_limit(timeouts: Timeouts) -> None:
@@ -175,8 +175,8 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
     """The process exits even if writing the report hangs."""
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
-    monkeypatch.setattr(FakeProcesses, "fail", lambda *_: gate.wait(60))
+    monkeypatch.setattr(FakeProcesses, "fail", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))
-    assert timeouts.exit.called.wait(60)  # type: ignore[attr-defined]
+    assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
     gate.set()

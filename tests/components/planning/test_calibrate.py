@@ -18,16 +18,15 @@ def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert here() == CPU
     assert at_hand() == device_model("cpu")
-    path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.01)
+    path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.05)
     assert path == kept_at(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
     found = at_hand()
     assert found.name == "cpu"
     assert not found.is_gpu
     assert 1e8 < found.product_rate(torch.float32) < 1e13
     assert 1e8 < found.bandwidth * found.reached.memory < 1e12
-    # Parts of two measurements of 10 ms, one of which another process may have delayed.
-    assert 0 < found.reached.attention < 1e3
-    assert 0 < found.reached.launch < 0.1
+    assert 0 < found.reached.attention < 10
+    assert 0 < found.reached.launch < 1e-3
     assert found.reached.host == 0
     path.write_text("garbage")
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_a_second_signal_exits_at_once(signals: Signals) -> None:
     """The exit code is that of the second signal, whichever was the first."""
     _send(signal.SIGTERM)
     _send_until_exit(signals, signal.SIGINT)
-    assert signals.exit.codes[0] == 130  # type: ignore[attr-defined]
+    assert set(signals.exit.codes) == {130}  # type: ignore[attr-defined]
 
 
 def test_a_forwarded_signal_counts_once(signals: Signals) -> None:
@@ -179,11 +179,11 @@ def _hang(grace: float, signals_sent: int) -> None:
         library.pthread_mutex_lock(mutex)
 
 
-@pytest.mark.parametrize(("grace", "signals_sent"), [(0.3, 1), (600.0, 60)])
+@pytest.mark.parametrize(("grace", "signals_sent"), [(0.3, 1), (60.0, 60)])
 def test_a_hanging_process_exits_too(grace: float, signals_sent: int) -> None:
     """After the grace period or a second signal, which may follow the first too closely, though it is blocked."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_hang, 1, grace, signals_sent, variables=False, timeout=60)
+        run_ranks(_hang, 1, grace, signals_sent, variables=False, timeout=20)
     assert str(caught.value) == "rank 0: died with exit code 143"
 
 

@@ -55,7 +55,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path:
     began = time.perf_counter()
     with pytest.raises(UserError) as caught, open_regular_file(path):
         pytest.fail("it must not open")
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < 1
     assert str(path) in str(caught.value)
     assert ("symbolic link" in str(caught.value)) == ("link" in kind)
 
@@ -67,7 +67,7 @@ def test_nothing_is_written_through_a_path_that_is_not_a_regular_file(tmp_path: 
     began = time.perf_counter()
     with pytest.raises(UserError, match="can't be written") as caught:
         open_to_append(path)
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < 1
     assert str(path) in str(caught.value)
     assert not (tmp_path / "gone").exists()
 

@@ -45,10 +45,10 @@ def test_ambiguous_and_invalid_json_is_refused(text: bytes, message: str) -> Non
 @pytest.mark.parametrize("text", [b"[" * 10**6, b'{"a":' * 10**6, b"[" + b"0," * 10**6, b'{"' + b'":0,"' * 10**6])
 def test_json_with_too_many_parts_is_refused_before_parsing(text: bytes) -> None:
     """A text of too many parts costs no more than counting them."""
-    began = time.process_time()
+    began = time.perf_counter()
     with pytest.raises(ValueError, match="more than 1000 are not read"):
         parse(text, most=1000)
-    assert time.process_time() - began < 0.5
+    assert time.perf_counter() - began < 0.5
 
 
 def test_nesting_as_deep_as_parts_allow_is_refused() -> None:

@@ -277,13 +277,13 @@ def test_an_aim_that_hangs_delays_nothing(
 ) -> None:
     """With a full disk Aim hangs: tracking returns at once, closing within its limit, and there is one warning."""
     gate = threading.Event()
-    monkeypatch.setattr(load_aim().Run, "track", lambda *_, **__: gate.wait(60))
+    monkeypatch.setattr(load_aim().Run, "track", lambda *_, **__: gate.wait(20))
     tracker = make(queue_size=2, timeout=0.1)
     start = time.monotonic()
     for step in range(1, 100):
         tracker.track(step, {"loss": 1.0})
     tracker.close()
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 5
     assert caplog.messages == ["Aim does not keep up; some steps will be missing there"]
     gate.set()
     for thread in threading.enumerate():

@@ -74,7 +74,7 @@ def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: py
                 tracker.track(step, {"loss": 1.0})
             tracker.close()
     forever.set()
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 5
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and "does not keep up" in messages[0] and "TensorBoard failed" in messages[1]
 

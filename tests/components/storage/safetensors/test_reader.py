@@ -110,7 +110,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str, name: str) -> No
     began = time.perf_counter()
     with pytest.raises(UserError, match=f"{re.escape(str(folder / name))} can't be read .it is "):
         open_safetensors_folder(folder)
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < 1
 
 
 def test_nothing_else_is_opened(tmp_path: Path) -> None:
