@@ -37,6 +37,15 @@ def room() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Everything is computed in float64, unless a test says otherwise."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     Put files that take long first, and skip tests that need more GPUs than there are: `pytest.mark.gpu` needs one,

@@ -1,7 +1,7 @@
 """Stages that are hard to take backward, at work on the microbatches of a step under schedules of all kinds."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +34,7 @@ def test_a_loss_of_another_form_is_named() -> None:
         StageRunner._loss(runner, none, none, none)
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """Everything is computed in float64."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 NO_HEAD: Any = None

@@ -1,7 +1,7 @@
 """Deferred gradients of torch's own matmuls, and nodes that can't be deferred."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, get_args
 
@@ -21,13 +21,7 @@ from support.split_stages import Ops, Parts, Stage, inputs_of, weight
 Use = Callable[[Tensor, nn.Parameter], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """Everything is computed in float64, unless a test says otherwise."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 PRODUCTS: dict[str, Use] = {

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, get_args
 
 import hypothesis
@@ -37,14 +37,7 @@ from support.split_passes import (
 )
 from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of, re_entrant, weight
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """Everything is computed in float64, unless a test says otherwise."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -15,14 +14,7 @@ from drawloom.kernels.deferred_grads import DeferredGrad
 from support.split_passes import KINDS, Watch, go_backward, grads_for, in_one, in_two, made, ran, same, split_of, taken
 from support.split_stages import Ops
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """Everything is computed in float64, unless a test says otherwise."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
