@@ -19,7 +19,10 @@ from drawloom.components.ports.distributed import Precision
 from drawloom.kernels.sum_parts import sum_parts
 
 SMALL = 2**18
-"""Bytes for a rank below which gradients travel together: messages of a few take as long as those of many."""
+"""
+Bytes of a gradient for one rank below which it is copied into a message with others: a small message takes as long as
+one of a quarter of a megabyte.
+"""
 
 
 def sent_dtype(precision: Precision, replicas: bool) -> torch.dtype:

@@ -234,10 +234,8 @@ class EdgeResolver:
     def _report_ambiguous(self, node: Node, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
-            text, hint = (
-                f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node implements it",
-                "add a node that does",
-            )
+            text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node implements it"
+            hint = "add a node that does"
             if (meant := self.nodes.get(field.name)) is not None:  # another component was written there
                 text += f": [{meant.name}] is {meant.spec.use!r}"
                 hint = f"`drawloom list --fits {meant.name}` shows what does"

@@ -161,11 +161,12 @@ class PackedRows:
         """Say how many documents with weights of their tokens, as conversations have, are longer than a row."""
         cut = int((documents.lengths > self.length).sum())
         if cut and not has_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
-            text = (
+            longest = documents.lengths.max()
+            log.warning(
                 "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "
+                "no prompt; the longest has %d tokens",
+                *(name, cut, len(documents.lengths), self.length, longest),
             )
-            text += "no prompt; the longest has %d tokens"
-            log.warning(text, name, cut, len(documents.lengths), self.length, documents.lengths.max())
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows only: what a worker process needs, and what can be pickled."""

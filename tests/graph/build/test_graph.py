@@ -36,7 +36,7 @@ def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project)
 
 
 def test_another_component_in_the_place_of_the_one_that_is_needed_is_named(shop: Shop, project: Project) -> None:
-    """Where no node implements a port, the node with the edge's name is told: its component may have been changed."""
+    """Where no node implements a port, the problem names the node with the edge's name, which may have been changed."""
     graph = shop('[store]\nuse = "servers.loop"\npages = ["@page"]')
     [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
     assert (

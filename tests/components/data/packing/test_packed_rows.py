@@ -143,8 +143,12 @@ def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Concatenated
 
 
 def test_the_same_tokens_resume(job: Any) -> None:
-    """Documents that are the same resume."""
-    _went_on(job, Texts(["abc", "defg"], ["h"]), Texts(["abc", "defg"], ["h"]), accept=False)
+    """Documents that are the same resume, with the rows that they had."""
+    corpus = Texts(["abc", "defg"], ["h"])
+    rows, before = _went_on(job, corpus, Texts(["abc", "defg"], ["h"]), accept=False), packing(corpus, job)
+    assert rows.state_dict() == before.state_dict()
+    every = range(before.count("train"))
+    assert rows.batch("train", every).tokens.tolist() == before.batch("train", every).tokens.tolist()
 
 
 @pytest.mark.parametrize(
