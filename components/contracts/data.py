@@ -194,6 +194,13 @@ def tokens_of_sources_grow(progress: SourceProgress) -> None:
         expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")
 
 
+def it_has_the_rows_that_it_counts(data: ValidationData) -> None:
+    """There are at most as many rows as they are taken from; a single rank's microbatches have them all."""
+    used, count = data.row_counts()
+    found = sum(len(batch.tokens) for batch in data.batches())
+    expect(0 < found <= used <= count, f"{found} rows in microbatches, {used} of {count} by its own count")
+
+
 def it_is_the_same_every_time(one: ValidationData, other: ValidationData) -> None:
     """The same microbatches in the same order, each time."""
     first = [batch.tokens for batch in one.batches()]

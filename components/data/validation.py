@@ -25,6 +25,10 @@ class Validation:
         if self.rows.count("validation") == 0:
             log.info("the validation split is empty, so there is no evaluation")
 
+    def row_counts(self) -> tuple[int, int]:
+        """How many rows all ranks evaluate together, and how many the validation split has."""
+        return len(self.row_indices()), self.rows.count("validation")
+
     def batches(self) -> Iterator[Batch]:
         """
         This data-parallel rank's microbatches: over all ranks, every row once.

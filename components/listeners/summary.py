@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.run import Batching, Event, EventKind, RunInfo, Step
@@ -20,7 +19,6 @@ log = logging.getLogger("drawloom.run")
 
 HIDDEN = {"run.lock", "export.workspace"}  # of no use to a person
 FULL = 0.99  # the last row of full ones may be padded
-SPLITS: tuple[Split, ...] = ("train", "validation")
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
 
 
@@ -40,6 +38,7 @@ class RunSummary:
     device: Device
     models: Every[Model]
     data: Every[PackedDataset]
+    validation: Every[ValidationData]
     batching: Every[Batching]
     precision: Every[Precision]
 
@@ -93,7 +92,9 @@ class RunSummary:
         for model in self.models.values():
             yield "model", ", ".join([*_architecture(model), f"{_parameters(model):,} parameters", *self._dtypes()])
         for rows in self.data.values():
-            yield "data", "; ".join([_tokens_of(rows), *(_in_a_step(rows, each) for each in self.batching.values())])
+            steps = (_in_a_step(rows, each) for each in self.batching.values())
+            evaluated = map(_evaluated, self.validation.values())
+            yield "data", "; ".join([f"{_tokens(rows):,} tokens to learn from", *steps, *evaluated])
         yield "device", self._device()
 
     def _dtypes(self) -> Iterator[str]:
@@ -121,9 +122,13 @@ class RunSummary:
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
 
 
-def _tokens_of(rows: PackedDataset) -> str:
-    train, validation = (round(rows.fill_rate(split) * rows.count(split) * rows.length) for split in SPLITS)
-    return f"{train:,} tokens to learn from, {validation:,} to validate with"
+def _tokens(rows: PackedDataset) -> int:
+    return round(rows.fill_rate("train") * rows.count("train") * rows.length)
+
+
+def _evaluated(validation: ValidationData) -> str:
+    used, count = validation.row_counts()
+    return f"validation: {used:,} of {count:,} rows"
 
 
 def _in_a_step(rows: PackedDataset, batching: Batching) -> str:

@@ -205,6 +205,10 @@ class SourceProgress(Protocol):
 class ValidationData(Protocol):
     """A fixed set of validation rows, always in the same order."""
 
+    def row_counts(self) -> tuple[int, int]:
+        """How many rows all ranks evaluate together, and of how many they are taken."""
+        ...
+
     def batches(self) -> Iterator[Batch]:
         """This data-parallel rank's microbatches."""
         ...

@@ -35,7 +35,7 @@ def rows(rows_of: Callable[..., Any]) -> Any:
 
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
 def test_every_row_is_evaluated_once(rows: Any, names: Any, rows_used: int, replicas: int, micro_size: int) -> None:
-    """All ranks together see the rows that a single rank sees, each once, in microbatches of at most their size."""
+    """All ranks see the rows that a single rank sees, each once, in microbatches of their size, and count all."""
     alone = [row for batch in names(list(validation(rows, rows_used).batches())) for row in batch]
     together = []
     for replica in range(replicas):
@@ -45,6 +45,7 @@ def test_every_row_is_evaluated_once(rows: Any, names: Any, rows_used: int, repl
         together += [row for batch in batches for row in batch]
     assert sorted(together) == alone
     assert len(set(alone)) == min(rows_used, 40)
+    assert data.row_counts() == (len(alone), 40)
 
 
 def test_rows_are_spread_over_the_split(rows: Any, names: Any) -> None:

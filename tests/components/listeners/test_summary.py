@@ -1,7 +1,7 @@
 """The header and the summary of a run."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,17 @@ class Rows:
 
 
 @attrs.frozen
+class Validation:
+    """Some rows of many."""
+
+    def row_counts(self) -> tuple[int, int]:
+        return 64, 1234
+
+    def batches(self) -> Iterator[Batch]:
+        raise NotImplementedError
+
+
+@attrs.frozen
 class Run:
     """A run with a folder."""
 
@@ -58,7 +69,7 @@ def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
     return RunSummary(job=Run(folder), mesh=mesh, device=build("distributed.device", kind="cpu"), **{**EMPTY, **parts})
 
 
-EMPTY: dict[str, Any] = {name: Every() for name in ("models", "data", "batching", "precision")}
+EMPTY: dict[str, Any] = {name: Every() for name in ("models", "data", "validation", "batching", "precision")}
 
 
 def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Sequence[Step]) -> list[str]:
@@ -76,16 +87,16 @@ def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Seque
 
 
 def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) -> None:
-    """Parameters are those of the whole model, tokens those of the corpus and of a step of all ranks."""
+    """Parameters are of the whole model, tokens of the corpus and of a step of all ranks, rows those evaluated."""
     model = dense()
-    parts = {"models": Every({"m": model}), "data": Every({"d": Rows()})}
+    parts = {"models": Every({"m": model}), "data": Every({"d": Rows()}), "validation": Every({"v": Validation()})}
     each = Every({"p": Parts()})
     made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=each, precision=each)
     count = sum(parameter.numel() for parameter in whole(model).parameters())
     assert made.preview().splitlines() == [
         f"run     mine, in {tmp_path}",
         f"model   Qwen3ForCausalLM, {count:,} parameters, float32, computed in bfloat16",
-        "data    800 tokens to learn from, 80 to validate with; 32 in a step",
+        "data    800 tokens to learn from; 32 in a step; validation: 64 of 1,234 rows",
         "device  cpu, 1 process: pipeline 2",
     ]
 
@@ -94,7 +105,7 @@ def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None
     """Rows that are half full have half of the tokens, and the header says how full they are."""
     made = summary(tmp_path, one_rank, data=Every({"d": Rows(fill=0.5)}), batching=Every({"p": Parts()}))
     assert made.preview().splitlines()[1] == (
-        "data    400 tokens to learn from, 40 to validate with; about 16 in a step, whose rows of 8 are 50.0 % full"
+        "data    400 tokens to learn from; about 16 in a step, whose rows of 8 are 50.0 % full"
     )
 
 

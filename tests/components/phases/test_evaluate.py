@@ -18,6 +18,9 @@ class Model:
     total: float
     weight: float
 
+    def row_counts(self) -> tuple[int, int]:
+        return 0, 0
+
     def batches(self) -> Any:
         return iter(())
 
