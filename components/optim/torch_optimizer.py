@@ -15,8 +15,15 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.graph import Problem
+from drawloom.graph.build.node import NodeView
 
 Named = Sequence[tuple[str, nn.Parameter]]
+
+KEEP_UPDATES = (
+    'write use = "optim.stochastic_adamw" in [{}], or keep float32 masters, as --overlay with_mixed_precision does: '
+    'parameter = "float32", compute = "bfloat16"'
+)
 
 
 def named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
@@ -113,6 +120,15 @@ class TorchOptimizer:
     weight_decay: float
     groups: Sequence[Group]
     _optimizers: list[torch.optim.Optimizer]
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """A warning of weights whose small updates are lost, since results are rounded to the nearest."""
+        for precision in (each for stages in node.neighbours("parameters") for each in stages.neighbours("precision")):
+            if precision.settings.get("parameter") == "bfloat16":
+                # Half of the spacing of numbers with 8 significant bits, at the upper end of a binade.
+                text = f"[{node.name}] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
+                yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
 
     @property
     def moments(self) -> int:
