@@ -24,15 +24,15 @@ class Reached:
 
     `products` is of matrix products, `attention` of those inside of attention, `memory` of the memory's bandwidth,
     `messages` of links. `launch` are the seconds that an operation takes at least on the device, `host` those that the
-    host needs to issue one. The defaults are fitted to steps of two dense models on one H200, Qwen3-0.6B and a
-    Llama-3-8B shape, in rows of one document of 4096 tokens (`make bench-breakdown-gpu`), whose plans are 0.2 to 1.6 %
-    off, and `host` to Qwen3-0.6B in microbatches of one row (`make bench-capture-gpu`: 58 and 86 us with two hosts);
+    host needs to issue one. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in
+    rows of one document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`),
+    whose plans are 0.1 to 4.9 % off, and `host` to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off;
     `drawloom plan --calibrate` measures those of a machine.
     """
 
     products: float = 0.71
-    attention: float = 0.43
-    memory: float = 0.5
+    attention: float = 0.53
+    memory: float = 0.65
     messages: float = 0.75
     launch: float = 3e-6
     host: float = 60e-6

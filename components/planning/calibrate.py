@@ -27,8 +27,8 @@ How long each kind of operation is repeated. Of a CPU the fastest repetition cou
 GPU their mean, as operations that last have less power than the first ones.
 """
 
-HEADS, HEAD_SIZE = 16, 128
-"""Of the attention that is timed."""
+ROWS, HEADS, KV_HEADS, HEAD_SIZE = 4, 16, 8, 128
+"""Of the attention that is timed; a GPU needs some rows, and libraries sum gradients of shared keys apart."""
 
 LAYERS = 20
 """Of which the host's time is measured."""
@@ -40,7 +40,7 @@ How many times as long the host needs for an operation of a model as for one of 
 Fitted to steps of three small models whose limit is the host, beside one H100; they are 6 % apart.
 """
 
-MEMORY_REACHED = 0.56
+MEMORY_REACHED = 0.74
 """
 What a step reaches of a GPU's bandwidth, as additions to one large vector show it: norms and gates are smaller.
 
@@ -118,7 +118,7 @@ def _lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {reached.attention / reached.products:.4g}"
-    yield f"memory = {MEMORY_REACHED if device.type == 'cuda' else 1.0}"
+    yield f"memory = {_memory_reached(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
@@ -150,7 +150,7 @@ def _wait(device: torch.device) -> None:
 
 @attrs.frozen
 class _Reached:
-    """FLOP/s of products and of attention, and bytes/s."""
+    """FLOP/s of products and of those inside of attention, and bytes/s."""
 
     products: float
     attention: float
@@ -164,20 +164,22 @@ def _reached(device: torch.device, sizes: Sizes, dtype: torch.dtype, seconds: fl
     Products for a second without anything else would have less power, and so a lower clock, than they have in a step,
     of which they take three quarters.
     """
-    kinds = [_products(device, dtype, sizes), _attention(device, sizes.length), _addition(device, sizes.vector)]
+    kinds = [_products(device, dtype, sizes), _attention(device, dtype, sizes), _addition(device, sizes.vector)]
     if device.type == "cpu":
         products, attention, addition = (_duration(device, run, seconds / 3) for run in kinds)
     else:
         *_, products, attention, addition = _in_turn([kinds[0], kinds[0], *kinds], seconds)
     flops = attention_flops(1, sizes.length) + attention_flops(1, sizes.length, backward=True)
-    queries = sizes.length * HEADS * HEAD_SIZE
-    return _Reached(
-        _product_flops(sizes) / products, flops * queries / 2 / attention, 2 * (sizes.vector // 4 * 4) / addition
-    )
+    queries, bandwidth = ROWS * sizes.length * HEADS * HEAD_SIZE, 2 * (sizes.vector // 4 * 4) / addition
+    inside = attention - _traffic(device, dtype, sizes, bandwidth)
+    return _Reached(_product_flops(sizes) / products, flops * queries / 2 / max(inside, attention / 2), bandwidth)
 
 
 def _in_turn(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
     """Mean seconds of each on the GPU, in the later half of the time."""
+    for run in runs:  # the first call of attention loads a library, for seconds
+        run()
+    torch.cuda.synchronize()
     end, rounds = time.perf_counter() + seconds, list[list[torch.cuda.Event]]()
     while not rounds or time.perf_counter() < end:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
@@ -212,15 +214,32 @@ def _addition(device: torch.device, size: int) -> Callable[[], object]:
     return lambda: x.add_(1)
 
 
-def _attention(device: torch.device, length: int) -> Callable[[], object]:
+def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
     """Causal attention, forward and backward."""
     # Takes a second to import, which plans do not need.
     from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
 
-    dtype, shape = torch.bfloat16 if device.type == "cuda" else torch.float32, (1, length, HEADS, HEAD_SIZE)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    shapes = ((ROWS, sizes.length, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
     grad = torch.ones_like(q)
     return lambda: torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
+
+
+def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
+    """Seconds of the memory traffic of attention, as a plan counts it."""
+    reached = Reached(attention=math.inf, memory=_memory_reached(device), launch=0.0, host=0.0)
+    recorder = Recorder(
+        attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached), lambda _: math.inf, 1.0
+    )
+    run = _attention(torch.device("meta"), dtype, sizes)
+    with recorder:
+        recorder.begin()
+        run()
+        return recorder.end().seconds
+
+
+def _memory_reached(device: torch.device) -> float:
+    return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
 def _launches(device: torch.device, seconds: float) -> tuple[float, float]:

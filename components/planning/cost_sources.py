@@ -188,7 +188,8 @@ class Planned:
         each = self.plan(ranks, 1, by_layer)
         more = each.table.lengths.sum(0) - one.table.lengths.sum(0)
         per_stage = np.clip(more / max(1, count - ranks), 0, 0.9 * each.table.lengths.min(0))
-        found = slices_of(attrs.evolve(one.table, lengths=each.table.lengths - per_stage))
+        lengths = each.table.lengths - per_stage
+        found = slices_of(attrs.evolve(one.table, lengths=lengths))
         found["per_stage"] = _rounded(per_stage)
         if self.device.memory:
             held, plans = _held(each, "F"), [one]
@@ -198,9 +199,7 @@ class Planned:
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(by_layer, recompute=(policy,) * count))
                     recompute[policy] = {
-                        "again": _parts(
-                            (again.table.lengths - each.table.lengths)[:, 1:3].max(1), each.table.lengths[:, 0]
-                        ),
+                        "again": _parts((again.table.lengths - each.table.lengths)[:, 1:3].max(1), lengths[:, 0]),
                         "kept": _parts(_held(again, "F"), held),
                     }
                     plans.append(self._cut(ranks, 1, even(count, ranks), (policy,) * ranks))

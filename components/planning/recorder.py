@@ -3,7 +3,8 @@ Records what a module does on the meta device: bytes that live, and the seconds 
 
 A meta tensor has a storage without memory, which lives as long as a real one would, so that the sum of the storages
 that live is what an allocator would have given out. An operation takes as long as its arithmetic or its memory traffic
-needs, whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch.
+needs, whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes as
+long as both: kernels before and after its products sum and round.
 """
 
 import math
@@ -60,11 +61,6 @@ class Part:
     def held_bytes(self) -> int:
         """All bytes that live after it."""
         return sum(self.held.values())
-
-    @property
-    def wall(self) -> float:
-        """The seconds that it takes: those of the device, or of the host where that is slower."""
-        return max(self.seconds, self.host)
 
 
 Links = Callable[[str], float]
@@ -153,10 +149,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in ATTENTION:
             rate *= reached.attention / reached.products
         self._flops += flops
-        traffic = sum(each.nbytes for each in (*given, *made)) / (self._device.bandwidth * reached.memory)
-        self._seconds += max(flops / rate, traffic, reached.launch)
+        scratch, attends = _scratch(name, args), name in ATTENTION
+        moved = sum(each.nbytes for each in (*given, *made)) + 2 * scratch * attends
+        arithmetic, traffic = flops / rate, moved / (self._device.bandwidth * reached.memory)
+        self._seconds += max(arithmetic + traffic if attends else max(arithmetic, traffic), reached.launch)
         self._host += reached.host
-        self._peak = max(self._peak, self._now + _scratch(name, args))
+        self._peak = max(self._peak, self._now + scratch)
 
 
 ATTENTION = {"attention", "attention_backward"}

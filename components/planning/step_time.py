@@ -1,5 +1,6 @@
 """How long a step takes: the pipeline's program with the seconds of each stage, sums of gradients, and the update."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -18,7 +19,8 @@ class StepTime:
 
     `compute` are those of the busiest rank in forward and backward passes, among them `sending`, in collectives inside
     of layers; `bubble` are those in which it waits. `gather` are those of parameters that are gathered and `sync` of
-    gradients that are summed, as far as no pass hides them; `update` is all that changes weights.
+    gradients that are summed, as far as no pass hides them; `update` is all that changes weights, as far as the host,
+    where it is slower than the device, does not issue the next step's passes meanwhile.
     """
 
     compute: float
@@ -59,16 +61,24 @@ def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], m
     """
     The seconds of each pass by stage, if a message takes `message` seconds.
 
-    A pass takes at least as long as what it gathers and reduces meanwhile.
+    The host issues passes ahead of the device, so that they take the seconds of whichever needs more for all passes of
+    a microbatch. A pass takes at least as long as what it gathers and reduces meanwhile.
     """
     gathers = {stage: seconds for each in exchanges for stage, seconds in each.by_pass.items()}
     reduces = {stage: seconds for each in exchanges for stage, seconds in each.summed_by_pass.items()}
     lengths = np.zeros((len(costs), len(OPS)))
     for stage, each in costs.items():
+        by_host = _is_behind(each)
         for op, part in each.passes.items():
             exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
-            lengths[stage, OPS.index(op)] = max(part.wall, exchanged)
+            lengths[stage, OPS.index(op)] = max(part.host if by_host else part.seconds, exchanged)
     return CostTable(comm=message, lengths=lengths)
+
+
+def _is_behind(costs: StageCosts) -> bool:
+    """Whether the host needs more seconds than the device."""
+    both = costs.passes["F"], costs.passes["B"]
+    return sum(each.host for each in both) > sum(each.seconds for each in both)
 
 
 def step_time(
@@ -78,14 +88,16 @@ def step_time(
     lengths = table.of(program)
     busy = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy)
+    longest = busy.index(compute)
+    device, host = (_sum(program, costs, longest, what) for what in ("seconds", "host"))
     hidden = [_last_backward(program, lengths, rank) for rank in range(program.ranks)]
     return StepTime(
         compute=compute,
-        sending=_sending(program, costs, busy.index(compute)),
+        sending=_sum(program, costs, longest, "sending"),
         bubble=max(0.0, time(program, table).makespan - compute),
         gather=max(each.once for each in exchanges),
         sync=max(max(0.0, each.reduced - last) for each, last in zip(exchanges, hidden, strict=True)),
-        update=max(each.update for each in exchanges),
+        update=max(0.0, max(each.update for each in exchanges) - max(0.0, host - device)),
     )
 
 
@@ -96,7 +108,8 @@ def _last_backward(program: Program, lengths: NDArray[np.float64], rank: int) ->
     return float(backwards[-1]) if len(backwards) else 0.0
 
 
-def _sending(program: Program, costs: Mapping[int, StageCosts], rank: int) -> float:
+def _sum(program: Program, costs: Mapping[int, StageCosts], rank: int, what: str) -> float:
+    """Of all passes of a rank, one of the numbers of a `Part`."""
     rows = program.rows(rank)
     pairs = zip(program.stage[rows].tolist(), program.op[rows].tolist(), strict=True)
-    return sum(costs[stage].passes[OPS[op]].sending for stage, op in pairs)
+    return math.fsum(getattr(costs[stage].passes[OPS[op]], what) for stage, op in pairs)

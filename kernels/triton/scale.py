@@ -17,7 +17,11 @@ from drawloom.kernels.scale import scale_eager
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import upload
 
-BLOCK = 8192
+PART = 2**14
+"""Elements that a program scales."""
+
+BLOCK = 2048
+"""Elements that a program holds at a time: 16 a thread, two loads of bfloat16."""
 
 
 def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
@@ -40,54 +44,58 @@ def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool,
     programs = len(places[0])
     squares = factor.new_empty(programs) if any(counted) else None
     arguments = dense[0], addresses, *places, factor.float(), squares
-    _kernel[(programs,)](*arguments, BLOCK=BLOCK, ALIGNED=aligned, num_warps=8)
+    _kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned)
     return total if squares is None else total + squares.sum()
 
 
 @lru_cache(maxsize=16)
 def _places(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
     """
-    The tensor of each program (programs,); of each tensor, the first program, the number of elements, and of those
-    whose squares count, all or none.
+    The tensor of each program (programs,); of each tensor, the first program, the number of elements, and whether their
+    squares count.
     """
-    counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+    counts = torch.tensor([-(-size // PART) for size in sizes])
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
-    elements = torch.tensor(sizes)
-    tables = owners, counts.cumsum(0) - counts, elements, elements * torch.tensor(counted)
+    tables = owners, counts.cumsum(0) - counts, torch.tensor(sizes), torch.tensor(counted)
     return tuple(upload(table, device) for table in tables)
 
 
+# fmt: off
 @lean
 @triton.jit
 def _kernel(
-    like, addresses, owners, starts, sizes, counted, factor, squares, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+    like, addresses, owners, starts, sizes, counted, factor, squares,
+    PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):
+    # fmt: on
     program = tl.program_id(0)
     owner = tl.load(owners + program)
     base = tl.load(addresses + owner).to(like.dtype)
     if ALIGNED:
         base = tl.multiple_of(base, 16)
-    start, size, by = (program - tl.load(starts + owner)) * BLOCK, tl.load(sizes + owner), tl.load(factor)
-    place = start + tl.arange(0, BLOCK)
+    start, size, by = (program - tl.load(starts + owner)) * PART, tl.load(sizes + owner), tl.load(factor)
     if squares is None:
         size = tl.where(by == 1.0, 0, size)
-    else:
-        squares += program
-    is_counted = tl.load(counted + owner) > start
-    # A mask of unknown length would make each load one of two bytes.
-    if start + BLOCK <= size:
-        _scale(base + place, None, by, squares, is_counted)
-    else:
-        _scale(base + place, place < size, by, squares, is_counted)
+    total = tl.zeros((), tl.float64)
+    for block in range(0, tl.minimum(PART, size - start), BLOCK):
+        place = start + block + tl.arange(0, BLOCK)
+        # A mask of unknown length would make each load one of two bytes.
+        if start + block + BLOCK <= size:
+            total += _scale(base + place, None, by, squares is not None)
+        else:
+            total += _scale(base + place, place < size, by, squares is not None)
+    if squares is not None:
+        tl.store(squares + program, tl.where(tl.load(counted + owner), total, 0.0))
 
 
 @triton.jit
-def _scale(pointers, mask, by, squares, is_counted):
-    """The product of a block, and the sum of its squares, or 0 if it is not counted."""
+def _scale(pointers, mask, by, squared: tl.constexpr):
+    """Scale a block; the sum of the squares of the products, if that is asked for."""
     product = (tl.load(pointers, mask=mask).to(tl.float32) * by).to(pointers.dtype.element_ty)
     tl.store(pointers, product, mask=mask)
-    if squares is not None:
-        kept = product.to(tl.float32).to(tl.float64)
-        if mask is not None:
-            kept = tl.where(mask, kept, 0.0)
-        tl.store(squares, tl.where(is_counted, tl.sum(kept * kept, 0), 0.0))
+    if not squared:
+        return tl.zeros((), tl.float64)
+    kept = product.to(tl.float32).to(tl.float64)
+    if mask is not None:
+        kept = tl.where(mask, kept, 0.0)
+    return tl.sum(kept * kept, 0)

@@ -83,7 +83,7 @@ def test_verify_resume_finds_no_difference(place: Path, processes: int) -> None:
     """The command that anybody can type says that a deterministic run resumes to the last bit."""
     words = (*COMMON, "--steps", "8", "--ranks", str(processes))
     found = drawloom_run(place, *words, command="verify-resume")
-    assert found.code == 0 and "the same, to the last bit: 8 steps" in found.text, found.text
+    assert found.code == 0 and "bit-identical: 8 steps" in found.text, found.text
 
 
 @pytest.mark.parametrize("mesh", ["mesh.data_replicate=2", "mesh.pipeline=2"])

@@ -2,9 +2,9 @@
 What a step of one GPU is made of, or of two with shards: `make bench-breakdown-gpu`, or with RANKS=2.
 
 Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, as `meshes.py` trains them. A line says
-tokens per second and GPU and the milliseconds of a step, both not traced; then of a traced step how long the GPU
-computed, how long it did nothing, and the sums of its operations by kind. Those of NCCL run beside the others. The
-longest ones and the longest gaps follow.
+tokens per second and GPU and the milliseconds of a step, both not traced; then of traced steps, which follow each other
+as in a run, how long the GPU computed in each, how long it did nothing, and the sums of its operations by kind. Those
+of NCCL run beside the others. The longest ones and the longest gaps follow.
 """
 
 import gc
@@ -29,14 +29,16 @@ from drawloom.components.distributed.processes import TorchProcesses
 CASES = [
     *(Case(LARGE, 2, 1), Case(EXPERTS, 4, 1)),
     *(Case(SMALL_MODEL, *shape) for shape in ((4, 1), (4, 4), (8, 2), (1, 16))),
-    Case(SMALL_MODEL, 1, 16, capture=True),
+    *(Case(*shape, capture=True) for shape in ((EXPERTS, 4, 1), (SMALL_MODEL, 1, 16))),
     *(Case(SMALL_MODEL, rows, 1, length=length) for rows, length in ((4, 2 * LENGTH), (1, 8 * LENGTH))),
 ]
 LONGEST = int(os.environ.get("LONGEST", "8"))
+TRACED = 3
+"""Steps; what is said of them is the mean."""
 
 KINDS = {
     "NCCL": ("nccl",),
-    "attention": ("sdpa", "attention", "fmha", "flash"),
+    "attention": ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_matrices_kernel"),
     "optimizer, norm": ("multi_tensor_apply",),
     "copies": ("memcpy", "memset"),
@@ -88,9 +90,10 @@ def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None
 
 
 def _operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
-    """Names of all operations of the GPU in a step, and when they ran, in ms."""
+    """Names of all operations of the GPU in the traced steps, and when they ran, in ms."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
-        step()
+        for _ in range(TRACED):
+            step()
         torch.cuda.synchronize()
     assert running.profiler is not None and running.profiler.kineto_results is not None
     for event in running.profiler.kineto_results.events():
@@ -102,10 +105,10 @@ def _operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
 def _made_of(operations: list[tuple[str, Interval]]) -> Iterator[str]:
     kinds, names = Counter[str](), Counter[str]()
     for name, (start, end) in operations:
-        kinds[_kind(name)] += end - start  # type: ignore[assignment]
-        names[name[:70]] += end - start  # type: ignore[assignment]
+        kinds[_kind(name)] += (end - start) / TRACED  # type: ignore[assignment]
+        names[name[:70]] += (end - start) / TRACED  # type: ignore[assignment]
     busy = list(union([span for name, span in operations if _kind(name) != "NCCL"]))
-    computing, whole = sum(end - start for start, end in busy), busy[-1][1] - busy[0][0]
+    computing, whole = sum(end - start for start, end in busy) / TRACED, (busy[-1][1] - busy[0][0]) / TRACED
     yield f"computing {computing:.1f}, idle {whole - computing:.1f}; " + _written(kinds.most_common())
     yield "longest: " + _written(names.most_common(LONGEST))
     gaps = [(after[0] - before[1], before[1] - busy[0][0]) for before, after in pairwise(busy)]

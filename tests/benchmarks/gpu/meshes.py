@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -376,20 +377,36 @@ def _config(case: Case) -> dict[str, Any]:
 
 
 def measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:
-    """The median of the seconds of several steps, and GiB at most."""
-    gpu, times = device.device.type == "cuda", []
+    """
+    The median of the seconds of several steps, and GiB at most.
+
+    Steps follow each other as in a run: the host issues one while the GPU computes the one before, and then waits for
+    the latter's numbers.
+    """
+    gpu, ends = device.device.type == "cuda", [_now(device)]
     for number in range(WARM_UPS + STEPS):
         if gpu and number == WARM_UPS:
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
         step()
+        ends.append(_now(device))
         if gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+            ends[-2].synchronize()
+    if gpu:
+        ends[-1].synchronize()
+    times = [one.elapsed_time(other) / 1e3 if gpu else other - one for one, other in pairwise(ends)]
     # What is allocated does not tell the memory of graphs, which is theirs whether they run or not.
     most = torch.cuda.max_memory_reserved if "--capture" in sys.argv else torch.cuda.max_memory_allocated
     memory = most() / 2**30 if gpu else float("nan")
     return statistics.median(times[WARM_UPS:]), memory
+
+
+def _now(device: ComputeDevice) -> Any:
+    """The time at which the device gets here: an event of a GPU's, or seconds."""
+    if device.device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Recording of operations on the meta device."""
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -66,7 +65,6 @@ def test_an_operation_takes_as_long_as_its_slower_side() -> None:
     assert (product.flops, product.seconds) == (2 * 100 * 1000 * 100, pytest.approx(2e7 / 5e5))
     assert (addition.flops, addition.seconds) == (0, pytest.approx(2 * 4e5 / 1e6))
     assert product.host == addition.host == 1.0
-    assert attrs.evolve(product, host=99.0).wall == 99.0
 
 
 def test_collectives_take_the_time_of_links() -> None:

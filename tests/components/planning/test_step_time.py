@@ -15,16 +15,33 @@ PROGRAM = Program.of(
 )
 COSTS = {
     0: StageCosts({"F": Part(1.0), "B": Part(2.0, sending=0.5)}, 0),
-    1: StageCosts({"F": Part(1.0, host=3.0), "B": Part(4.0)}, 0),
+    1: StageCosts({"F": Part(3.0, host=1.0), "B": Part(4.0, host=5.0)}, 0),
 }
 NOTHING = Exchange({}, {}, 0.0, 0.0, 0.0)
 
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
-    """The second rank, whose host is slow, is busy for 14 s; it waits for the first forward and the last backward."""
+    """The second rank is busy for 14 s; it waits for the first forward and the last backward."""
     found = step_time(PROGRAM, cost_table(COSTS, [NOTHING] * 2, message=0.5), COSTS, [NOTHING] * 2)
     assert (found.compute, found.sending) == (14.0, 0.0)
     assert found.bubble == pytest.approx(1 + 0.5 + 0.5 + 2)
+
+
+def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> None:
+    """
+    A host that needs longer for one pass, but not for all, has issued it before the device gets there; one that needs
+    longer for all sets the pace, and weights are changed while the device would wait for it.
+    """
+    program = Program.of([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
+    update = [Exchange({}, {}, 0.0, 0.0, 1.5)]
+
+    def found(forward: float, backward: float) -> StepTime:
+        costs = {0: StageCosts({"F": Part(1.0, host=forward), "B": Part(4.0, host=backward)}, 0)}
+        return step_time(program, cost_table(costs, update, message=0.0), costs, update)
+
+    assert (found(3.0, 1.0).compute, found(3.0, 1.0).seconds) == (10.0, 11.5)
+    assert (found(3.0, 2.5).compute, found(3.0, 2.5).seconds) == (11.0, 11.5)
+    assert (found(3.0, 3.0).compute, found(3.0, 3.0).seconds) == (12.0, 12.0)
 
 
 def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.kernels.scale import scale_eager
-from drawloom.kernels.triton.scale import BLOCK, scale_triton
+from drawloom.kernels.triton.scale import BLOCK, PART, scale_triton
 from support.kernels import DEVICE, drawn, few, layouts
 from support.seeding import seeds
 
-sizes = st.sampled_from([0, 1, 7, 300, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+sizes = st.sampled_from([0, 1, 7, 300, BLOCK - 1, BLOCK, 2 * BLOCK + 5, PART, PART + 5])
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 
