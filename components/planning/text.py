@@ -53,9 +53,9 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
     yield "step", f"{count} of {rows} on each replica, {plan.tokens:,} tokens in all"
     most = max(plan.memory, key=lambda memory: memory.peak)
-    of = f" of {gigabytes(plan.device.memory)}" if plan.device.memory else ""
+    of = f" of {_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{gigabytes(most.peak)}{of} at most, in {most.when}{verdict}"
+    yield "memory", f"{_size(most.peak)}{of} at most, in {most.when}{verdict}"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     each = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
@@ -80,16 +80,22 @@ def _table(plan: Plan) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in memory.kept for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activations))
     shown = [label for label in labels if any(_part(memory, label) >= 0.01 for memory in plan.memory)]
-    head = ["GB", *(f"rank {number}" for number in _first_ranks(plan))]
-    rows = [head, ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)]]
-    rows += [[kind.replace("_", " "), *_cells(memory.kept.get(kind, 0) for memory in plan.memory)] for kind in kinds]
-    rows += [["gradients", *_cells(memory.peak_gradients for memory in plan.memory)]]
-    rows += [[f"  {label}", *_cells(memory.activations.get(label, 0) for memory in plan.memory)] for label in shown]
+    unit, scale = _unit(max(plan.peak_memory_bytes))
+    sizes = [(kind.replace("_", " "), [memory.kept.get(kind, 0) for memory in plan.memory]) for kind in kinds]
+    sizes += [("gradients", [memory.peak_gradients for memory in plan.memory])]
+    sizes += [(f"  {label}", [memory.activations.get(label, 0) for memory in plan.memory]) for label in shown]
     rest = [sum(size for label, size in memory.activations.items() if label not in shown) for memory in plan.memory]
-    rows += [["  other activations", *_cells(iter(rest))]] if any(rest) else []
-    rows += [["buffers", *_cells(sum(memory.buffers.values()) for memory in plan.memory)]]
-    rows += [["peak", *_cells(memory.peak for memory in plan.memory)], ["in", *(each.when for each in plan.memory)]]
-    yield from _aligned(rows)
+    sizes += [("  other activations", rest)] if any(rest) else []
+    sizes += [("buffers", [sum(memory.buffers.values()) for memory in plan.memory])]
+    sizes += [("peak", [memory.peak for memory in plan.memory])]
+    yield from _aligned(
+        [
+            [unit, *(f"rank {number}" for number in _first_ranks(plan))],
+            ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
+            *([name, *(f"{size / scale:.3f}" for size in each)] for name, each in sizes),
+            ["in", *(memory.when for memory in plan.memory)],
+        ]
+    )
 
 
 def _part(memory: RankMemory, label: str) -> float:
@@ -101,10 +107,6 @@ def _first_ranks(plan: Plan) -> Sequence[int]:
     return range(0, plan.ranks, each)
 
 
-def _cells(sizes: Iterator[int]) -> list[str]:
-    return [f"{size / 1e9:.3f}" for size in sizes]
-
-
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
@@ -112,6 +114,11 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([name.ljust(widths[0]), *columns]).rstrip()
 
 
-def gigabytes(size: float) -> str:
-    """A number of bytes as `1.23 GB`, or in MB if it is less."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+def _size(size: float) -> str:
+    unit, scale = _unit(size)
+    return f"{size / scale:,.{2 if unit == 'GB' else 1}f} {unit}"
+
+
+def _unit(size: float) -> tuple[str, float]:
+    """The largest unit that a number of bytes is at least one of, and its bytes."""
+    return next((each for each in (("GB", 1e9), ("MB", 1e6)) if size >= each[1]), ("kB", 1e3))

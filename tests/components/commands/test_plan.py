@@ -60,8 +60,36 @@ def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
     *lines, empty, saves = printed(capsys, "pipeline", "--device", "cpu", "--mtbf", "500").splitlines()
     assert (empty, saves.split(" = ")[0]) == ("", "checkpoint.every")
     assert [line.split()[0] for line in lines[:6]] == ["device", "step", "memory", "time", "speed", "run"]
-    assert lines[7].split() == ["GB", "rank", "0", "rank", "1"]
+    assert lines[7].split()[1:] == ["rank", "0", "rank", "1"]
     assert lines[-1].startswith("in ")
+
+
+HEAD = {"head_dim": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+TINY = (*(f"model.{key}={value}" for key, value in HEAD.items()), "model.hidden_size=8", "model.intermediate_size=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "unit", "scale"),
+    [
+        (("vars.length=16", "batch.global_size=2", "batch.micro_size=2", *TINY), "kB", 1e3),
+        ((), "MB", 1e6),
+        (("batch.global_size=64", "batch.micro_size=64"), "GB", 1e9),
+    ],
+)
+def test_sizes_have_a_unit_in_which_they_are_seen(
+    capsys: Capture, words: tuple[str, ...], unit: str, scale: float
+) -> None:
+    """The peak, in the largest unit of which there is one at least, is JSON's bytes; all of the table is in that."""
+    plan = ("first_run", "--device", "cpu", *words)
+    [peak] = data(capsys, *plan)["peak_memory_bytes"]
+    assert 1 <= peak / scale < 1000
+    lines = printed(capsys, *plan).splitlines()
+    number, found = lines[2].split()[1:3]
+    assert float(number) == pytest.approx(peak / scale, rel=0.01)
+    assert (found, *lines[7].split()) == (unit, unit, "rank", "0")
+    *sizes, total = (float(line.split()[-1]) for line in lines[9:-1])
+    assert total == pytest.approx(peak / scale, abs=5e-4)
+    assert sum(sizes) == pytest.approx(total, abs=0.01)
 
 
 @pytest.mark.parametrize(
