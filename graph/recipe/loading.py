@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import COMMAND_LINE, Place, Problem, RecipeError, did_you_mean
+from drawloom.graph.problems import COMMAND_LINE, Place, Problem, RecipeError, did_you_mean, nearest
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.toml.parsing import LARGEST, decode, parse
@@ -73,7 +74,8 @@ class _Reader:
         elif shipped:
             self._read(shipped, _shown(shipped), COMMAND_LINE, ())
         else:
-            hint = did_you_mean(name, self.folder.names)
+            known = next(_called(name), None)
+            hint = f"did you mean {known!r}?" if known else did_you_mean(name, self.folder.names)
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
             self._problem("DL101", text, hint, COMMAND_LINE)
 
@@ -127,9 +129,13 @@ class _Reader:
         if (unsaved := self.unsaved.get(path.resolve())) is not None:
             return unsaved
         try:
+            if not path.exists():
+                near = _neighbour(shown)
+                hint = f"did you mean {near!r}?" if near else ""
+                self._problem("DL102", f"{shown} can't be read: there is no such file", hint, asked)
+                return None
             if not path.is_file():
-                there = "it is not a regular file" if path.exists() else "there is no such file"
-                raise FileNotFoundError("it is a folder" if path.is_dir() else there)
+                raise OSError("it is a folder" if path.is_dir() else "it is not a regular file")
             with open(path, "rb") as file:
                 return decode(file.read(LARGEST + 1))  # one byte more shows that it is too large
         except OSError as error:
@@ -156,6 +162,22 @@ def _first_of_each(names: list[str]) -> Iterator[tuple[str, int]]:
         if name not in seen:
             seen.add(name)
             yield name, number
+
+
+def _called(name: str) -> Iterator[str]:
+    """The file and the run folders, one level down, that have this name."""
+    if os.path.isfile(f"{name}.toml"):
+        yield f"{name}.toml"
+    if name and name == os.path.basename(name):
+        yield from sorted(os.path.dirname(lock) for lock in glob(os.path.join("*", escape(name), LOCK)))
+
+
+def _neighbour(path: str) -> str | None:
+    """The TOML file with the most similar name in the folder of a path; None if there is none."""
+    folder, name = os.path.split(path)
+    names = (each.removesuffix(".toml") for each in glob("*.toml", root_dir=folder or None))
+    near = nearest(name.removesuffix(".toml"), names)
+    return near and os.path.join(folder, f"{near}.toml")
 
 
 def _shown(path: Path) -> str:

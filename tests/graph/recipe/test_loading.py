@@ -117,3 +117,37 @@ def test_a_path_that_is_not_a_recipe_is_a_problem(here: Path, name: str) -> None
     (here / "folder").mkdir()
     with pytest.raises(RecipeError, match="there is no recipe"):
         sources(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("mine", "mine.toml"),
+        ("folder/mine", "folder/mine.toml"),
+        ("one", "runs/one"),
+        ("mien.toml", "mine.toml"),
+        ("folder/mien.toml", "folder/mine.toml"),
+        ("[o]ne", None),
+        ("other.toml", None),
+        ("nowhere/mine.toml", None),
+    ],
+)
+def test_a_file_or_a_run_of_that_name_is_offered(name: str, meant: str | None) -> None:
+    """Without its ending or its folder a name is no recipe, nor is a file with a typo: what it may be is said."""
+    for folder in ("folder", "runs/one"):
+        Path(folder).mkdir(parents=True)
+    for file in ("mine.toml", "folder/mine.toml", "runs/one/recipe.lock.toml"):
+        Path(file).write_text("", "utf-8")
+    with pytest.raises(RecipeError) as caught:
+        sources(name)
+    [problem] = caught.value.problems
+    assert problem.hint == (f"did you mean {meant!r}?" if meant else "")
+
+
+def test_the_file_that_extends_may_mean_is_offered() -> None:
+    """Of those beside the recipe, by its path from the current directory."""
+    Path("folder").mkdir()
+    Path("folder/base.toml").write_text("", "utf-8")
+    Path("folder/top.toml").write_text('extends = "bsae.toml"', "utf-8")
+    with pytest.raises(RecipeError, match=r"did you mean 'folder/base.toml'"):
+        sources("folder/top.toml")
