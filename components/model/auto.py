@@ -63,6 +63,12 @@ class AutoModel:
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """A config that can't be built, a folder without the weights that it says, or a tokenizer of more ids."""
         path: Path = node.settings["path"]
+        if not path.exists():
+            # An absolute path, or one of several folders, is no name of a model on the hub.
+            on_hub = len(path.parts) == 2 and not path.is_absolute()
+            download = f", such as `hf download {path} --local-dir {path.name}` makes" if on_hub else ""
+            yield node.problem("path", f"there is no folder {path}", f"write one with a config.json{download}")
+            return
         if (path / LOCK).is_file():
             yield node.problem("path", f"{path} is a run folder", f"write its export, {path / 'export'}")
             return

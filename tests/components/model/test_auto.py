@@ -64,6 +64,20 @@ def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Pat
         _ = AutoModel(kernels=cpu_kernels(), path=tmp_path).vocab_size
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("Qwen/Qwen3-0.6B", "such as `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` makes"),
+        ("nowhere", "write one with a config.json (DL401)"),
+        ("/no/where", "write one with a config.json (DL401)"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_to_be_downloaded(path: str, instead: str) -> None:
+    """Nothing is downloaded by a recipe: a model's name on the hub is answered with the command that does it."""
+    [problem] = (str(each) for each in Recipe.load("finetune", f"vars.base={path}").graph.problems)
+    assert f"there is no folder {path}; " in problem and instead in problem
+
+
 def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     """Before anything is loaded: names and shapes of all tensors, the tokenizer's ids, and narrower dtypes."""
     folder = tmp_path / "base"
