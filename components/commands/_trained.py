@@ -66,7 +66,16 @@ def _read(
             if checkpoint.exists():
                 raise
             # The run has removed it since: there is a newer one.
-    raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
+    raise no_checkpoint(folder)
+
+
+def no_checkpoint(folder: Path) -> UserError:
+    """That a folder is none or has no finished checkpoint, and which may be meant."""
+    what = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
+    # Where runs are if their recipes don't say it; a run is called by its name as easily as by its folder.
+    near = Path("runs") / folder
+    hint = f"did you mean {str(near)!r}?" if near.is_dir() else "give the folder of a run, such as runs/first_run"
+    return UserError(f"{folder} {what}; {hint}", 2)
 
 
 def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
@@ -85,8 +94,8 @@ def _checkpoint(options: argparse.Namespace) -> Path | None:
     if options.step is not None and found:
         there = [path for path in found if step_of(path) == options.step]
         if not there:
-            steps = ", ".join(str(step_of(path)) for path in found)
-            raise UserError(f"--step {options.step}: {options.run_folder} has checkpoints of the steps {steps}", 2)
+            steps = f"step{'s' * (len(found) > 1)} {', '.join(str(step_of(path)) for path in found)}"
+            raise UserError(f"--step {options.step}: {options.run_folder} has checkpoints of {steps}", 2)
         return there[0]
     if options.best and found:
         manifests = {path: manifest for path in found if (manifest := quick_check(path))}

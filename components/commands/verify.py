@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drawloom.components.checkpoint.io_errors import size
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
-from drawloom.graph import UserError
+from drawloom.components.commands._trained import no_checkpoint
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
@@ -19,9 +19,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
     """Print a line for each checkpoint; return 1 if any is corrupt. The run may continue meanwhile."""
     checkpoints = committed(options.run_folder / FOLDER)
     if not checkpoints:
-        raise UserError(
-            f"{options.run_folder} holds no checkpoint; give the folder of a run, such as runs/first_run", 2
-        )
+        raise no_checkpoint(options.run_folder)
     lines = [line for checkpoint in checkpoints if (line := _line(checkpoint))]
     print_text("\n".join(lines))
     return int(any("corrupt" in line for line in lines))

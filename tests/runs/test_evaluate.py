@@ -106,4 +106,4 @@ def test_an_earlier_checkpoint_is_exported_and_sampled(place: Path) -> None:
     assert json.loads((place / "eight/trainer_state.json").read_text())["global_step"] == 8
     assert drawloom(place, "generate", "runs/tiny", "--best", "--prompt", "def", "--tokens", "3")[0].code == 0
     refused = drawloom(place, "generate", "runs/tiny", "--step", "5", "--prompt", "x")[0]
-    assert refused.code == 2 and refused.text.startswith("--step 5: runs/tiny has checkpoints of the steps 4, 8, 10")
+    assert refused.code == 2 and refused.text.startswith("--step 5: runs/tiny has checkpoints of steps 4, 8, 10")

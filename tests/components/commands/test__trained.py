@@ -38,8 +38,25 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
     save_steps(tmp_path, 3)
     taken = [_trained._checkpoint(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))]
     assert [path and path.name for path in taken] == ["step-3", "step-1", "step-2"]
-    with pytest.raises(UserError, match=r"--step 7: .* has checkpoints of the steps 1, 2, 3"):
+    with pytest.raises(UserError, match=r"--step 7: .* has checkpoints of steps 1, 2, 3"):
         _trained._checkpoint(options(tmp_path, "--step", "7"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("mine", "mine is not a folder; did you mean 'runs/mine'?"),
+        ("other", "other is not a folder; give the folder of a run, such as runs/first_run"),
+        ("runs", "runs holds no finished checkpoint; give the folder of a run, such as runs/first_run"),
+    ],
+)
+def test_a_run_by_its_name_alone_is_answered_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
+) -> None:
+    """Whether there is a folder without checkpoints, or none at all, is told apart."""
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert str(_trained.no_checkpoint(Path(folder))) == said
 
 
 def test_without_validation_there_is_no_best(tmp_path: Path) -> None:

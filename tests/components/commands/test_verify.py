@@ -38,6 +38,6 @@ def test_a_corrupt_checkpoint_is_named_with_its_file(tmp_path: Path, capsys: pyt
 
 def test_a_folder_without_checkpoints_is_a_user_error(tmp_path: Path) -> None:
     """A folder without checkpoints exits with code 2, since nothing was verified."""
-    with pytest.raises(UserError, match="holds no checkpoint") as caught:
+    with pytest.raises(UserError, match="holds no finished checkpoint") as caught:
         _verify(tmp_path)
     assert caught.value.exit_code == 2
