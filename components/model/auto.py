@@ -109,6 +109,13 @@ class AutoModel:
             return getattr(read_config(_family(path).family, path), "num_experts", 0)
         return 0
 
+    @classmethod
+    def parameter_names(cls, node: Any) -> list[str]:
+        """The names of all parameters; none if no model can be built of the folder's config."""
+        with suppress(UserError):  # a problem of its own
+            return _without_kernels(node.settings["path"], node.settings["new_tokens"]).names()
+        return []
+
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family. Computed on first use, because the tokenizer must be open."""
@@ -155,11 +162,15 @@ class AutoModel:
 
 def _check_weights(path: Path, new_tokens: int) -> None:
     """UserError if the tensors of a folder are not those of its config, by their names and shapes."""
-    kernels: Any = None  # only a forward pass would use them
-    builder = _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
+    builder = _without_kernels(path, new_tokens)
     with torch.device("meta"):
         module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
     fitting_folder(path, module, builder.hugging_face_mapper().inverse())
+
+
+def _without_kernels(path: Path, new_tokens: int) -> DecoderBuilder:
+    kernels: Any = None  # only a forward pass would use them
+    return _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
 
 
 def _family(path: Path) -> type[DecoderBuilder]:

@@ -1,6 +1,6 @@
 """Parameter groups: names of parameters that an optimizer trains otherwise than the rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import nn
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Parameters
-from drawloom.graph import UserError, at_least, between, setting
+from drawloom.graph import Problem, UserError, at_least, between, setting
+from drawloom.graph.build.node import NodeView
 
 
 def check_betas(value: tuple[float, float] | None) -> str | None:
@@ -67,8 +68,7 @@ def param_groups(
     frozen has none to train. Raises UserError, on all ranks, for a pattern without a parameter.
     """
     named = parameters.named()
-    targets = {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
-    places = places_of([name for name, _ in named], targets, mesh)
+    places = places_of([name for name, _ in named], _targets(groups), mesh)
     found: list[dict[str, Any]] = []
     for place, group in enumerate([None, *groups]):
         mine = [part for (_, part), where in zip(named, places, strict=True) if where == place]
@@ -79,6 +79,29 @@ def param_groups(
     return found
 
 
+def unmatched(node: NodeView) -> Iterator[Problem]:
+    """
+    Warnings of patterns of an optimizer's groups that no parameter of the model is left for.
+
+    A model tells the names by a classmethod `parameter_names`; where adapters or transforms change them, or the loss
+    has a `module` of its own, the run alone knows them all.
+    """
+    targets = _targets(node.settings["groups"])
+    for stages in node.neighbours("parameters") if targets else ():
+        losses = [each.component for each in stages.neighbours("loss")]
+        own = any(hasattr(each, "module") or "module" in attrs.fields_dict(each) for each in losses)
+        if own or stages.neighbours("adapters") or stages.neighbours("transforms"):
+            continue
+        for model in stages.neighbours("model"):
+            names = getattr(model.component, "parameter_names", lambda _: ())(model)
+            for place, pattern, text in _faults(_placed(names, targets), targets):
+                yield node.warning(("groups", place, "targets"), f"the pattern {pattern!r} {text}")
+
+
+def _targets(groups: Sequence[Group]) -> dict[str, list[str]]:
+    return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
+
+
 def places_of(names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh) -> list[int]:
     """
     The number of each name's patterns, from 1: the first that match, of those that settings have; 0 if none do.
@@ -86,35 +109,38 @@ def places_of(names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: 
     `targets` are the patterns by the name of their setting. Raises UserError, on all ranks, for a pattern that no name
     of any rank is left for.
     """
-    places = [
-        next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0)
-        for name in names
-    ]
+    placed = _placed(names, targets)
     # Asked of no rank where there are no patterns, as in most runs.
     if targets:
-        _check_patterns(names, places, targets, mesh)
-    return places
+        pairs = mesh.group("pipeline").gather_json(placed)
+        everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
+        for number, pattern, text in _faults(everywhere, targets):
+            raise UserError(f"{[*targets][number]} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
+    return [place for _, place in placed]
 
 
-def _check_patterns(
-    names: Sequence[str], places: Sequence[int], targets: Mapping[str, Sequence[str]], mesh: Mesh
-) -> None:
-    pairs = mesh.group("pipeline").gather_json(list(zip(names, places, strict=True)))
-    everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
-    # No rank has anything to train: that is another fault, if it is one.
-    if not everywhere:
+def _placed(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
+    """Each name with the number of its patterns, from 1, or 0."""
+    return [
+        (name, next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0))
+        for name in names
+    ]
+
+
+def _faults(placed: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]]) -> Iterator[tuple[int, str, str]]:
+    """The number of a setting from 0, a pattern of it that no name is left for, and what it matches instead."""
+    # Nothing is trained at all: that is another fault, if it is one.
+    if not placed:
         return
-    for number, (setting_name, patterns) in enumerate(targets.items(), 1):
+    for number, (setting_name, patterns) in enumerate(targets.items()):
         for pattern in patterns:
-            matched = [(name, place) for name, place in everywhere if fnmatchcase(name, pattern)]
+            matched = [(name, place) for name, place in placed if fnmatchcase(name, pattern)]
             if not matched:
-                text = f"matches no trained parameter; one is called {everywhere[0][0]!r}"
-            elif all(place != number for _, place in matched):
+                yield number, pattern, f"matches no trained parameter; one is called {placed[0][0]!r}"
+            elif all(place != number + 1 for _, place in matched):
                 name, place = matched[0]
                 text = f"matches {name!r}, but that is in {[*targets][place - 1]}; write {setting_name} before it"
-            else:
-                continue
-            raise UserError(f"{setting_name} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
+                yield number, pattern, text
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups, unmatched
 from drawloom.components.optim.torch_optimizer import shard_of
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind
@@ -70,7 +70,8 @@ class StochasticAdamW:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Triton needs a GPU."""
+        """Groups without a parameter; and Triton needs a GPU."""
+        yield from unmatched(node)
         devices = node.neighbours("device")
         if node.settings["implementation"] == "triton" and devices and devices[0].settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")

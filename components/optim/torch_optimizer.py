@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.optim.parameter_groups import Group, param_groups
+from drawloom.components.optim.parameter_groups import Group, param_groups, unmatched
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters
@@ -123,7 +123,8 @@ class TorchOptimizer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """A warning of weights whose small updates are lost, since results are rounded to the nearest."""
+        """Warnings of groups without a parameter, and of weights whose small updates are lost by rounding."""
+        yield from unmatched(node)
         for precision in (each for stages in node.neighbours("parameters") for each in stages.neighbours("precision")):
             if precision.settings.get("parameter") == "bfloat16":
                 # Half of the spacing of numbers with 8 significant bits, at the upper end of a binade.

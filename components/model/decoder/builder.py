@@ -155,6 +155,16 @@ class DecoderBuilder:
         return 0
 
     @classmethod
+    def parameter_names(cls, node: Any) -> list[str]:
+        """The names of all parameters, as settings tell them; none if no model can be built of these."""
+        # No name depends on the vocabulary, which only an open tokenizer knows, and only a forward pass takes kernels.
+        ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
+        kernels: Any = None
+        with suppress(UserError):  # a problem of its own
+            return cls(kernels=kernels, **{**node.settings, **ids}).names()
+        return []
+
+    @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
         """max_position_embeddings is only exported, unless dynamic positions depend on it."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
@@ -220,6 +230,10 @@ class DecoderBuilder:
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if not name.endswith(f".{NEW}")]
         return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))
+
+    def names(self) -> list[str]:
+        """The names of all parameters."""
+        return [name for name, _ in self._whole().named_parameters()]
 
     def _whole(self) -> nn.Module:
         """All layers on the meta device, where nothing is allocated."""

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from drawloom import Recipe
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.parameter_groups import AdamGroup, Group
+from drawloom.components.optim.parameter_groups import AdamGroup, Group, unmatched
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.run import Step
-from drawloom.graph import UserError
+from drawloom.graph import UserError, component
+from drawloom.graph.build.node import NodeView
 from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 
@@ -135,3 +138,59 @@ def test_a_pattern_without_a_parameter_is_refused(patterns: list[list[str]], sai
     with pytest.raises(UserError, match=r"groups\[\d\] of the optimizer: the pattern ") as caught:
         opened(AdamW, Weights(), groups=[AdamGroup(targets=targets) for targets in patterns])
     assert said in str(caught.value)
+
+
+def texts(recipe: Recipe) -> list[str]:
+    """What `check` warns of in the optimizer."""
+    return [each.text for each in recipe.check() if each.node == "optimizer"]
+
+
+@pytest.mark.parametrize("use", ["adam", "adamw", "muon", "sgd", "stochastic_adamw"])
+def test_check_finds_patterns_without_a_parameter(use: str) -> None:
+    """`check` warns of them at their place, in the words of a run, and of none that a run takes."""
+    groups = [{"targets": ["model.embed*", "*norm.weight", "embed"]}, {"targets": ["model.norm.*", "*.k_proj.*"]}]
+    values = {"optimizer": {"use": f"optim.{use}", "lr": 1e-3, "groups": groups}}
+    assert texts(Recipe.load("first_run").with_values(values)) == [
+        "the pattern 'embed' matches no trained parameter; one is called 'model.embed_tokens.weight'",
+        "the pattern 'model.norm.*' matches 'model.norm.weight', but that is in groups[0]; write groups[1] before it",
+    ]
+
+
+@pytest.mark.parametrize("name", ["first_run", "moe"])
+def test_check_knows_the_names_that_a_run_trains(name: str) -> None:
+    """A group for each parameter, by its whole name, gives no warning; and one is left over that the model lacks."""
+    recipe = Recipe.load(name)
+    with recipe.open("model") as run:
+        model = run["model"]
+        with torch.device("meta"):
+            whole = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    names = [each for each, _ in whole.named_parameters()]
+    values = {"optimizer": {"groups": [{"targets": [each]} for each in [*names, "lm_head.bias"]]}}
+    [warning] = texts(recipe.with_values(values))
+    assert "the pattern 'lm_head.bias' matches no trained parameter" in warning
+
+
+def test_names_that_adapters_change_are_left_to_the_run() -> None:
+    """With adapters the model's own parameters are frozen, and `check` says nothing of patterns."""
+    lora = {"use": "adapters.lora", "rank": 2, "targets": ["*_proj"], "alpha": 2}
+    values: dict[str, Any] = {"lora": lora, "stages": {"adapters": ["@lora"]}}
+    groups = {"optimizer": {"groups": [{"targets": ["*.lora_B"]}]}}
+    assert texts(Recipe.load("first_run").with_values(values | groups)) == []
+    assert len(texts(Recipe.load("first_run").with_values(groups))) == 1
+
+
+@component
+class Tempered:
+    """A loss with a parameter of its own."""
+
+    module: nn.Module = attrs.field(init=False, factory=nn.Module)
+
+
+def test_names_of_a_loss_are_left_to_the_run() -> None:
+    """The last stage holds a loss's parameters, whose names no model tells."""
+    values = {"optimizer": {"groups": [{"targets": ["*temperature"]}]}}
+    graph = Recipe.load("first_run").with_values(values).graph
+    assert len(list(unmatched(graph.view("optimizer")))) == 1
+    spec = attrs.evolve(graph.nodes["loss"].spec, cls=Tempered)
+    nodes = {**graph.nodes, "loss": attrs.evolve(graph.nodes["loss"], spec=spec)}
+    assert list(unmatched(NodeView(graph.nodes["optimizer"], nodes))) == []
