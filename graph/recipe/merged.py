@@ -50,8 +50,7 @@ class MergedRecipe:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
         """Another recipe: this one with other values merged over it."""
-        other = _merge(self.source, self.tree.copy(), [Layer(source, dict(data))])
-        return attrs.evolve(other, layers=self.layers + other.layers, problems=self._merging + other.problems)
+        return _merge(self.source, self.tree.copy(), [Layer(source, dict(data))], self.layers, self._merging)
 
 
 def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
@@ -60,8 +59,11 @@ def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
 
 
 @paused_collection()
-def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> MergedRecipe:
-    problems: list[Problem] = []
+def _merge(
+    source: str, tree: Table, layers: Sequence[Layer], below: Sequence[Layer] = (), before: Sequence[Problem] = ()
+) -> MergedRecipe:
+    """Merge layers over a tree of those `below`, in whose merging there were problems `before`."""
+    problems = [*before]
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _remove_unset(tree, layer)
@@ -69,8 +71,9 @@ def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> MergedRecipe:
         tree.merge({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
         problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
     recipe = _classify(source, tree)
-    problems += _unused(recipe.vars, layers)
-    return attrs.evolve(recipe, layers=list(layers), merging=problems, problems=recipe.problems + problems)
+    every = [*below, *layers]
+    unused = _unused(recipe.vars, every)
+    return attrs.evolve(recipe, layers=every, merging=problems, problems=[*recipe.problems, *problems, *unused])
 
 
 def _check_format(layer: Layer) -> Iterator[Problem]:

@@ -127,3 +127,15 @@ def test_a_byte_order_mark_is_ignored(here: Path) -> None:
 def test_a_shipped_recipe_is_found_by_name(project: Project) -> None:
     """A shipped recipe is found without path or suffix."""
     assert project.graph(project.load("small")).errors == []
+
+
+def test_values_that_are_merged_later_change_no_other_problem() -> None:
+    """Variables that a recipe refers to stay used, and what was wrong before is said once, however often it is done."""
+    sizes = {"length": 3, "lengths": 4}
+    node = {"use": "x", "of": "$vars.length", "all": "$vars.lengths"}
+    recipe = MergedRecipe.of({"vars": sizes, "a": node})
+    assert recipe.problems == recipe.with_values({"a": {"more": 1}}).with_values({"vars": {"length": 5}}).problems == []
+    wrong = MergedRecipe.of({"vars": sizes | {"other": 1}, "a": node, "unset": ["nothing"]})
+    again = wrong.with_values({"a": {"more": 1}}).with_values({"a": {"more": 2}})
+    assert [each.code for each in again.problems] == [each.code for each in wrong.problems] == ["DL109", "DL116"]
+    assert wrong.with_values({"a": {"more": "$vars.other"}}).problems == wrong.problems[:1]
