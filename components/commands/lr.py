@@ -142,8 +142,10 @@ def _curves(recipe: Recipe) -> Iterator[Curve]:
     steps = _drawn(total)
     factors = [name for name in phases if "lr_factor" in _writes(graph.nodes[name])]
     sizes = graph.implementers(Batching)
-    optimizers = [name for name in phases if "lr" in _writes(graph.nodes[name]) and "lr" in graph.nodes[name].settings]
+    writers = [name for name in phases if "lr" in _writes(graph.nodes[name])]
+    optimizers = [name for name in writers if "lr" in graph.nodes[name].settings]
     if not optimizers:
+        graph.restricted_to(writers).or_error()  # a rate that is wrong is no setting
         raise UserError("no phase of the recipe has a setting lr to draw", 2)
     # Built, but not opened: what opens needs the devices and data of the run.
     built = recipe.open([*factors, *sizes, *optimizers])
