@@ -108,7 +108,9 @@ def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
         return _check_json(options, project)
     recipe = _checked(options, project)
-    print_text(f"{options.recipe}: {len(recipe.graph.nodes)} nodes, no problems")
+    count = len(recipe.check())
+    found = f"{count} warning{'s' * (count > 1)}" if count else "no problems"
+    print_text(f"{options.recipe}: {len(recipe.graph.nodes)} nodes, {found}")
     return OK
 
 
