@@ -51,6 +51,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     text = "\n".join([head, *_commented(recipe.graph)])
     try:
         file = path.open("x", encoding="utf-8")
+    except FileExistsError as error:
+        raise UserError(f"{path} exists already; write another name", 2) from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; write another name, in a folder that exists", 2) from error
     try:

@@ -35,7 +35,7 @@ def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["mine"], "mine.toml: File exists; write another name"),
+        (["mine"], "mine.toml exists already; write another name"),
         (["no/mine"], "no/mine.toml: No such file or directory; write another name"),
         (["mine2", "--from", "first"], "there is no recipe 'first'"),
         ([".mine"], "'.mine' is not a plain file name"),
