@@ -42,7 +42,10 @@ class ChatTemplate:
     def open(self) -> None:
         """Start the process, as the first rendering does otherwise. Raises UserError for a template that is none."""
         if self.text is None:
-            raise UserError("template: the tokenizer has no chat template; write the path of one")
+            instead = (
+                'write template = "chat.jinja", a file that has one, or take a model that was trained on conversations'
+            )
+            raise UserError(f"template: the tokenizer has no chat template; {instead}")
         if importlib.util.find_spec("jinja2") is None:
             raise UserError("chat templates need the package jinja2; pip install 'drawloom[chat]'")
         # -I: neither the environment nor the current directory has a say in what it imports.

@@ -114,7 +114,7 @@ def test_bad_lines_are_told_with_their_place(what: str, tmp_path: Path) -> None:
 def test_a_template_is_needed(tmp_path: Path) -> None:
     """The tokenizer's, or a file of one's own."""
     row = {"messages": say("a", "b")}
-    with pytest.raises(UserError, match="the tokenizer has no chat template; write the path of one"):
+    with pytest.raises(UserError, match=r'no chat template; write template = "chat\.jinja", a file'):
         corpus(tmp_path, row, template=None)
     own = tmp_path / "own.jinja"
     own.write_text(CHATML, "utf-8")
