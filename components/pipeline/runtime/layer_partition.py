@@ -45,7 +45,7 @@ def build_schedule(schedule: NodeView) -> Schedule | None:
 def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
     stages = ranks * per_rank
     fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""
-    text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stages on each"
+    text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stage{'s' * (per_rank > 1)} on each"
     return text, f"{fewer}write num_hidden_layers = {stages} or more in [{model}]"
 
 

@@ -22,6 +22,8 @@ def test_each_stage_wants_a_layer() -> None:
     (found,) = problems(*words)
     assert (found.node, found.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
     assert found.hint == "write pipeline = 1 or less, or write num_hidden_layers = 8 or more in [model]"
+    (found,) = problems("mesh.pipeline=9")
+    assert found.text == "4 layers can't be split over 9 ranks with 1 stage on each"
     assert problems(*words, "model.num_hidden_layers=8") == problems(*words, "mesh.pipeline=1") == []
 
 
