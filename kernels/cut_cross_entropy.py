@@ -24,7 +24,7 @@ from drawloom.kernels.vocab_parallel import VocabularyPart, all_gather_lse, all_
 @dataclass(frozen=True)
 class Cut:
     """
-    How logits are computed and cut: `soft_cap` makes them soft_cap * tanh(logit / soft_cap).
+    How logits are cut.
 
     Tiles whose every probability, less 1 at the target, is below `filter_eps` are left out of the gradients (0: none
     is). `tile` is in tokens and words of the vocabulary; at most `max_logits` gradients of logits exist together. With
@@ -32,7 +32,6 @@ class Cut:
     """
 
     ignore_index: int = -100
-    soft_cap: float | None = None
     filter_eps: float = 0.0
     tile: tuple[int, int] = (128, 128)
     max_logits: int = 2**28
@@ -40,7 +39,7 @@ class Cut:
 
 
 EXACT = Cut()
-"""Neither capped nor filtered."""
+"""Not filtered."""
 
 
 class Needs(NamedTuple):
@@ -177,7 +176,7 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple
     lse = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
     target_logit = torch.zeros_like(lse)
     for chunk in chunks(len(hidden), len(weight), cut):
-        logits = _logits(hidden[chunk], weight, cut)
+        logits = _logits(hidden[chunk], weight)
         lse[chunk] = logits.logsumexp(-1)
         here = targets[chunk] >= 0
         picked = logits.gather(-1, targets[chunk].where(here, 0).unsqueeze(-1)).squeeze(-1)
@@ -220,7 +219,7 @@ def _grad_logits(
     order: Tensor | None,
 ) -> Tensor:
     """The gradients of logits (tokens, vocabulary), in the dtype of the hidden states."""
-    logits = _logits(hidden, weight, cut)
+    logits = _logits(hidden, weight)
     probs = (logits - lse.unsqueeze(-1)).exp()
     here = (targets >= 0).to(probs.dtype).unsqueeze(-1)
     places = targets.clamp(min=0).unsqueeze(-1)
@@ -232,8 +231,6 @@ def _grad_logits(
         result.scatter_add_(1, places, here * grad_lse.unsqueeze(-1))
     if order is not None:
         result = result * _active_tiles(size[:, order], cut)[:, order.argsort()]
-    if cut.soft_cap is not None:
-        result = result * (1 - (logits / cut.soft_cap).square())
     return result.to(hidden.dtype)
 
 
@@ -246,9 +243,8 @@ def _active_tiles(sizes: Tensor, cut: Cut) -> Tensor:
     return active.repeat_interleave(height, 0).repeat_interleave(width, 1)[:tokens, :vocab]
 
 
-def _logits(hidden: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-    logits = (hidden @ weight.T).to(accumulation_dtype(hidden))
-    return logits if cut.soft_cap is None else (logits / cut.soft_cap).tanh() * cut.soft_cap
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return (hidden @ weight.T).to(accumulation_dtype(hidden))
 
 
 EAGER = Implementation(_forward, _backward)

@@ -184,7 +184,7 @@ def _products(name: str, args: Any, made: Sequence[Tensor]) -> float:
         case "linear_cross_entropy":
             return 2.0 * int(args[0].numel()) * len(args[1]) * (1 + int(args[5]) + int(args[6]))
         case "cut_cross_entropy_backward":
-            return 2.0 * int(args[0].numel()) * len(args[1]) * (1 + int(args[11]) + int(args[12]))
+            return 2.0 * int(args[0].numel()) * len(args[1]) * (1 + int(args[10]) + int(args[11]))
         case "grouped_gemm_rows" | "grouped_gemm_rows_eager" | "grouped_gemm_matrices" | "grouped_gemm_matrices_eager":
             return 2.0 * int(args[0].numel()) * int(args[1].shape[-1])
         case "_grouped_mm":
@@ -204,7 +204,7 @@ def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float
 def _scratch(name: str, args: Any) -> int:
     """Bytes that exist inside of an operation alone: of logits, or of gradients before they are summed and rounded."""
     if name in ("linear_cross_entropy", "cut_cross_entropy_backward"):
-        most = args[7] if name == "linear_cross_entropy" else args[10]
+        most = args[7] if name == "linear_cross_entropy" else args[9]
         return int(min(len(args[0]) * len(args[1]), most)) * int(args[0].dtype.itemsize)
     if name == "attention_backward":
         # cuDNN sums gradients of queries in float32, and has those of keys and values by head of the queries.

@@ -47,19 +47,19 @@ def cut_cross_entropy_triton(
 
 
 def _fake_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int, max_logits: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     lse = hidden.new_empty(len(hidden), dtype=torch.float32)
     return lse, torch.empty_like(lse)
 
 
 @register_kernel(
-    "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, float? soft_cap, int tokens, int words, "
-    "int max_logits) -> (Tensor, Tensor)",
+    "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int tokens, int words, int max_logits) "
+    "-> (Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int, max_logits: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     hidden, weight, targets = contiguous_last_dim(hidden), contiguous_last_dim(weight), targets.contiguous()
     lse = hidden.new_empty(cdiv(len(weight), words), len(hidden), dtype=torch.float32)
@@ -80,7 +80,6 @@ def _forward(
             target_logit[chunk],
             *(len(part), *weight.shape),
             *(0 if logits is None else logits.stride(0), part.stride(0), weight.stride(0), lse.stride(0)),
-            soft_cap,
             TOKENS=tokens,
             WORDS=words,
             STEP=STEP,
@@ -103,7 +102,6 @@ def _fake_backward(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
-    soft_cap: float | None,
     filter_eps: float,
     tokens: int,
     words: int,
@@ -118,8 +116,8 @@ def _fake_backward(
 
 @register_kernel(
     "cut_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor lse, Tensor grad, "
-    "Tensor? grad_lse, float? soft_cap, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, "
-    "bool needs_weight) -> (Tensor, Tensor)",
+    "Tensor? grad_lse, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, bool needs_weight) "
+    "-> (Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
@@ -129,7 +127,6 @@ def _backward(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
-    soft_cap: float | None,
     filter_eps: float,
     tokens: int,
     words: int,
@@ -137,7 +134,7 @@ def _backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    cut = Cut(soft_cap=soft_cap, filter_eps=filter_eps, tile=(tokens, words), max_logits=max_logits)
+    cut = Cut(filter_eps=filter_eps, tile=(tokens, words), max_logits=max_logits)
     hidden, weight = contiguous_last_dim(hidden), contiguous_last_dim(weight)
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=torch.float32)
@@ -189,7 +186,6 @@ def _grad_logits(
         active,
         *(tokens, len(weight), width),
         *(hidden.stride(0), weight.stride(0), grad_logits.stride(0), grad.stride(0)),
-        cut.soft_cap,
         cut.filter_eps,
         TOKENS=height,
         WORDS=across,
@@ -245,7 +241,7 @@ def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    return _forward(hidden, weight, targets, cut.soft_cap, *_tile(hidden), cut.max_logits)  # type: ignore[no-any-return]
+    return _forward(hidden, weight, targets, *_tile(hidden), cut.max_logits)  # type: ignore[no-any-return]
 
 
 def _tile(hidden: Tensor) -> tuple[int, int]:
@@ -265,7 +261,7 @@ def _backward_of(
     inputs = hidden, weight, targets, lse, grad, grad_lse
     # Only a filter needs the tile that the caller chose: it decides what is left out.
     tile = cut.tile if cut.filter_eps else _tile(hidden)
-    grad_hidden, grad_weight = _backward(*inputs, cut.soft_cap, cut.filter_eps, *tile, cut.max_logits, *needs)
+    grad_hidden, grad_weight = _backward(*inputs, cut.filter_eps, *tile, cut.max_logits, *needs)
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 

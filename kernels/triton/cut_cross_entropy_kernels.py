@@ -18,20 +18,16 @@ from drawloom.kernels.triton.launch import lean
 @triton.jit
 def _logits(
     logits, hidden, weight, token, word, row, width, tokens, words, logits_stride, hidden_stride, weight_stride,
-    soft_cap, TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
     """A tile of logits, of these tokens and these rows of the weight."""
     if logits is not None:
         inside = (token < tokens)[:, None] & (word < words)[None, :]
-        total = tl.load(logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :], mask=inside, other=0.0)
+        return tl.load(logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :], mask=inside, other=0.0)
     else:
-        total = _product(
+        return _product(
             hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride, TOKENS, WORDS, STEP,
         )
-    if soft_cap is not None:
-        # tanh(x) = 2 sigmoid(2x) - 1: Triton has no tanh of its own.
-        total = soft_cap * (2.0 * tl.sigmoid(2.0 * total / soft_cap) - 1.0)
-    return total
 
 
 @triton.jit
@@ -56,7 +52,7 @@ def _product(
 @triton.jit(do_not_specialize=["tokens"])
 def lse_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
-    logits_stride, hidden_stride, weight_stride, lse_stride, soft_cap,
+    logits_stride, hidden_stride, weight_stride, lse_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
     """For each token and tile of words log sum exp(logits), and the target's logit from the tile that has it."""
@@ -66,7 +62,7 @@ def lse_kernel(
     word = tile * WORDS + tl.arange(0, WORDS)
     values = _logits(
         logits, hidden, weight, token, word, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
-        soft_cap, TOKENS, WORDS, STEP,
+        TOKENS, WORDS, STEP,
     )
     values = tl.where((word < words)[None, :], values, -float("inf"))
     largest = tl.max(values, 1)
@@ -83,7 +79,7 @@ def lse_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def grad_logits_kernel(
     hidden, weight, order, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
-    hidden_stride, weight_stride, logits_stride, grad_stride, soft_cap, filter_eps,
+    hidden_stride, weight_stride, logits_stride, grad_stride, filter_eps,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, GIVEN: tl.constexpr,
 ):
     """
@@ -101,7 +97,7 @@ def grad_logits_kernel(
         row = tl.load(order + word, mask=word < words, other=0)
     logits = _logits(
         grad_logits if GIVEN else None, hidden, weight, token, word, row, width, tokens, words,
-        logits_stride, hidden_stride, weight_stride, soft_cap, TOKENS, WORDS, STEP,
+        logits_stride, hidden_stride, weight_stride, TOKENS, WORDS, STEP,
     )
     inside = (token < tokens)[:, None] & (word < words)[None, :]
     total = tl.load(lse + token, mask=token < tokens, other=0.0)
@@ -122,9 +118,6 @@ def grad_logits_kernel(
         if grad_lse is not None:
             of_lse = tl.load(grad_lse + token, mask=token < tokens, other=0.0)
             values += onehot * of_lse.to(tl.float32)[:, None]
-        if soft_cap is not None:
-            share = logits / soft_cap
-            values *= 1.0 - share * share
         values = tl.where(inside, values, 0.0)
         if GIVEN:
             at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :]

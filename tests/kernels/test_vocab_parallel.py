@@ -41,7 +41,7 @@ def one_part() -> list[dict[str, Any]]:
     hidden.requires_grad_()
     weight = weight[SPLIT[rank] : SPLIT[rank + 1]].clone().requires_grad_()
     group = TorchGroup("world", range(3), dist.group.WORLD, torch.device("cpu"))
-    cut = Cut(soft_cap=3.0, part=VocabularyPart(SPLIT[rank], group))
+    cut = Cut(part=VocabularyPart(SPLIT[rank], group))
     found = []
     for function in (cut_cross_entropy_eager, cut_cross_entropy_triton):
         losses, lse = function(hidden, weight, targets, cut)
@@ -57,7 +57,7 @@ def test_parts_make_up_the_whole() -> None:
     hidden, weight, targets, grad = numbers()
     hidden.requires_grad_()
     weight.requires_grad_()
-    losses, lse = cut_cross_entropy_eager(hidden, weight, targets, Cut(soft_cap=3.0))
+    losses, lse = cut_cross_entropy_eager(hidden, weight, targets)
     of_hidden, of_weight = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
     for rank, found in ((rank, each) for rank, both in enumerate(run_ranks(one_part, 3)) for each in both):
         torch.testing.assert_close(torch.tensor(found["losses"]), losses.detach())

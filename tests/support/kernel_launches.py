@@ -145,12 +145,12 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     yield "swiglu of many elements", lambda: swiglu._forward(held, held, None)
     yield (
         "cut_cross_entropy of far rows",
-        lambda: cut_cross_entropy._forward(rows, rows, targets, None, 128, 256, 2**28),
+        lambda: cut_cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),
     )
     yield (
         "cut_cross_entropy backward of far rows",
         lambda: cut_cross_entropy._backward(
-            rows, rows, targets, numbers, numbers, numbers, None, 1e-4, 128, 128, 2**28, True, True
+            rows, rows, targets, numbers, numbers, numbers, 1e-4, 128, 128, 2**28, True, True
         ),
     )
     of_choices = ends[:, None]
@@ -174,15 +174,14 @@ def losses() -> Iterator[tuple[str, Launch]]:
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
-    yield "cut_cross_entropy", lambda: cut_cross_entropy._forward(hidden, weight, targets, None, 128, 256, 2**28)
-    yield "cut_cross_entropy capped", lambda: cut_cross_entropy._forward(hidden, weight, targets, 30.0, 128, 256, 2**28)
+    yield "cut_cross_entropy", lambda: cut_cross_entropy._forward(hidden, weight, targets, 128, 256, 2**28)
     wide, words = hidden.float(), weight.float()
-    yield "cut_cross_entropy float32", lambda: cut_cross_entropy._forward(wide, words, targets, None, 32, 256, 2**28)
+    yield "cut_cross_entropy float32", lambda: cut_cross_entropy._forward(wide, words, targets, 32, 256, 2**28)
     for least in (0.0, 1e-4):
         yield (
             f"cut_cross_entropy backward float32 {least}",
             lambda e=least: cut_cross_entropy._backward(
-                wide, words, targets, numbers, numbers, None, 30.0, e, 32, 256, 2**28, True, True
+                wide, words, targets, numbers, numbers, None, e, 32, 256, 2**28, True, True
             ),
         )
     for least, tile in ((0.0, (128, 256)), (1e-4, (128, 128))):
@@ -190,7 +189,7 @@ def losses() -> Iterator[tuple[str, Launch]]:
             yield (
                 f"cut_cross_entropy backward {least}{'' if grad_lse is None else ' with lse'}",
                 lambda e=least, t=tile, g=grad_lse: cut_cross_entropy._backward(
-                    *backward, g, None, e, *t, 2**28, True, True
+                    *backward, g, e, *t, 2**28, True, True
                 ),
             )
 

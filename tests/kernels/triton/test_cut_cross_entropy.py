@@ -43,7 +43,6 @@ def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
     dtypes,
     layouts,
     layouts,
-    st.sampled_from([None, 2.0]),
     st.sampled_from([1, 2**28]),
 )
 def test_equals_eager(
@@ -54,13 +53,12 @@ def test_equals_eager(
     dtype: torch.dtype,
     of_hidden: str,
     of_weight: str,
-    cap: float | None,
     at_once: int,
 ) -> None:
-    """Any shape and strides, capped or not, in one chunk or many, give losses and gradients of float64."""
+    """Any shape and strides, in one chunk or many, give losses and gradients of float64."""
     hidden = drawn(of_hidden, *shape, width, dtype=dtype)
     weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
-    cut, targets = Cut(soft_cap=cap, max_logits=at_once), targets_of(tuple(shape), words)
+    cut, targets = Cut(max_logits=at_once), targets_of(tuple(shape), words)
     wide, grad = exact(hidden, weight), torch.rand(shape).to(DEVICE)
     found, expected = (
         losses_of(hidden, weight, targets, cut),
@@ -163,8 +161,8 @@ def test_is_an_operation_of_torch() -> None:
     """Both directions keep the promises that torch.compile relies on."""
     hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
     targets, numbers = targets_of((5,), 20), torch.rand(5, device=DEVICE)
-    torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy.default, (hidden, weight, targets, None, 16, 32, 64))
-    arguments = (hidden, weight, targets, numbers, numbers, numbers, 2.0, 0.0, 16, 16, 2**20, True, True)
+    torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy.default, (hidden, weight, targets, 16, 32, 64))
+    arguments = (hidden, weight, targets, numbers, numbers, numbers, 0.0, 16, 16, 2**20, True, True)
     torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy_backward.default, arguments)
 
 
@@ -190,17 +188,16 @@ def test_the_padding_of_the_gradients_of_logits_reaches_no_gradient(monkeypatch:
     st.integers(0, 40),
     st.integers(1, 90),
     dtypes,
-    st.sampled_from([None, 2.0]),
     st.sampled_from([0.0, 1e-3]),
     st.sampled_from([1, 2**28]),
 )
 def test_gradients_of_both_results(
-    _seed: object, tokens: int, words: int, dtype: torch.dtype, cap: float | None, filter_eps: float, max_logits: int
+    _seed: object, tokens: int, words: int, dtype: torch.dtype, filter_eps: float, max_logits: int
 ) -> None:
-    """With factors on losses and on lse, capped or not, filtered or not, gradients are those of the eager twin."""
+    """With factors on losses and on lse, filtered or not, gradients are those of the eager twin."""
     hidden = drawn("contiguous", tokens, 24, dtype=dtype)
     weight = drawn("contiguous", words, 24, dtype=dtype, scale=0.2)
-    cut = Cut(soft_cap=cap, max_logits=max_logits, filter_eps=filter_eps, tile=(16, 16))
+    cut = Cut(max_logits=max_logits, filter_eps=filter_eps, tile=(16, 16))
     targets, wide = targets_of((tokens,), words), exact(hidden, weight)
     factors = torch.rand(tokens, device=DEVICE), torch.rand(tokens, device=DEVICE)
     found = cut_cross_entropy_triton(hidden, weight, targets, cut)

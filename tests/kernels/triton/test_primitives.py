@@ -46,7 +46,7 @@ def rotations(x: Tensor, weight: Tensor) -> Tensor:
 
 def losses(x: Tensor, weight: Tensor) -> Tensor:
     matrix = weight * x[:1] + torch.arange(8, device=x.device)[:, None] * weight
-    cut = cut_cross_entropy_triton(x, matrix, TARGETS, Cut(soft_cap=5.0))
+    cut = cut_cross_entropy_triton(x, matrix, TARGETS)
     return sum((*cut, *linear_cross_entropy_triton(x, matrix, TARGETS)))  # type: ignore[return-value]
 
 
