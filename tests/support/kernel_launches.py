@@ -188,9 +188,7 @@ def losses() -> Iterator[tuple[str, Launch]]:
         for grad_lse in (None, numbers):
             yield (
                 f"cut_cross_entropy backward {least}{'' if grad_lse is None else ' with lse'}",
-                lambda e=least, t=tile, g=grad_lse: cut_cross_entropy._backward(
-                    *backward, g, e, *t, 2**28, True, True
-                ),
+                lambda e=least, t=tile, g=grad_lse: cut_cross_entropy._backward(*backward, g, e, *t, 2**28, True, True),
             )
 
 
