@@ -113,6 +113,31 @@ class Slow:
         return repr(self.part)
 
 
+@attrs.frozen
+class Blocked:
+    """A part whose second document waits until a file is gone; its repr is that of the part."""
+
+    part: Texts
+    flag: Path
+
+    @property
+    def size(self) -> int:
+        return self.part.size
+
+    def documents(self) -> Iterator[Document]:
+        for document in self.part.documents():
+            while document.offset == 1 and self.flag.exists():
+                time.sleep(0.01)
+            yield document
+
+    def __repr__(self) -> str:
+        return repr(self.part)
+
+
+def make_blocked(folder: Path, flag: Path) -> None:
+    build(folder, [Blocked(part, flag) for part in PARTS], Bytes(), workers=2)
+
+
 def make_slowly(folder: Path) -> None:
     build(folder, [Slow(part) for part in PARTS], Bytes(), workers=2)
 

@@ -52,10 +52,10 @@ def build(
     something else.
     """
     plan = plan_of(parts, tokenizer)
-    with locked(folder, say):
+    with locked(folder, say) as lock:
         try:
             if not _complete(folder, plan):
-                _make(folder, plan, parts, tokenizer, workers, say, every)
+                _make(folder, lock, plan, parts, tokenizer, workers, say, every)
         except OSError as error:
             reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise UserError(
@@ -92,8 +92,8 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 
 @contextmanager
-def locked(folder: Path, say: Say) -> Iterator[None]:
-    """Make a folder, and wait until no other process works on it."""
+def locked(folder: Path, say: Say) -> Iterator[int]:
+    """Make a folder, and wait until no other process works on it; gives the descriptor that holds the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -106,7 +106,7 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
                 say(f"waiting for the process that tokenizes into {folder}")
             waiting = True
             time.sleep(POLL)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -139,6 +139,7 @@ def _complete(folder: Path, plan: dict[str, Any]) -> bool:
 
 def _make(
     folder: Path,
+    lock: int,
     plan: dict[str, Any],
     parts: Sequence[Part],
     tokenizer: Tokenizer,
@@ -152,7 +153,7 @@ def _make(
     missing = {number: part for number, part in enumerate(parts) if not _is_whole(folder, number, plan)}
     sizes = {number: part.size for number, part in missing.items()}
     complete = sum(part.size for part in parts) - sum(sizes.values())
-    processes.run(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every))
+    processes.run(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
     shards = [_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens] for shard in shards]
     held = {**plan, "fingerprint": fingerprint_of(shards), "shards": counts}

@@ -91,11 +91,15 @@ class _Process:
     pipe: Connection
 
 
-def run(folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress) -> None:
+def run(
+    folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
+) -> None:
     """
     Write the shards of these parts, by number, in up to `workers` processes; in this one, if one is enough.
 
-    Raises the first error of a part, or UserError if a process dies; shards that are complete stay.
+    The descriptor `lock` holds the folder's lock, and the processes hold it, too: one that outlives this one by moments
+    would remove what the next one writes. Raises the first error of a part, or UserError if a process dies; shards that
+    are complete stay.
     """
     if min(workers, len(parts)) <= 1:
         for number, part in parts.items():
@@ -103,7 +107,7 @@ def run(folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int
             progress.finish(number)
         return
     waiting = deque(parts.items())
-    processes = [_start(folder, unopened(tokenizer)) for _ in range(min(workers, len(parts)))]
+    processes = [_start(folder, unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
     try:
         for each in processes:
             each.pipe.send(waiting.popleft())
@@ -148,12 +152,14 @@ def _died(each: _Process) -> UserError:
     return UserError(f"a process that tokenizes ({each.process.pid}) {end}; {hint}")
 
 
-def _start(folder: Path, tokenizer: Tokenizer) -> _Process:
+def _start(folder: Path, tokenizer: Tokenizer, lock: int) -> _Process:
     context = multiprocessing.get_context("spawn")  # a small process: a training rank's memory is not copied
     ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(folder, tokenizer, theirs), daemon=True)
+    held = Connection(os.dup(lock))  # a connection is a descriptor that a process can be given
+    process = context.Process(target=_main, args=(folder, tokenizer, theirs, held), daemon=True)
     process.start()
     theirs.close()
+    held.close()
     return _Process(process, ours)
 
 
@@ -161,7 +167,7 @@ def _report(pipe: Connection, number: int, read: int, tokens: int) -> None:
     pipe.send(("batch", number, read, tokens))
 
 
-def _main(folder: Path, tokenizer: Any, pipe: Connection) -> None:
+def _main(folder: Path, tokenizer: Any, pipe: Connection, _lock: Connection) -> None:
     """The main function of a process: write the shard of each part that comes through the pipe, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
     os.environ["RAYON_NUM_THREADS"] = "1"  # the package tokenizers has its own threads; one process has one core

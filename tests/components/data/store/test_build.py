@@ -16,7 +16,7 @@ from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store.build import LOCK, build
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.graph import UserError
-from support.stores import PARTS, Failing, Texts, content, damage, make_slowly, store_of
+from support.stores import PARTS, Failing, Texts, content, damage, make_blocked, make_slowly, store_of
 
 
 def same(folder: Path, tmp_path: Path) -> bool:
@@ -52,6 +52,26 @@ def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "store.json").exists()
     build(tmp_path / "store", PARTS, Bytes())
     assert same(tmp_path / "store", tmp_path)
+
+
+def test_what_a_killed_process_has_started_ends_before_the_next_one_writes(tmp_path: Path) -> None:
+    """Its processes notice that it is gone at their next report, and would then remove files of the next one's."""
+    folder, flag, said = tmp_path / "store", tmp_path / "flag", list[str]()
+    flag.touch()
+    process = multiprocessing.get_context("spawn").Process(target=make_blocked, args=(folder, flag))
+    process.start()
+    while process.is_alive() and len([*folder.glob("*.tokens")]) < 2:
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    later = threading.Thread(target=build, args=(folder, PARTS, Bytes()), kwargs={"say": said.append})
+    later.start()
+    while later.is_alive() and not said:
+        time.sleep(0.01)
+    assert "waiting for the process that tokenizes into" in said[0]
+    flag.unlink()
+    later.join()
+    assert same(folder, tmp_path)
 
 
 def test_a_damaged_shard_of_an_incomplete_store_is_made_again(tmp_path: Path) -> None:
