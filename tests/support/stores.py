@@ -73,12 +73,11 @@ def damage(path: Path, place: int = -1) -> None:
 PARTS = [Texts(tuple(f"text {number} {shard} " * 50 for number in range(40)), f"part {shard}") for shard in range(6)]
 
 
-@attrs.frozen
-class Failing:
-    """A part that fails at a document, until a file is gone; its repr is that of the part."""
+@attrs.frozen(repr=False)
+class Around:
+    """A part that does something before each document; its repr is that of the part within."""
 
     part: Texts
-    flag: Path
 
     @property
     def size(self) -> int:
@@ -86,52 +85,43 @@ class Failing:
 
     def documents(self) -> Iterator[Document]:
         for document in self.part.documents():
-            if document.offset == 30 and self.flag.exists():
-                raise UserError(f"{document.source}: broken")
+            self.before(document)
             yield document
+
+    def before(self, document: Document) -> None:
+        """Nothing."""
 
     def __repr__(self) -> str:
         return repr(self.part)
 
 
-@attrs.frozen
-class Slow:
+@attrs.frozen(repr=False)
+class Failing(Around):
+    """A part that fails at a document, until a file is gone."""
+
+    flag: Path
+
+    def before(self, document: Document) -> None:
+        if document.offset == 30 and self.flag.exists():
+            raise UserError(f"{document.source}: broken")
+
+
+class Slow(Around):
     """A part whose documents take some time."""
 
-    part: Texts
-
-    @property
-    def size(self) -> int:
-        return self.part.size
-
-    def documents(self) -> Iterator[Document]:
-        for document in self.part.documents():
-            time.sleep(0.01)
-            yield document
-
-    def __repr__(self) -> str:
-        return repr(self.part)
+    def before(self, document: Document) -> None:
+        time.sleep(0.01)
 
 
-@attrs.frozen
-class Blocked:
-    """A part whose second document waits until a file is gone; its repr is that of the part."""
+@attrs.frozen(repr=False)
+class Blocked(Around):
+    """A part whose second document waits until a file is gone."""
 
-    part: Texts
     flag: Path
 
-    @property
-    def size(self) -> int:
-        return self.part.size
-
-    def documents(self) -> Iterator[Document]:
-        for document in self.part.documents():
-            while document.offset == 1 and self.flag.exists():
-                time.sleep(0.01)
-            yield document
-
-    def __repr__(self) -> str:
-        return repr(self.part)
+    def before(self, document: Document) -> None:
+        while document.offset == 1 and self.flag.exists():
+            time.sleep(0.01)
 
 
 def make_blocked(folder: Path, flag: Path) -> None:

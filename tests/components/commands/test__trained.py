@@ -53,7 +53,7 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
 def test_a_run_by_its_name_alone_is_answered_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
 ) -> None:
-    """Whether there is a folder without checkpoints, or none at all, is told apart."""
+    """The message for a folder without checkpoints differs from that for a path that is not a folder."""
     (tmp_path / "runs/mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert str(_trained.no_checkpoint(Path(folder))) == said

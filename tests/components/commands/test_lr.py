@@ -58,7 +58,7 @@ def test_pictures_have_all_curves(capsys: Capture) -> None:
 
 
 def test_what_has_no_rate_is_refused(capsys: Capture, tmp_path: Path) -> None:
-    """A recipe without an optimizer that has a rate, or without a trainer, says so; a wrong rate is told as wrong."""
+    """The message says whether the recipe has no learning rate, no trainer, or a learning rate that is refused."""
     assert "[optimizer] lr: -1.0 is not above 0" in printed(capsys, "first_run", "optimizer.lr=-1", code=2)
     words = "edit.trainer.phases.remove=@optimizer"
     assert "no phase of the recipe has a setting lr" in printed(capsys, "first_run", words, code=2)
