@@ -17,7 +17,7 @@ from drawloom.components.distributed.device_model import (
     model_of_gpu,
     products_in,
 )
-from drawloom.components.planning.recorder import Recorder, attention_flops
+from drawloom.components.planning.recorder import Part, Recorder, attention_flops
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
@@ -228,14 +228,17 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callab
 def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
     """Seconds of the memory traffic of attention, as a plan counts it."""
     reached = Reached(attention=math.inf, memory=_memory_reached(device), launch=0.0, host=0.0)
-    recorder = Recorder(
-        attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached), lambda _: math.inf, 1.0
-    )
-    run = _attention(torch.device("meta"), dtype, sizes)
+    model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
+    return _planned(_attention(torch.device("meta"), dtype, sizes), model).seconds
+
+
+def _planned(run: Callable[[], object], model: DeviceModel) -> Part:
+    """What a plan counts of a call with meta tensors, on a device."""
+    recorder = Recorder(model, lambda _: math.inf, 1.0)
     with recorder:
         recorder.begin()
         run()
-        return recorder.end().seconds
+        return recorder.end()
 
 
 def _memory_reached(device: torch.device) -> float:
@@ -277,9 +280,5 @@ def _layers(device: torch.device) -> Callable[[], object]:
 
 def _operations() -> float:
     """How many operations of these layers a plan counts."""
-    recorder = Recorder(attrs.evolve(device_model("h200"), reached=Reached(host=1.0)), lambda _: math.inf, 1.0)
-    layers = _layers(torch.device("meta"))
-    with recorder:
-        recorder.begin()
-        layers()
-        return recorder.end().host
+    model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
+    return _planned(_layers(torch.device("meta")), model).host
