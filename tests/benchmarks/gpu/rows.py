@@ -17,6 +17,7 @@ from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unperm
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.scale import scale, scale_eager
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -191,6 +192,16 @@ def _steps(tiny: bool) -> Iterator[Row]:
             {"torch's own, rounding to nearest": _torch_step},
             None,
             (14.0 * elements, 0.0),
+        )
+    for name, counted in (("scale", ()), ("scale_and_norm", (True,) * len(sizes))):
+        yield Row(
+            name,
+            f"{elements / 1e6:.0f}M in {len(sizes)}, bfloat16",
+            lambda: ((), (make()[1][0], torch.tensor(0.999, dtype=torch.float64, device=DEVICE))),
+            {"drawloom": partial(scale, counted=counted)},
+            {"eager": partial(scale_eager, counted=counted)},
+            None,
+            (4.0 * elements, 0.0),
         )
     count = 100 if tiny else 2**27
     yield Row(
