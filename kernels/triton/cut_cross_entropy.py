@@ -70,7 +70,7 @@ def _forward(
     given, cut = _is_given(hidden), Cut(tile=(tokens, words), max_logits=max_logits)
     for chunk in chunks(len(hidden), len(weight), cut) if given else [slice(0, len(hidden))]:
         part = hidden[chunk]
-        logits = part @ weight.T if given else None
+        logits = _product(part, weight, words) if given else None
         kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
             part,
@@ -93,6 +93,20 @@ def _forward(
 def _is_given(hidden: Tensor) -> bool:
     """Whether logits are made by torch's product, and given to the kernels."""
     return hidden.dtype == torch.float32
+
+
+def _product(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+    """
+    Logits (tokens, vocabulary) of both passes, which would differ by rounding if they were made in two ways.
+
+    Gradients of probabilities near 1 are differences of these.
+    """
+    return torch.mm(hidden.detach(), weight.detach().T, out=_padded(hidden, weight, words))
+
+
+def _padded(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+    """Room (tokens, vocabulary) in rows of whole tiles, so that each begins where 16-byte reads are allowed."""
+    return hidden.new_empty(len(hidden), cdiv(len(weight), words) * words)[:, : len(weight)]
 
 
 def _fake_backward(
@@ -168,12 +182,10 @@ def _grad_logits(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of logits, words in the order that is given, and which tiles (of tokens, of words) are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
-    # Rows are padded to whole tiles, so that each begins at an address that 16-byte reads allow.
-    grad_logits = hidden.new_empty(tokens, cdiv(len(weight), across) * across)[:, : len(weight)]
+    given = _is_given(hidden)
+    grad_logits = _product(hidden, weight, across) if given else _padded(hidden, weight, across)
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
-    if _is_given(hidden):
-        torch.mm(hidden.detach(), weight.detach().T, out=grad_logits)
     kernels.grad_logits_kernel[(active.numel(),)](
         hidden,
         weight,
@@ -190,7 +202,7 @@ def _grad_logits(
         TOKENS=height,
         WORDS=across,
         STEP=STEP,
-        GIVEN=_is_given(hidden),
+        GIVEN=given,
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
@@ -241,10 +253,13 @@ def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    return _forward(hidden, weight, targets, *_tile(hidden), cut.max_logits)  # type: ignore[no-any-return]
+    return _forward(hidden, weight, targets, *_tile(hidden, cut), cut.max_logits)  # type: ignore[no-any-return]
 
 
-def _tile(hidden: Tensor) -> tuple[int, int]:
+def _tile(hidden: Tensor, cut: Cut) -> tuple[int, int]:
+    """That of both passes, which cut tokens into the same chunks: a filter leaves out tiles that the caller chose."""
+    if cut.filter_eps:
+        return cut.tile
     return TILE_OF_GIVEN if _is_given(hidden) else TILE
 
 
@@ -259,9 +274,7 @@ def _backward_of(
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     inputs = hidden, weight, targets, lse, grad, grad_lse
-    # Only a filter needs the tile that the caller chose: it decides what is left out.
-    tile = cut.tile if cut.filter_eps else _tile(hidden)
-    grad_hidden, grad_weight = _backward(*inputs, cut.filter_eps, *tile, cut.max_logits, *needs)
+    grad_hidden, grad_weight = _backward(*inputs, cut.filter_eps, *_tile(hidden, cut), cut.max_logits, *needs)
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 

@@ -89,6 +89,16 @@ def test_filters_as_eager(_seed: object, tokens: int, words: int, least: float, 
     assert_all_close(gradients(losses_of, (hidden, weight), targets, cut), expected, 2 * max(1, largest))
 
 
+@few
+@given(seeds, st.integers(1, 40), st.sampled_from([0.0, 1e-3]), st.sampled_from([1, 2**28]))
+def test_a_word_that_has_no_rival_has_no_gradient(_seed: object, tokens: int, least: float, max_logits: int) -> None:
+    """Its probability is 1 whatever its logit, exactly, if both passes compute the same logit."""
+    hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", 1, 20)
+    cut = Cut(filter_eps=least, tile=(16, 16), max_logits=max_logits)
+    for gradient in gradients(losses_of, (hidden, weight), torch.zeros(tokens, dtype=torch.int64, device=DEVICE), cut):
+        assert not gradient.any()
+
+
 def gradients(compute: Any, inputs: tuple[Tensor, Tensor], targets: Tensor, cut: Cut) -> tuple[Tensor, ...]:
     return torch.autograd.grad(compute(*inputs, targets, cut).sum(), inputs)
 
