@@ -4,12 +4,12 @@ Grouped GEMM by TMA (tensor descriptors), for half precision on GPUs of compute 
 Rows are sorted by expert, and each tile has rows of one expert alone.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from drawloom.kernels.triton import tma
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
 MOST_ROWS = 2**31 - 2**9
@@ -30,12 +30,6 @@ def rows_of_tile(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.con
     return expert, first, tl.sum(tl.where(own, end, 0), 0)
 
 
-CAPABILITY = (9, 0)
-"""Hopper: the first GPUs with TMA, which copies blocks to shared memory by descriptor."""
-
-ALIGNMENT = 16
-"""Bytes: TMA needs tensors and all their rows to begin at multiples of it."""
-
 LEAST_ROWS = 64
 """The least average number of rows per expert: with fewer, most of a tile would be empty."""
 
@@ -45,19 +39,20 @@ SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_wa
 
 def suit(num_experts: int, *factors: Tensor) -> bool:
     """Whether a product of these, rows (rows, inputs) first, can use TMA and gains from it."""
-    fit = all(x.element_size() == 2 and _in_blocks(x) is not None for x in factors)
-    return fit and len(factors[0]) >= LEAST_ROWS * num_experts and _has_tma(factors[0].device)
+    enough = len(factors[0]) >= LEAST_ROWS * num_experts
+    return enough and tma.is_there(factors[0].device) and all(_stored(x) is not None for x in factors)
 
 
 def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -> None:
     """Fill result (rows, outputs) with x (rows, inputs) times weight (experts, inputs, outputs); offsets (experts,)."""
     num_experts, inputs, outputs = weight.shape
-    stored = _in_blocks(weight)
+    stored = _stored(weight)
+    assert stored is not None
     turned = stored is not weight
     tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
     _rows_kernel[(tiles * across,)](
-        TensorDescriptor.from_tensor(x, [HEIGHT, STEP]),
-        TensorDescriptor.from_tensor(stored, [1, WIDTH, STEP] if turned else [1, STEP, WIDTH]),
+        tma.blocks(x, HEIGHT, STEP),
+        tma.blocks(stored, 1, *((WIDTH, STEP) if turned else (STEP, WIDTH))),
         offsets,
         result,
         num_experts,
@@ -74,8 +69,8 @@ def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) ->
     num_experts, height, width = result.shape
     down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
     _matrices_kernel[(num_experts * down * across,)](
-        TensorDescriptor.from_tensor(a, [STEP, HEIGHT]),
-        TensorDescriptor.from_tensor(b, [STEP, WIDTH]),
+        tma.blocks(a, STEP, HEIGHT),
+        tma.blocks(b, STEP, WIDTH),
         a,
         b,
         offsets,
@@ -90,20 +85,14 @@ def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) ->
     )
 
 
-def _in_blocks(x: Tensor) -> Tensor | None:
+def _stored(x: Tensor) -> Tensor | None:
     """x as a descriptor takes it: itself, or with its last two dimensions exchanged; None if neither is possible."""
-    for stored in (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,):
-        starts = [stride * x.element_size() for stride in stored.stride()[:-1]]
-        if stored.stride(-1) == 1 and not any(start % ALIGNMENT or not start for start in starts):
-            return stored if x.data_ptr() % ALIGNMENT == 0 else None
-    return None
-
-
-def _has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    ways = (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,)
+    return next((way for way in ways if tma.fits(way)), None)
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TURNED: tl.constexpr,
@@ -128,6 +117,7 @@ def _rows_kernel(
 
 
 # fmt: off
+@lean
 @triton.jit
 def _matrices_kernel(
     a, b, a_pointer, b_pointer, offsets, result, down, across, height, width, a_row, b_row,

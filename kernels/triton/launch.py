@@ -2,7 +2,8 @@
 Launches of compiled kernels past the Python of Triton's JIT, which binds and describes all arguments for each launch.
 
 A kernel that the JIT has compiled is found by what the JIT looks at: the dtype of a tensor and whether its address is
-divisible by 16; whether a whole number is 1, is divisible by 16, and takes 32 bits; and the values of everything else.
+divisible by 16; those of a tensor descriptor and its block; whether a whole number is 1, is divisible by 16, and takes
+32 bits; and the values of everything else.
 The first launch of each kind is the JIT's. In the interpreter, and on AMD's GPUs, where the JIT looks at more, all are.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def lean(kernel: Any) -> Any:
@@ -71,4 +73,6 @@ def kind_of(argument: Any) -> Any:
             return 1
         width = 32 if -(2**31) <= argument < 2**31 else 64 if argument < 2**63 else 65
         return width, argument & 15 == 0
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
     return float if type(argument) is float else argument

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -168,8 +169,8 @@ class Launched:
 
 
 def _identity(argument: Any) -> Any:
-    """A value, or which tensor it is."""
-    return id(argument) if isinstance(argument, torch.Tensor) else argument
+    """A value, or which tensor or descriptor it is."""
+    return id(argument) if isinstance(argument, torch.Tensor | TensorDescriptor) else argument
 
 
 def lean_launches() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.triton import grouped_gemm as module
-from drawloom.kernels.triton import grouped_gemm_blocks
+from drawloom.kernels.triton import grouped_gemm_blocks, tma
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
 from support.seeding import seeds
@@ -96,7 +96,7 @@ def test_tma_equals_eager(
         grad[rows - unused :] = torch.nan
     wide, used = exact(x, weight), slice(rows - unused)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_gemm_blocks, "_has_tma", lambda device: True)
+        patch.setattr(tma, "is_there", lambda device: True)
         patch.setattr(grouped_gemm_blocks, "LEAST_ROWS", 0)
         found = grouped_gemm_triton(x, weight, ends, transposed)
         ours = torch.autograd.grad(found, (x, weight), grad)
@@ -108,7 +108,7 @@ def test_tma_equals_eager(
 
 def test_tma_is_used_for_aligned_half_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """TMA takes half precision with rows at multiples of 16 bytes, transposed or not, and enough rows per expert."""
-    monkeypatch.setattr(grouped_gemm_blocks, "_has_tma", lambda device: True)
+    monkeypatch.setattr(tma, "is_there", lambda device: True)
     rows, weight = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 24, dtype=torch.bfloat16)
     suit = grouped_gemm_blocks.suit
     assert suit(4, rows, weight) and suit(4, rows, weight.transpose(1, 2))

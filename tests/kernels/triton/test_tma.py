@@ -1,0 +1,19 @@
+"""Which tensors TMA can copy."""
+
+import torch
+
+from drawloom.kernels.triton import tma
+from support.kernels import DEVICE
+
+
+def test_half_precision_with_aligned_rows_fits() -> None:
+    """TMA takes half precision whose rows are at multiples of 16 bytes, and no empty tensor."""
+    x = torch.zeros(256, 16, dtype=torch.bfloat16, device=DEVICE)
+    assert tma.fits(x) and tma.fits(x[1:]) and tma.fits(x[:, 8:])
+    assert not tma.fits(x.float()) and not tma.fits(x[:0])
+    assert not tma.fits(x[:, :12].contiguous()) and not tma.fits(x[:, 1:9]) and not tma.fits(x.T.contiguous().T)
+
+
+def test_a_cpu_has_no_tma() -> None:
+    """On a CPU, where the interpreter would take descriptors, kernels read by pointers."""
+    assert not tma.is_there(torch.device("cpu"))
