@@ -33,7 +33,7 @@ class Cut:
 
     ignore_index: int = -100
     filter_eps: float = 0.0
-    tile: tuple[int, int] = (128, 128)
+    tile: tuple[int, int] = (128, 256)
     max_logits: int = 2**28
     part: VocabularyPart | None = None
 

@@ -8,6 +8,8 @@ In float32 all products are torch's, which are several times as fast as Triton's
 So the logits of some tokens at a time are written, too.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,15 +24,19 @@ from drawloom.kernels.cut_cross_entropy import (
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
+from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.primitives import addmm_fp32, cdiv, check_floats, contiguous_last_dim
 
-TILE, TILE_OF_GIVEN = (128, 256), (32, 256)
-"""Tokens and words of the vocabulary in a tile, where no filter sets other bounds; and where logits are given."""
+TILE_OF_GIVEN = 32, 256
+"""Tokens and words of the vocabulary in a tile where logits are given, and no filter asks for the caller's tiles."""
 
 STEP, CHANNELS = 64, 128
 """Channels of hidden states in one step of a tile of logits, and in a tile of their gradients."""
 
 WARPS = 8
+
+STAGES = 4
+"""Of loops over active tiles: of these, one loads which tile comes."""
 
 
 def cut_cross_entropy_triton(
@@ -71,10 +77,10 @@ def _forward(
     for chunk in chunks(len(hidden), len(weight), cut) if given else [slice(0, len(hidden))]:
         part = hidden[chunk]
         logits = _product(part, weight, words) if given else None
+        factors, by_tma = _blocks((tokens, STEP), (words, STEP), part, weight)
         kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
-            part,
-            weight,
+            *factors,
             targets[chunk],
             lse[:, chunk],
             target_logit[chunk],
@@ -83,11 +89,19 @@ def _forward(
             TOKENS=tokens,
             WORDS=words,
             STEP=STEP,
+            TMA=by_tma,
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
         del logits  # or they would live until the next chunk's are computed
     return lse.logsumexp(0), target_logit
+
+
+def _blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
+    """Two matrices as kernels take them, and whether that is by TMA, in blocks of these sizes."""
+    if not all(map(tma.fits, factors)) or not tma.is_there(factors[0].device):
+        return factors, False  # type: ignore[return-value]
+    return (tma.blocks(factors[0], *block), tma.blocks(factors[1], *other)), True
 
 
 def _is_given(hidden: Tensor) -> bool:
@@ -152,22 +166,29 @@ def _backward(
     hidden, weight = contiguous_last_dim(hidden), contiguous_last_dim(weight)
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=torch.float32)
-    order = order_of_vocab(hidden, weight) if filter_eps and len(hidden) else None
+    filtered, places = filter_eps > 0 and len(hidden) > 0, None
+    if filtered:
+        # A sorted copy of the weight: kernels that gather its rows take longer than all copies.
+        order = order_of_vocab(hidden, weight)
+        weight, places = weight[order], order.argsort()
+        known = (targets >= 0) & (targets < len(weight))
+        targets = places[targets.where(known, 0)].where(known, -1)
     for chunk in chunks(len(hidden), len(weight), cut):
         part, of_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
         inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], of_lse
-        grad_logits, active = _grad_logits(*inputs, cut, order)
-        if order is not None and not _is_given(hidden):
+        grad_logits, active = _grad_logits(*inputs, cut)
+        if filtered and not _is_given(hidden):
             if needs_hidden:
-                _sparse_grad_hidden(grad_logits, active, weight, order, grad_hidden[chunk], cut)
+                _sparse_grad_hidden(grad_logits, active, weight, grad_hidden[chunk], cut)
             if needs_weight:
-                _sparse_grad_weight(grad_logits, active, part, order, grad_weight, cut)
+                _sparse_grad_weight(grad_logits, active, part, grad_weight, cut)
             continue
         if needs_hidden:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
         if needs_weight:
             addmm_fp32(grad_weight, grad_logits.T, part)
-    return grad_hidden, grad_weight.to(weight.dtype)
+    grad_weight = grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight if places is None or not needs_weight else grad_weight[places]
 
 
 def _grad_logits(
@@ -178,18 +199,16 @@ def _grad_logits(
     grad: Tensor,
     grad_lse: Tensor | None,
     cut: Cut,
-    order: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of logits, words in the order that is given, and which tiles (of tokens, of words) are written."""
+    """Gradients of logits, and which tiles (of tokens, of words) are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
     given = _is_given(hidden)
     grad_logits = _product(hidden, weight, across) if given else _padded(hidden, weight, across)
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
+    factors, by_tma = _blocks((height, STEP), (across, STEP), hidden, weight)
     kernels.grad_logits_kernel[(active.numel(),)](
-        hidden,
-        weight,
-        order,
+        *factors,
         targets.contiguous(),
         lse,
         grad,
@@ -202,20 +221,20 @@ def _grad_logits(
         TOKENS=height,
         WORDS=across,
         STEP=STEP,
+        TMA=by_tma,
         GIVEN=given,
+        FILTERED=cut.filter_eps > 0,
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
     return grad_logits, active
 
 
-def _sparse_grad_hidden(
-    grad_logits: Tensor, active: Tensor, weight: Tensor, order: Tensor, result: Tensor, cut: Cut
-) -> None:
+def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: Cut) -> None:
+    step = min(STEP, cut.tile[1])
+    factors, by_tma = _blocks((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
-        grad_logits,
-        weight,
-        order,
+        *factors,
         *_lists(active),
         result,
         *(len(grad_logits), *weight.shape),
@@ -223,18 +242,19 @@ def _sparse_grad_hidden(
         TOKENS=cut.tile[0],
         WORDS=cut.tile[1],
         CHANNELS=CHANNELS,
+        STEP=step,
+        TMA=by_tma,
         num_warps=WARPS,
+        num_stages=STAGES,
         enable_fp_fusion=True,
     )
 
 
-def _sparse_grad_weight(
-    grad_logits: Tensor, active: Tensor, hidden: Tensor, order: Tensor, result: Tensor, cut: Cut
-) -> None:
+def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: Cut) -> None:
+    step = min(STEP, cut.tile[0])
+    factors, by_tma = _blocks((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
     kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
-        grad_logits,
-        hidden,
-        order,
+        *factors,
         *_lists(active.T.contiguous()),
         result,
         *(len(grad_logits), *result.shape),
@@ -242,7 +262,10 @@ def _sparse_grad_weight(
         TOKENS=cut.tile[0],
         WORDS=cut.tile[1],
         CHANNELS=CHANNELS,
+        STEP=step,
+        TMA=by_tma,
         num_warps=WARPS,
+        num_stages=STAGES,
         enable_fp_fusion=True,
     )
 
@@ -257,10 +280,8 @@ def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tu
 
 
 def _tile(hidden: Tensor, cut: Cut) -> tuple[int, int]:
-    """That of both passes, which cut tokens into the same chunks: a filter leaves out tiles that the caller chose."""
-    if cut.filter_eps:
-        return cut.tile
-    return TILE_OF_GIVEN if _is_given(hidden) else TILE
+    """That of both passes, which cut tokens into the same chunks."""
+    return TILE_OF_GIVEN if _is_given(hidden) and not cut.filter_eps else cut.tile
 
 
 def _backward_of(

@@ -2,9 +2,9 @@
 The kernels of cut cross entropy: tiles of logits, and products with tiles of their gradients.
 
 A tile is `TOKENS` by `WORDS`, computed over the width of the hidden states in steps, or read where logits are given;
-sums are in float32. Programs that
-run at the same time take the tokens of one tile of words, so that the weight is read once and the hidden states, which
-are few, come from the cache. Each program writes what is its own: nothing is locked or added atomically.
+sums are in float32. Programs that run at the same time take the tokens of one tile of words, so that the weight is read
+once and the hidden states, which are few, come from the cache. Each program writes what is its own: nothing is locked
+or added atomically. With `TMA` what is multiplied comes as tensor descriptors, whose blocks are those of the product.
 """
 
 import triton
@@ -16,35 +16,32 @@ from drawloom.kernels.triton.launch import lean
 
 
 @triton.jit
-def _logits(
-    logits, hidden, weight, token, word, row, width, tokens, words, logits_stride, hidden_stride, weight_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+def _block(
+    x, first_row, first_column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
 ):
-    """A tile of logits, of these tokens and these rows of the weight."""
-    if logits is not None:
-        inside = (token < tokens)[:, None] & (word < words)[None, :]
-        return tl.load(logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :], mask=inside, other=0.0)
+    """A block of a matrix, zeros behind its ends: by its descriptor, or by where its first element is."""
+    if TMA:
+        return x.load([first_row, first_column])
     else:
-        return _product(
-            hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride, TOKENS, WORDS, STEP,
-        )
+        row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _product(
-    hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+def _logits(
+    logits, hidden, weight, token, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """A tile of hidden @ weight.T."""
-    total = tl.zeros((TOKENS, WORDS), tl.float32)
-    channel = tl.arange(0, STEP)
-    token_at = hidden + token.to(tl.int64)[:, None] * hidden_stride
-    word_at = weight + row.to(tl.int64)[None, :] * weight_stride
-    for start in range(0, width, STEP):
-        inside = start + channel < width
-        a = tl.load(token_at + (start + channel)[None, :], mask=(token < tokens)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(word_at + (start + channel)[:, None], mask=(word < words)[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(a, b, total)
+    """The tile of logits that begins at a token and a word: read where they are given, or hidden @ weight.T."""
+    if logits is not None:
+        total = _block(logits, token, word, tokens, words, logits_stride, TOKENS, WORDS, False)
+    else:
+        total = tl.zeros((TOKENS, WORDS), tl.float32)
+        for channel in range(0, width, STEP):
+            a = _block(hidden, token, channel, tokens, width, hidden_stride, TOKENS, STEP, TMA)
+            b = _block(weight, word, channel, words, width, weight_stride, WORDS, STEP, TMA)
+            total = tl.dot(a, b.T, total)
     return total
 
 
@@ -53,16 +50,16 @@ def _product(
 def lse_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
     logits_stride, hidden_stride, weight_stride, lse_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
     """For each token and tile of words log sum exp(logits), and the target's logit from the tile that has it."""
     across = tl.cdiv(tokens, TOKENS)
-    token = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
+    first = (tl.program_id(0) % across) * TOKENS
     tile = tl.program_id(0) // across
-    word = tile * WORDS + tl.arange(0, WORDS)
+    token, word = first + tl.arange(0, TOKENS), tile * WORDS + tl.arange(0, WORDS)
     values = _logits(
-        logits, hidden, weight, token, word, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
-        TOKENS, WORDS, STEP,
+        logits, hidden, weight, first, tile * WORDS, width, tokens, words, logits_stride, hidden_stride, weight_stride,
+        TOKENS, WORDS, STEP, TMA,
     )
     values = tl.where((word < words)[None, :], values, -float("inf"))
     largest = tl.max(values, 1)
@@ -78,35 +75,32 @@ def lse_kernel(
 @lean
 @triton.jit(do_not_specialize=["tokens"])
 def grad_logits_kernel(
-    hidden, weight, order, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
+    hidden, weight, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
     hidden_stride, weight_stride, logits_stride, grad_stride, filter_eps,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, GIVEN: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, GIVEN: tl.constexpr,
+    FILTERED: tl.constexpr,
 ):
     """
-    Gradients of logits, words in the given order, and which tiles hold any that counts; the others are not written.
+    Gradients of logits, and which tiles hold any that counts; the others are not written.
 
     Where logits are `GIVEN` in place of their gradients, these replace them where they are, 0 where none counts.
     """
     across = tl.cdiv(tokens, TOKENS)
     down = tl.program_id(0) % across
-    token = down * TOKENS + tl.arange(0, TOKENS)
     tile = tl.program_id(0) // across
-    word = tile * WORDS + tl.arange(0, WORDS)
-    row = word
-    if order is not None:
-        row = tl.load(order + word, mask=word < words, other=0)
+    token, word = down * TOKENS + tl.arange(0, TOKENS), tile * WORDS + tl.arange(0, WORDS)
     logits = _logits(
-        grad_logits if GIVEN else None, hidden, weight, token, word, row, width, tokens, words,
-        logits_stride, hidden_stride, weight_stride, TOKENS, WORDS, STEP,
+        grad_logits if GIVEN else None, hidden, weight, down * TOKENS, tile * WORDS, width, tokens, words,
+        logits_stride, hidden_stride, weight_stride, TOKENS, WORDS, STEP, TMA,
     )
     inside = (token < tokens)[:, None] & (word < words)[None, :]
     total = tl.load(lse + token, mask=token < tokens, other=0.0)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
-    onehot = tl.where(row[None, :] == target[:, None], 1.0, 0.0)
+    onehot = tl.where(word[None, :] == target[:, None], 1.0, 0.0)
     probs = tl.where(inside, tl.exp(logits - total[:, None]), 0.0)
     values = tl.where(inside, probs - onehot, 0.0)
     alive = True
-    if order is not None:
+    if FILTERED:
         size = tl.abs(values)
         if grad_lse is not None:  # a target of probability 1 has no gradient of its loss, but one of its lse
             size = tl.maximum(size, probs)
@@ -119,11 +113,10 @@ def grad_logits_kernel(
             of_lse = tl.load(grad_lse + token, mask=token < tokens, other=0.0)
             values += onehot * of_lse.to(tl.float32)[:, None]
         values = tl.where(inside, values, 0.0)
+        at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
         if GIVEN:
-            at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :]
             tl.store(at, tl.where(alive, values, 0.0), mask=inside)
         else:
-            at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
             # The padding of a row is written too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
             tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
 
@@ -131,23 +124,20 @@ def grad_logits_kernel(
 @lean
 @triton.jit(do_not_specialize=["tokens"])
 def grad_hidden_kernel(
-    grad_logits, weight, order, tiles, counts, result, tokens, words, width,
-    logits_stride, weight_stride, result_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr,
+    grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """grad_logits @ weight over the active tiles of words of each tile of tokens."""
-    down, across = tl.program_id(0), tl.program_id(1)
-    token = down * TOKENS + tl.arange(0, TOKENS)
-    channel = across * CHANNELS + tl.arange(0, CHANNELS)
+    """grad_logits @ weight over the active tiles of words of each tile of tokens, in steps of words."""
+    down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
+    first = down * TOKENS
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for place in range(0, tl.load(counts + down)):
-        word = tl.load(tiles + down * tl.cdiv(words, WORDS) + place) * WORDS + tl.arange(0, WORDS)
-        row = tl.load(order + word, mask=word < words, other=0)
-        inside = (token < tokens)[:, None] & (word < words)[None, :]
-        a = tl.load(grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :], mask=inside, other=0.0)
-        within = (word < words)[:, None] & (channel < width)[None, :]
-        b = tl.load(weight + row.to(tl.int64)[:, None] * weight_stride + channel[None, :], mask=within, other=0.0)
+    for place in range(0, tl.load(counts + down) * (WORDS // STEP)):
+        tile = tl.load(tiles + down * tl.cdiv(words, WORDS) + place // (WORDS // STEP))
+        word = tile * WORDS + place % (WORDS // STEP) * STEP
+        a = _block(grad_logits, first, word, tokens, words, logits_stride, TOKENS, STEP, TMA)
+        b = _block(weight, word, left, words, width, weight_stride, STEP, CHANNELS, TMA)
         total = tl.dot(a, b, total)
+    token, channel = first + tl.arange(0, TOKENS), left + tl.arange(0, CHANNELS)
     at = result + token.to(tl.int64)[:, None] * result_stride + channel[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < width)[None, :])
 
@@ -155,25 +145,22 @@ def grad_hidden_kernel(
 @lean
 @triton.jit(do_not_specialize=["tokens"])
 def grad_weight_kernel(
-    grad_logits, hidden, order, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr,
+    grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Add grad_logits.T @ hidden to float32, over the active tiles of tokens of each tile of words."""
-    down, across = tl.program_id(0), tl.program_id(1)
-    count = tl.load(counts + down)
+    """Add grad_logits.T @ hidden to float32, over the active tiles of tokens of each tile of words, in steps."""
+    down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
+    count, first = tl.load(counts + down), down * WORDS
     if count == 0:
         return
-    word = down * WORDS + tl.arange(0, WORDS)
-    channel = across * CHANNELS + tl.arange(0, CHANNELS)
-    row = tl.load(order + word, mask=word < words, other=0)
+    word, channel = first + tl.arange(0, WORDS), left + tl.arange(0, CHANNELS)
     inside = (word < words)[:, None] & (channel < width)[None, :]
-    at = result + row.to(tl.int64)[:, None] * width + channel[None, :]
+    at = result + word.to(tl.int64)[:, None] * width + channel[None, :]
     total = tl.load(at, mask=inside, other=0.0)
-    for place in range(0, count):
-        token = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + place) * TOKENS + tl.arange(0, TOKENS)
-        within = (token < tokens)[:, None] & (word < words)[None, :]
-        a = tl.load(grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :], mask=within, other=0.0)
-        known = (token < tokens)[:, None] & (channel < width)[None, :]
-        b = tl.load(hidden + token.to(tl.int64)[:, None] * hidden_stride + channel[None, :], mask=known, other=0.0)
-        total = tl.dot(tl.trans(a), b, total)
+    for place in range(0, count * (TOKENS // STEP)):
+        tile = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + place // (TOKENS // STEP))
+        token = tile * TOKENS + place % (TOKENS // STEP) * STEP
+        a = _block(grad_logits, token, first, tokens, words, logits_stride, STEP, WORDS, TMA)
+        b = _block(hidden, token, left, tokens, width, hidden_stride, STEP, CHANNELS, TMA)
+        total = tl.dot(a.T, b, total)
     tl.store(at, total, mask=inside)

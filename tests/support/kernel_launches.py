@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from drawloom.kernels.triton import (
     rms_norm,
     rope,
     swiglu,
+    tma,
 )
 from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.scale import scale_triton
@@ -115,6 +117,16 @@ def _multiplied(tf32: bool, launch: Launch) -> Launch:
     return run
 
 
+def _with_tma(launch: Launch) -> Launch:
+    """A launch as on a GPU that has TMA."""
+
+    def run() -> None:
+        with mock.patch.object(tma, "is_there", return_value=True):
+            launch()
+
+    return run
+
+
 def great_numbers() -> Iterator[tuple[str, Launch]]:
     """Scalars of 64 bits, signed or not, where small ones have 32."""
     for place, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
@@ -174,7 +186,8 @@ def losses() -> Iterator[tuple[str, Launch]]:
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
-    yield "cut_cross_entropy", lambda: cut_cross_entropy._forward(hidden, weight, targets, 128, 256, 2**28)
+    forward = cut_cross_entropy._forward
+    yield "cut_cross_entropy", lambda: forward(hidden, weight, targets, 128, 256, 2**28)
     wide, words = hidden.float(), weight.float()
     yield "cut_cross_entropy float32", lambda: cut_cross_entropy._forward(wide, words, targets, 32, 256, 2**28)
     for least in (0.0, 1e-4):
@@ -184,12 +197,12 @@ def losses() -> Iterator[tuple[str, Launch]]:
                 wide, words, targets, numbers, numbers, None, e, 32, 256, 2**28, True, True
             ),
         )
-    for least, tile in ((0.0, (128, 256)), (1e-4, (128, 128))):
-        for grad_lse in (None, numbers):
-            yield (
-                f"cut_cross_entropy backward {least}{'' if grad_lse is None else ' with lse'}",
-                lambda e=least, t=tile, g=grad_lse: cut_cross_entropy._backward(*backward, g, e, *t, 2**28, True, True),
-            )
+    yield "cut_cross_entropy by blocks", _with_tma(lambda: forward(hidden, weight, targets, 128, 256, 2**28))
+    for least, grad_lse in product((0.0, 1e-4), (None, numbers)):
+        name, rest = f"cut_cross_entropy backward {least}", (grad_lse, least, 128, 256, 2**28, True, True)
+        name += "" if grad_lse is None else " with lse"
+        yield name, lambda r=rest: cut_cross_entropy._backward(*backward, *r)
+        yield f"{name} by blocks", _with_tma(lambda r=rest: cut_cross_entropy._backward(*backward, *r))
 
 
 def experts() -> Iterator[tuple[str, Launch]]:

@@ -141,27 +141,36 @@ def _rotations(tiny: bool) -> Iterator[Row]:
 
 def _losses(tiny: bool) -> Iterator[Row]:
     tokens, width, words = (20, 32, 50) if tiny else (8192, 2048, 151936)
-    targets = torch.randint(words, (tokens,), device=DEVICE, generator=RANDOM)
     product = 2.0 * tokens * width * words
+    even = torch.full((words,), 1 / words, device=DEVICE)
+    # As in texts: the chance of a word falls as its rank does (Zipf). Words are numbered in any order.
+    of_texts = 1.0 / (1 + torch.randperm(words, device=DEVICE, generator=RANDOM))
 
     def summed(function: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> Tensor:
         losses, _ = function(*arguments)
         return losses.sum()
 
-    yield Row(
-        "linear_cross_entropy",
-        f"{tokens} tokens, {width} x {words}",
-        lambda: ((numbers(tokens, width), numbers(words, width, scale=width**-0.5)), (targets,)),
-        {
-            "drawloom": partial(summed, linear_cross_entropy_triton),
-            "drawloom cut": partial(summed, cut_cross_entropy_triton),
-            "drawloom filtered": lambda h, w, t: summed(cut_cross_entropy_triton, h, w, t, Cut(filter_eps=2.0**-12)),
-        },
-        {"eager": peers.linear_cross_entropy, "compile": peers.compiled(peers.linear_cross_entropy)},
-        peers.linear_cross_entropy,
-        (product, 2 * product),
-        in_operations=True,
-    )
+    def make(chances: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        hidden, weight = numbers(tokens, width), numbers(words, width, scale=width**-0.5)
+        with torch.no_grad():  # one channel holds what a model learns first, how frequent each word is
+            hidden[:, 0], weight[:, 0] = 8, (chances * words).log() / 8
+        return (hidden, weight), (torch.multinomial(chances, tokens, replacement=True, generator=RANDOM),)
+
+    for name, chances in (("", even), (", words as frequent as in texts", of_texts)):
+        yield Row(
+            "linear_cross_entropy",
+            f"{tokens} tokens, {width} x {words}{name}",
+            partial(make, chances),
+            {
+                "drawloom": partial(summed, linear_cross_entropy_triton),
+                "drawloom cut": partial(summed, cut_cross_entropy_triton),
+                "drawloom filtered": lambda h, w, t: summed(cut_cross_entropy_triton, h, w, t, Cut(filter_eps=2**-12)),
+            },
+            {"eager": peers.linear_cross_entropy, "compile": peers.compiled(peers.linear_cross_entropy)},
+            peers.linear_cross_entropy,
+            (product, 2 * product),
+            in_operations=True,
+        )
 
 
 def _steps(tiny: bool) -> Iterator[Row]:

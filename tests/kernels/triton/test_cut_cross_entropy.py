@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import Cut, Needs, cut_cross_entropy_eager, order_of_vocab
 from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
 from support.seeding import seeds
@@ -101,6 +102,34 @@ def test_a_word_that_has_no_rival_has_no_gradient(_seed: object, tokens: int, le
 
 def gradients(compute: Any, inputs: tuple[Tensor, Tensor], targets: Tensor, cut: Cut) -> tuple[Tensor, ...]:
     return torch.autograd.grad(compute(*inputs, targets, cut).sum(), inputs)
+
+
+@few
+@given(
+    seeds,
+    st.integers(1, 40),
+    st.integers(1, 90),
+    st.integers(1, 12),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([0.0, 1e-3]),
+    st.sampled_from([1, 2**28]),
+)
+def test_tma_equals_eager(
+    _seed: object, tokens: int, words: int, width: int, dtype: torch.dtype, least: float, max_logits: int
+) -> None:
+    """Blocks that reach behind the last token, word or channel give losses and gradients of float64."""
+    hidden = drawn("contiguous", tokens, 8 * width, dtype=dtype)
+    weight = drawn("contiguous", words, 8 * width, dtype=dtype, scale=0.2)
+    targets, wide = targets_of((tokens,), words), exact(hidden, weight)
+    cut = Cut(filter_eps=least, tile=(16, 16), max_logits=max_logits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tma, "is_there", lambda device: True)
+        found = losses_of(hidden, weight, targets, cut)
+        ours = torch.autograd.grad(found.sum(), (hidden, weight))
+    expected = eager_losses(*wide, targets, cut)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    # So near to uniform, every tile of 16 by 16 holds a probability above the filter's bound.
+    assert_all_close(ours, torch.autograd.grad(expected.sum(), wide), 4)
 
 
 def test_many_tiles() -> None:
