@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, SMALL_MODEL, TINY, Case, our_step
-from benchmarks.gpu.pipeline import Interval, union
+from benchmarks.gpu.timeline import Interval, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks.gpu import clock  # noqa: E402
+from benchmarks.gpu.timeline import Interval, union  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, _whole_config  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
@@ -58,8 +59,6 @@ LAYERS = 8 if TINY else 28
 SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v")
 HEADS = (0, 2) if TINY else tuple(map(int, os.environ.get("HEADS", "0 6").split()))
 """The head multiplies by 151,936 x 1024 numbers, a layer by 15.7 million, and 8.4 million more count its attention."""
-
-Interval = tuple[float, float]
 
 
 def main() -> None:
@@ -216,20 +215,6 @@ def summary(events: Any) -> dict[str, float]:
     hidden = sum(max(0.0, min(e, f) - max(s, t)) for s, e in moving for t, f in busy if t < e and f > s)
     total = sum(end - start for start, end in moving)
     return {"waits": waits, "messages_ms": total, "hidden": hidden / total if total else 1.0}
-
-
-def union(intervals: list[Interval]) -> Iterator[Interval]:
-    """The same time, in intervals that don't overlap."""
-    current: Interval | None = None
-    for start, end in sorted(intervals):
-        if current and start <= current[1]:
-            current = current[0], max(current[1], end)
-        else:
-            if current:
-                yield current
-            current = start, end
-    if current:
-        yield current
 
 
 if __name__ == "__main__":
