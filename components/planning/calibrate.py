@@ -251,13 +251,12 @@ def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
         x = torch.zeros(16)
         return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0
     layers = _layers(device)
-    for _ in range(3):
+    times, end = list[float](), time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
         layers()
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(10):
-        layers()
-    return 3e-6, HOST_OF_A_STEP * (time.perf_counter() - start) / 10 / _operations()
+        times.append(time.perf_counter() - start)
+    return 3e-6, HOST_OF_A_STEP * statistics.median(times) / _operations()
 
 
 def _layers(device: torch.device) -> Callable[[], object]:
