@@ -20,8 +20,9 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, SMALL_MODEL, TINY, Case, measured, our_step
-from benchmarks.gpu.pipeline import Interval, union
+from benchmarks.gpu import clock
+from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, SMALL_MODEL, TINY, Case, our_step
+from benchmarks.gpu.timeline import Interval, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -77,7 +78,7 @@ def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None
     mesh = RankMesh(processes=processes, **{"data_replicate": 1, **case.sizes})
     mesh.open()
     step = our_step(case, mesh, device)
-    seconds, _ = measured(step, device)
+    seconds = clock.step_cost(step, device.device).seconds
     found = list(_operations(step)) if device.device.type == "cuda" else []
     if processes.rank == 0:
         print(f"{case.name:<60}{case.tokens / seconds:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms", flush=True)

@@ -1,9 +1,10 @@
-"""What a call costs: device time, host time, memory; and how far its results are from exact ones."""
+"""What a call or a training step costs: device time, host time, memory; how far results are from exact ones."""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ REPLAYS = 10
 WARM_UPS = 3
 CALLS = 20
 """Calls between two looks at the host's clock."""
+STEPS = 8
+"""Training steps whose median counts, after as many warm-ups as calls have."""
 
 SHORT = 2.0
 """Milliseconds: of calls that take no longer, several stand in a graph, or its launch would count as well."""
@@ -43,12 +46,65 @@ def cost(call: Call) -> Cost:
     torch.cuda.synchronize()
     memory, rough = _memory(call), _median(call)
     short = rough < SHORT
-    host, together = _host_time(call, REPLAYS if short else 1), CALLS if short else 1
+    host, together = host_seconds(call, _device(), REPLAYS if short else 1, CALLS) * 1e6, CALLS if short else 1
     try:
         replay = _captured(call, together)
     except RuntimeError:
         return Cost(rough, host, memory, False)
     return Cost(_median(replay) / together, host, memory, True)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of a training step: seconds, and GiB at most, of tensors and of all that was taken from the device for them."""
+
+    seconds: float
+    allocated: float
+    reserved: float
+
+
+def step_cost(step: Call, device: torch.device) -> StepCost:
+    """
+    The median of several steps, which follow each other as in a run.
+
+    The host issues one while the GPU computes the one before, and then waits for the latter's end, as a run does for
+    its numbers. Seconds are from end to end on the GPU. On a CPU one step is measured after another one, and the memory
+    is unknown. Every rank measures its own: of several that don't wait for each other the slowest counts.
+    """
+    gpu = device.type == "cuda"
+    warm_ups, steps = (WARM_UPS, STEPS) if gpu else (1, 1)
+    ends = [_now(gpu)]
+    for number in range(warm_ups + steps):
+        if gpu and number == warm_ups:
+            torch.cuda.reset_peak_memory_stats()
+        step()
+        ends.append(_now(gpu))
+        if gpu:
+            ends[-2].synchronize()
+    if gpu:
+        ends[-1].synchronize()
+    times = [one.elapsed_time(other) / 1e3 if gpu else other - one for one, other in pairwise(ends)]
+    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if gpu else [float("nan")] * 2
+    return StepCost(statistics.median(times[warm_ups:]), *(peak / 2**30 for peak in peaks))
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def host_seconds(call: Call, device: torch.device, batches: int = 3, calls: int = 1) -> float:
+    """Of the host for each of some calls, at best of batches: the device is idle when they begin."""
+    times: list[float] = []
+    for _ in range(batches):
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
+    wait(device)
+    return min(times)
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -73,8 +129,17 @@ def matmul_rate(size: int) -> float:
     return 2 * size**3 / (cost(lambda: a @ b).milliseconds * 1e-3)
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _now(gpu: bool) -> Any:
+    """The time at which the device gets here: an event of a GPU's, or seconds."""
+    if not gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _cost_on_cpu(call: Call) -> Cost:
@@ -93,19 +158,6 @@ def _memory(call: Call) -> float:
     torch.cuda.synchronize()
     del kept
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def _host_time(call: Call, batches: int) -> float:
-    """Of the calls alone, at best: the device is idle when they begin, and nobody waits for it."""
-    times: list[float] = []
-    for _ in range(batches):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS * 1e6)
-    torch.cuda.synchronize()
-    return min(times)
 
 
 def _captured(call: Call, times: int) -> Call:

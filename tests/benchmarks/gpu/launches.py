@@ -6,7 +6,6 @@ which the device has so little to do that the host is the limit; and what the la
 """
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import clock
 from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.launch import LeanKernel
@@ -47,7 +47,7 @@ def main() -> None:
         times = []
         for how in (None, by_jit, nothing):
             with mock.patch.object(LeanKernel, "_launch", how or LeanKernel._launch):
-                times.append(_host_time(call))
+                times.append(clock.host_seconds(call, torch.device("cuda"), BATCHES, CALLS) * 1e6)
         print(f"{name:<34}" + "".join(f"{each:>9.1f}" for each in times), flush=True)
 
 
@@ -93,19 +93,6 @@ def operations() -> dict[str, Callable[[], object]]:
 
         found[f"{name}, forward"], found[f"{name}, both ways"] = alone, both
     return found
-
-
-def _host_time(call: Callable[[], object]) -> float:
-    """Microseconds of the host for a call, at best: the device is idle when a batch of calls begins."""
-    best = float("inf")
-    for _ in range(BATCHES):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        best = min(best, (time.perf_counter() - start) / CALLS * 1e6)
-    torch.cuda.synchronize()
-    return best
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.gpu.pipeline import TINY, Run, synchronise, training_run
+from benchmarks.gpu.clock import wait
+from benchmarks.gpu.pipeline import TINY, Run, training_run
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -73,11 +74,11 @@ def _seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
     """The median of the seconds of several steps."""
     times: list[float] = []
     for _ in range(2 + STEPS):
-        synchronise(device)
+        wait(device.device)
         mesh.world.gather_json(None)
         start = time.perf_counter()
         run.train()
-        synchronise(device)
+        wait(device.device)
         times.append(max(mesh.world.gather_json(time.perf_counter() - start)))
     return statistics.median(times[2:])
 
@@ -92,10 +93,10 @@ def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> Me
         activities=kinds, schedule=second, on_trace_ready=lambda done: done.export_chrome_trace(path)
     ) as running:
         for _ in range(2):
-            synchronise(device)
+            wait(device.device)
             mesh.world.gather_json(None)
             run.train()
-            synchronise(device)
+            wait(device.device)
             running.step()
     mesh.world.gather_json(None)
     # Reading takes longer than the steps.

@@ -15,15 +15,12 @@ import gc
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ import attrs  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.gpu import clock  # noqa: E402
 from benchmarks.gpu.pipeline import _batch, _initialise  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, SPARSE  # noqa: E402
 from drawloom.components.adapters.lora import Lora  # noqa: E402
@@ -60,7 +58,6 @@ from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
 LENGTH = 12 if TINY else 4096
-STEPS, WARM_UPS = (1, 1) if TINY else (8, 3)
 
 LLAMA: dict[str, Any] = DENSE | {
     "hidden_size": 4096,
@@ -268,8 +265,10 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
     mesh.open()
     shape = f"{case.model} {case.rows} {case.microbatches} {case.length}"
     try:
-        seconds, memory = measured((_peer if case.peer else our_step)(case, mesh, device), device)
-        speed = case.tokens / seconds
+        cost = clock.step_cost((_peer if case.peer else our_step)(case, mesh, device), device.device)
+        speed = case.tokens / cost.seconds
+        # What is allocated does not tell the memory of graphs, which is theirs whether they run or not.
+        memory = cost.reserved if "--capture" in sys.argv else cost.allocated
         if processes.world_size == 1 and not case.capture:
             ones[shape] = speed
             if case.length == LENGTH:
@@ -374,39 +373,6 @@ def _config(case: Case) -> dict[str, Any]:
     small |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     layers = {"num_hidden_layers": case.layers} if case.layers else {}
     return MODELS[case.model] | layers | (small if TINY else {})
-
-
-def measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:
-    """
-    The median of the seconds of several steps, and GiB at most.
-
-    Steps follow each other as in a run: the host issues one while the GPU computes the one before, and then waits for
-    the latter's numbers.
-    """
-    gpu, ends = device.device.type == "cuda", [_now(device)]
-    for number in range(WARM_UPS + STEPS):
-        if gpu and number == WARM_UPS:
-            torch.cuda.reset_peak_memory_stats()
-        step()
-        ends.append(_now(device))
-        if gpu:
-            ends[-2].synchronize()
-    if gpu:
-        ends[-1].synchronize()
-    times = [one.elapsed_time(other) / 1e3 if gpu else other - one for one, other in pairwise(ends)]
-    # What is allocated does not tell the memory of graphs, which is theirs whether they run or not.
-    most = torch.cuda.max_memory_reserved if "--capture" in sys.argv else torch.cuda.max_memory_allocated
-    memory = most() / 2**30 if gpu else float("nan")
-    return statistics.median(times[WARM_UPS:]), memory
-
-
-def _now(device: ComputeDevice) -> Any:
-    """The time at which the device gets here: an event of a GPU's, or seconds."""
-    if device.device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 if __name__ == "__main__":

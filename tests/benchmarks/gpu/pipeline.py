@@ -4,9 +4,10 @@ A pipeline of two GPUs beside one GPU, in one run: `make bench-pipeline-gpu`.
 The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows of 4096 tokens, all gradients and AdamW
 included. For each schedule and each way to count the head as layers (`stages.head_layer_cost`) a line says
 
-- tokens per second of both GPUs together, the median of several steps, and over twice those of one GPU;
-- for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
-  host is the limit;
+- tokens per second of both GPUs together, the median of several steps on the slower one, which follow each other as in
+  a run: the host issues one while the GPU computes the one before; and over twice those of one GPU;
+- for which share of the step each rank's host issues the executor's work, at best of some that begin on idle GPUs:
+  where that is nearly the whole step, the host is the limit;
 - with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
   it, and which share of the time of sends and receives something computed at the same time. A receive is posted
   early, so that its time holds the wait for the peer.
@@ -16,12 +17,10 @@ With --capture the passes of all stages are CUDA graphs. ROWS="1 2" and HEADS="6
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from benchmarks.gpu import clock  # noqa: E402
+from benchmarks.gpu.timeline import Interval, union  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, _whole_config  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
@@ -55,12 +56,9 @@ from support import pipelines  # noqa: E402
 MICROBATCHES, LENGTH = (8, 12) if TINY else (8, 4096)
 ROWS = (2,) if TINY else tuple(map(int, os.environ.get("ROWS", "2 4").split()))
 LAYERS = 8 if TINY else 28
-STEPS = 2 if TINY else 8
 SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v")
 HEADS = (0, 2) if TINY else tuple(map(int, os.environ.get("HEADS", "0 6").split()))
 """The head multiplies by 151,936 x 1024 numbers, a layer by 15.7 million, and 8.4 million more count its attention."""
-
-Interval = tuple[float, float]
 
 
 def main() -> None:
@@ -186,25 +184,9 @@ def _tokens(rows: int) -> int:
 
 
 def _measured(run: Run, device: ComputeDevice) -> tuple[float, float]:
-    """The median of the seconds of several steps; and the share in which the host issues the executor's work."""
-    times, issuing = [], []
-    for _ in range(3 + STEPS):
-        start = time.perf_counter()
-        run.step()
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times[3:])
-    for _ in range(2):
-        start = time.perf_counter()
-        run.train()
-        issuing.append(time.perf_counter() - start)
-        synchronise(device)
-    return seconds, min(issuing) / seconds
-
-
-def synchronise(device: ComputeDevice) -> None:
-    if device.device.type == "cuda":
-        torch.cuda.synchronize()
+    """Seconds of a step, and the share of them in which the host issues the executor's work."""
+    seconds = clock.step_cost(run.step, device.device).seconds
+    return seconds, clock.host_seconds(run.train, device.device) / seconds
 
 
 def _traced(train: Callable[[], object], device: ComputeDevice) -> dict[str, float]:
@@ -233,20 +215,6 @@ def summary(events: Any) -> dict[str, float]:
     hidden = sum(max(0.0, min(e, f) - max(s, t)) for s, e in moving for t, f in busy if t < e and f > s)
     total = sum(end - start for start, end in moving)
     return {"waits": waits, "messages_ms": total, "hidden": hidden / total if total else 1.0}
-
-
-def union(intervals: list[Interval]) -> Iterator[Interval]:
-    """The same time, in intervals that don't overlap."""
-    current: Interval | None = None
-    for start, end in sorted(intervals):
-        if current and start <= current[1]:
-            current = current[0], max(current[1], end)
-        else:
-            if current:
-                yield current
-            current = start, end
-    if current:
-        yield current
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ What precision costs, in one run of less than five minutes: `make bench-precisio
 Whole training steps of Qwen3-0.6B by the components of a run, gradient norm, clipping and AdamW included: all in
 bfloat16, with float32 masters and bfloat16 compute, and all in float32 with TF32 and without. Then the float32 cross
 entropy over the vocabulary, beside its three bare products (four for `cut`, which computes logits twice). The table at
-the end has tokens a second, the median of several steps; `host ms` is how long the host issued a step before it waited
-for the device, and below each line is what the device spent a step's time on.
+the end has tokens a second, the median of several steps, which follow each other as in a run: the host issues one while
+the GPU computes the one before. `host ms` is how long it issues one, at best of some that begin on an idle GPU, and
+below each line is what the device spent a step's time on.
 """
 
 import gc
@@ -25,6 +26,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from benchmarks.gpu import clock  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
@@ -47,13 +49,11 @@ from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_tr
 from support import pipelines  # noqa: E402
 
 LENGTH = 12 if TINY else 4096
-STEPS, WARM_UPS = (1, 1) if TINY else (8, 3)
-SECONDS = 15.0
-"""Of steps, at most; a step that takes longer than a third of it is measured three times."""
 BUDGET = 270.0
 """Seconds after which no further case is begun."""
 KERNELS = 6
 GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
 NAMES = {key: value for key, value in DENSE.items() if key not in ("model_type", "max_position_embeddings")}
 
 Dtype = Literal["bfloat16", "float32"]
@@ -79,7 +79,7 @@ class Case:
 
 @attrs.frozen
 class Cost:
-    """Of a step, seconds on the clock, and until the host waited; GiB at most; and kernels by their milliseconds."""
+    """Of a step, seconds, and those of the host to issue it; GiB at most; and kernels by their milliseconds."""
 
     seconds: float
     host_seconds: float
@@ -212,28 +212,8 @@ def _batch(number: int, device: torch.device, vocabulary: int, rows: int) -> Bat
 
 
 def _measured(step: Callable[[], object]) -> Cost:
-    """The medians of several steps, which are fewer if one is long."""
-    for _ in range(WARM_UPS):
-        step()
-        _wait()
-    if GPU:
-        torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    issuing: list[float] = []
-    while len(times) < min(3, STEPS) or (len(times) < STEPS and sum(times) < SECONDS):
-        start = time.perf_counter()
-        step()
-        issuing.append(time.perf_counter() - start)
-        _wait()
-        times.append(time.perf_counter() - start)
-    middle = len(times) // 2
-    memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else float("nan")
-    return Cost(sorted(times)[middle], sorted(issuing)[middle], memory, _kernels(step))
-
-
-def _wait() -> None:
-    if GPU:
-        torch.cuda.synchronize()
+    cost = clock.step_cost(step, DEVICE)
+    return Cost(cost.seconds, clock.host_seconds(step, DEVICE), cost.allocated, _kernels(step))
 
 
 def _kernels(step: Callable[[], object]) -> list[tuple[str, float]]:
@@ -256,10 +236,9 @@ def _losses(words: list[str], began: float) -> list[str]:
     if words and not any(word in "cross entropy" for word in words):
         return []
     tokens, width, vocabulary = (8, 32, 64) if TINY else (8192, 1024, 151936)
-    device = "cuda" if GPU else "cpu"
-    hidden = torch.randn(tokens, width, device=device).requires_grad_()
-    weight = (torch.randn(vocabulary, width, device=device) * 0.02).requires_grad_()
-    targets = torch.randint(vocabulary, (tokens,), device=device)
+    hidden = torch.randn(tokens, width, device=DEVICE).requires_grad_()
+    weight = (torch.randn(vocabulary, width, device=DEVICE) * 0.02).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     lines = [f"\n{f'float32 cross entropy, {tokens} x {width} x {vocabulary}':<50}{'ms':>9}{'of products':>13}"]
     for tf32 in (True, False):
         torch.set_float32_matmul_precision("high" if tf32 else "highest")

@@ -1,10 +1,11 @@
 """
 What recomputation spares and costs, `make bench-recompute-gpu`: whole steps of models by the components of a run.
 
-A line for each policy of `[stages] recompute`: tokens a second, the median of several steps; the ratio to no
-recomputation; how long the host issued a step; GiB at most, of which the second number is what a forward pass leaves
-for the backward pass. `bits` says whether loss and gradient norm of the first step are those without recomputation. A
-policy that does not fit is said so. Everything is bfloat16; optimizer: AdamW with stochastic rounding.
+A line for each policy of `[stages] recompute`: tokens a second, the median of several steps, which follow each other as
+in a run, whose host issues one while the GPU computes the one before; the ratio to no recomputation; how long the host
+issues a step, at best of some that begin on an idle GPU; GiB at most, of which the second number is what a forward pass
+leaves for the backward pass. `bits` says whether loss and gradient norm of the first step are those without
+recomputation. A policy that does not fit is said so. Everything is bfloat16; optimizer: AdamW with stochastic rounding.
 """
 
 import gc
@@ -22,6 +23,7 @@ import attrs  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.gpu import clock  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, SPARSE  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
@@ -45,7 +47,6 @@ from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
 GPU = torch.cuda.is_available()
-STEPS, WARM_UPS = (1, 1) if TINY else (8, 3)
 BUDGET = 480.0
 """Seconds after which no further line is begun."""
 
@@ -134,25 +135,13 @@ def _print_case(case: Case, mesh: RankMesh, device: ComputeDevice, began: float)
 def _measured(
     case: Case, policy: Recompute, mesh: RankMesh, device: ComputeDevice, rows: int, length: int
 ) -> tuple[float, list[float], str]:
-    """Tokens a second, what the first step gave, and the other columns; medians of several steps."""
+    """Tokens a second, what the first step gave, and the other columns."""
     step, kept = _step_of(case, policy, mesh, device, rows, length)
     bits = [float(value) for value in step()]
-    for _ in range(WARM_UPS):
-        step()
-    _wait()
-    if GPU:
-        torch.cuda.reset_peak_memory_stats()
-    times, issuing = list[float](), list[float]()
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        step()
-        issuing.append(time.perf_counter() - start)
-        _wait()
-        times.append(time.perf_counter() - start)
-    middle = len(times) // 2
-    speed = rows * length * case.microbatches / sorted(times)[middle]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else float("nan")
-    return speed, bits, f"{sorted(issuing)[middle] * 1e3:>9.1f}{memory:>8.1f}{kept / 2**30:>8.2f}"
+    cost = clock.step_cost(step, device.device)
+    host = clock.host_seconds(step, device.device)
+    speed = rows * length * case.microbatches / cost.seconds
+    return speed, bits, f"{host * 1e3:>9.1f}{cost.allocated:>8.1f}{kept / 2**30:>8.2f}"
 
 
 def _step_of(
@@ -219,11 +208,6 @@ def _batch(number: int, device: torch.device, vocabulary: int, rows: int, length
     positions = torch.arange(length, device=device).expand(rows, length).contiguous()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
-
-
-def _wait() -> None:
-    if GPU:
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 One training step of whole models, beside Hugging Face transformers, in one run: `make bench-train-gpu`.
 
 Every contender gets the same tokens, the same random weights' shapes in bfloat16, and an AdamW step. Tokens a second
-are the median of several steps. MFU is
+are the median of several steps, which follow each other as in a run: the host issues one while the GPU computes the one
+before. MFU is
 
     tokens/s * FLOPs of a token / rate
 
@@ -17,7 +18,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -41,7 +41,6 @@ from drawloom.components.ports.model import BatchContext, Head, LayerRange  # no
 from drawloom.kernels.adamw import ParamState, step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-STEPS = 2 if TINY else 10
 Step = Callable[[], object]
 
 DENSE: dict[str, Any] = {
@@ -228,22 +227,9 @@ def _rounded(parameters: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def _measured(step: Step, tokens: int, config: dict[str, Any], length: int, rate: float) -> str:
-    for _ in range(STEPS // 2):
-        step()
-    gpu = DEVICE.type == "cuda"
-    if gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        step()
-        if gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    a_second = tokens / sorted(times)[len(times) // 2]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else float("nan")
-    return f"{a_second:>14,.0f}{a_second * _operations(config, length) / rate:>10.1%}{memory:>10.1f}"
+    cost = clock.step_cost(step, DEVICE)
+    a_second = tokens / cost.seconds
+    return f"{a_second:>14,.0f}{a_second * _operations(config, length) / rate:>10.1%}{cost.allocated:>10.1f}"
 
 
 def _operations(config: dict[str, Any], length: int) -> float:
