@@ -251,6 +251,8 @@ def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
         x = torch.zeros(16)
         return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0
     layers = _layers(device)
+    for _ in range(3):  # the first compiles kernels
+        layers()
     times, end = list[float](), time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
