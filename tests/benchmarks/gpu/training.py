@@ -142,7 +142,8 @@ def _ours(
     _fill(model)
     rows, length = tokens.shape
     positions = torch.arange(length, device=DEVICE).expand(rows, length)
-    shared = BatchContext(positions, torch.zeros_like(positions), torch.ones(targets.shape, device=DEVICE))
+    weights = torch.ones(targets.shape, device=DEVICE)
+    shared = BatchContext(positions, torch.zeros_like(positions), weights, whole_rows=True)
     called: Any = torch.compile(model) if compiled else model
 
     def losses(hidden: Tensor, head: Head) -> Tensor:
