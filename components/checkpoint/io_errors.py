@@ -7,9 +7,9 @@ from pathlib import Path
 from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
 
-UNITS = ("bytes", "kB", "MB", "GB", "TB")
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = logging.getLogger("drawloom.checkpoint")
@@ -22,10 +22,10 @@ def described(error: Agreed, checkpoints: Path, need: int) -> str:
     if error.errno not in FULL:
         return str(error)
     try:
-        free = size(durable_files.free(checkpoints))
+        free = byte_size(durable_files.free(checkpoints))
     except OSError:  # the folder may be gone
         free = "an unknown number of bytes"
-    return f"disk full: needs {size(need)}, {free} free in {checkpoints} ({error})"
+    return f"disk full: needs {byte_size(need)}, {free} free in {checkpoints} ({error})"
 
 
 def check_space(world: Group, checkpoints: Path, minimum: int, likely: int) -> None:
@@ -38,24 +38,18 @@ def check_space(world: Group, checkpoints: Path, minimum: int, likely: int) -> N
     run_on_rank0(world, lambda: _check_space(checkpoints, *totals))
 
 
-def size(count: int) -> str:
-    """A number of bytes as text, in powers of a thousand."""
-    power = min((len(str(count)) - 1) // 3, len(UNITS) - 1)
-    return f"{count} bytes" if not power else f"{count / 1000**power:.1f} {UNITS[power]}"
-
-
 def _check_space(checkpoints: Path, minimum: int, likely: int) -> None:
     free = durable_files.free(checkpoints)
     if free < minimum:
         raise UserError(
-            f"{checkpoints}: a checkpoint needs about {size(likely)}, and {size(free)} are free; free some space, or "
-            "set run.folder to another disk"
+            f"{checkpoints}: a checkpoint needs about {byte_size(likely)}, and {byte_size(free)} are free; free some "
+            "space, or set run.folder to another disk"
         )
     # two, because the last checkpoint is removed only after the next one is committed
     if free < 2 * likely:
         log.warning(
             "%s: a checkpoint will need about %s, and %s are free; without space for two, saving may fail",
             checkpoints,
-            size(likely),
-            size(free),
+            byte_size(likely),
+            byte_size(free),
         )

@@ -8,6 +8,7 @@ from drawloom.components.commands._recipes import Pipeline, needed
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
@@ -38,7 +39,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     content = page(runs).encode()
     with writing(target):
         replace_file(target, content)
-    print_text(f"report of {len(content) / 1e6:.2f} MB in {target}")
+    print_text(f"report of {byte_size(len(content))} in {target}")
     return 0
 
 

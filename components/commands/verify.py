@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.checkpoint.io_errors import size
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
 from drawloom.components.commands._trained import no_checkpoint
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
@@ -31,4 +31,4 @@ def _line(checkpoint: Path) -> str:
         manifest = verify(checkpoint)
     except CorruptCheckpoint as error:
         return f"{checkpoint}: corrupt: {error}" if checkpoint.exists() else ""
-    return f"{checkpoint}: valid, {len(manifest.files)} files, {size(manifest.bytes)}"
+    return f"{checkpoint}: valid, {len(manifest.files)} files, {byte_size(manifest.bytes)}"

@@ -14,6 +14,7 @@ from drawloom.components.ports.memory import MemoryUser, memory_by_kind
 from drawloom.components.ports.model import Stages
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, Event, EventKind
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import Every, UserError, component
 
 log = logging.getLogger("drawloom.run")
@@ -46,8 +47,8 @@ class MemoryReport:
     def preview(self) -> str:
         """One line with the sum first, then each kind."""
         held = memory_by_kind(self.users.values())
-        parts = [f"{name(kind)} {megabytes(size)}" for kind, size in held.items()]
-        return "  ".join([f"memory  {megabytes(sum(held.values()))}", *parts])
+        parts = [f"{name(kind)} {byte_size(size)}" for kind, size in held.items()]
+        return "  ".join([f"memory  {byte_size(sum(held.values()))}", *parts])
 
     def on_event(self, event: Event) -> None:
         """Log one line when the run starts."""
@@ -60,7 +61,7 @@ class MemoryReport:
             return None
         peak = self.device.memory()
         sizes = {name(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
-        table = [f"  {kind:25}  {megabytes(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
+        table = [f"  {kind:25}  {byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
         remedies = [f"  {remedy}" for remedy in self._remedies()]
         lines = [f"{self.device.device} is out of memory: {_wanted(error)}", *table, "what would help:", *remedies]
         return UserError("\n".join(lines))
@@ -98,11 +99,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def megabytes(size: int) -> str:
-    """A number of bytes as `12.3 MB`, or `4.56 GB`."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
 def name(kind: str) -> str:
     """A kind of memory in words."""
     return "activations and workspace" if kind == "workspace" else kind.replace("_", " ")
@@ -117,7 +113,7 @@ def _wanted(error: BaseException) -> str:
 
 def _readable(amount: str) -> str:
     number, unit = amount.split()
-    return megabytes(int(number)) if unit == "bytes" else amount
+    return byte_size(int(number)) if unit == "bytes" else amount
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import remedies, toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
@@ -96,9 +97,9 @@ class PlanCheck:
         fitting = [each for each in remedies(recipe, planned) if each.plan.fits and each.plan.ranks == planned.ranks]
         helps = " or ".join("; ".join(toml_lines(each.values)) for each in fitting) or "more ranks, or a smaller model"
         most = max(planned.memory, key=lambda rank: rank.peak)
-        needed, there = (size / 1e9 for size in (most.peak, planned.device.memory))
+        needed, there = map(byte_size, (most.peak, planned.device.memory))
         return (
-            f"the run needs {needed:.1f} GB on a GPU, in {most.when}, and each has {there:.1f} GB; what "
+            f"the run needs {needed} on a GPU, in {most.when}, and each has {there}; what "
             f"would fit: {helps}; with refuse = false where this plan is made, the run is tried"
         )
 
@@ -106,13 +107,13 @@ class PlanCheck:
 def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
     """Planned and measured, and by how much the plan is wrong, as one line."""
     parts = [
-        _pair("memory", planned.peak_memory_bytes[0] / 1e9, None if memory is None else memory / 1e9, "GB"),
-        _pair("step", planned.time.seconds, seconds, "s"),
+        _pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
+        _pair("step", planned.time.seconds, seconds, lambda each: f"{each:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"
 
 
-def _pair(name: str, planned: float, measured: float | None, unit: str) -> str:
+def _pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
     if not measured:
-        return f"{name} {planned:.3g} {unit} planned"
-    return f"{name} {planned:.3g} {unit} planned, {measured:.3g} {unit} measured ({planned / measured - 1:+.1%})"
+        return f"{name} {text(planned)} planned"
+    return f"{name} {text(planned)} planned, {text(measured)} measured ({planned / measured - 1:+.1%})"

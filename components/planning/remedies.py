@@ -8,6 +8,7 @@ import attrs
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.ports.run import Batching
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -124,5 +125,5 @@ def remedies_text(found: Sequence[Remedy]) -> str:
         peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
         fits = "fits" if remedy.plan.fits else "too much"
         settings = "; ".join(remedy.lines)
-        lines.append(f"  {settings}  # {peak / 1e9:.1f} GB, {fits}; {seconds:.3g} s a step; {remedy.cost}")
+        lines.append(f"  {settings}  # {byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLarge, plan
 from drawloom.components.planning.remedies import Values, toml_lines
 from drawloom.components.ports.run import Batching
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -208,13 +209,13 @@ def search_text(found: Sequence[Found]) -> str:
     lines = ["" if found[0].plan.fits else "none fits; those that take least memory:"]
     for number, each in enumerate(found, 1):
         planned = each.plan
-        peak, part = max(planned.peak_memory_bytes) / 1e9, planned.time
+        peak, part = max(planned.peak_memory_bytes), planned.time
         spent = ", ".join(
             f"{name} {seconds / part.seconds:.0%}"
             for name, seconds in part.as_data().items()
             if name != "compute" and seconds > 0.01 * part.seconds
         )
-        speed = f"{part.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {peak:.1f} GB"
+        speed = f"{part.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {byte_size(peak)}"
         settings = "; ".join(_shortened(line) for line in toml_lines(each.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")

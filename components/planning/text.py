@@ -6,6 +6,7 @@ from typing import Any
 
 from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.planning.plan import Plan, RankMemory
+from drawloom.components.storage.byte_size import byte_size, unit_of
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -53,9 +54,9 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
     yield "step", f"{count} of {rows} on each replica, {plan.tokens:,} tokens in all"
     most = max(plan.memory, key=lambda memory: memory.peak)
-    of = f" of {_size(plan.device.memory)}" if plan.device.memory else ""
+    of = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{_size(most.peak)}{of} at most, in {most.when}{verdict}"
+    yield "memory", f"{byte_size(most.peak)}{of} at most, in {most.when}{verdict}"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     each = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
@@ -80,7 +81,7 @@ def _table(plan: Plan) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in memory.kept for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activations))
     shown = [label for label in labels if any(_part(memory, label) >= 0.01 for memory in plan.memory)]
-    unit, scale = _unit(max(plan.peak_memory_bytes))
+    unit, scale = unit_of(max(plan.peak_memory_bytes))
     sizes = [(kind.replace("_", " "), [memory.kept.get(kind, 0) for memory in plan.memory]) for kind in kinds]
     sizes += [("gradients", [memory.peak_gradients for memory in plan.memory])]
     sizes += [(f"  {label}", [memory.activations.get(label, 0) for memory in plan.memory]) for label in shown]
@@ -112,13 +113,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for name, *cells in rows:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         yield "  ".join([name.ljust(widths[0]), *columns]).rstrip()
-
-
-def _size(size: float) -> str:
-    unit, scale = _unit(size)
-    return f"{size / scale:,.{2 if unit == 'GB' else 1}f} {unit}"
-
-
-def _unit(size: float) -> tuple[str, float]:
-    """The largest unit that a number of bytes is at least one of, and its bytes."""
-    return next((each for each in (("GB", 1e9), ("MB", 1e6)) if size >= each[1]), ("kB", 1e3))

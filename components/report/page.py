@@ -16,6 +16,7 @@ from pathlib import Path
 from drawloom.components.report.ettr import ettr
 from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord, differences
+from drawloom.components.storage.byte_size import byte_size
 
 HERE = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
@@ -127,7 +128,7 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
     if "memory" in log.header:
         yield "memory, planned", log.header["memory"]
     if (memory := metrics.most("memory")) is not None:
-        yield "memory, measured", f"{memory / 1e6:,.1f} MB at most"
+        yield "memory, measured", f"{byte_size(memory)} at most"
     if log.skipped:
         yield "skipped steps", f"{log.skipped:,}"
     if (effective := ettr(log, metrics)) is not None:
@@ -196,7 +197,7 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        rows.append([f"{step:,}", *shown, f"{manifest.bytes / 1e6:,.1f} MB", f"{manifest.world_size}"])
+        rows.append([f"{step:,}", *shown, byte_size(manifest.bytes), f"{manifest.world_size}"])
     yield from _table(["step", "loss", "validation loss", "size", "ranks"], rows)
 
 

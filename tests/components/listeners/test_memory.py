@@ -106,5 +106,5 @@ def test_torchs_own_errors_of_the_cpu_are_out_of_memory(one_rank: Any) -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**52, dtype=torch.float64)
     assert is_out_of_memory(raised.value) and is_out_of_memory(MemoryError())
-    assert "36,028,797.02 GB could not be allocated" in str(report(one_rank).on_failure(raised.value))
+    assert "36,028.80 TB could not be allocated" in str(report(one_rank).on_failure(raised.value))
     assert report(one_rank).on_failure(RuntimeError("shapes differ")) is None

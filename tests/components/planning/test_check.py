@@ -10,13 +10,14 @@ from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning.check import PLAN, comparison
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.run import Event, Step
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
 from support.plans import RECIPE, on_a_gpu, plan_check
 
 
 def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
     """With settings that would fit, unless the run says that it wants to try."""
-    with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 0.0 GB; what would fit: .* = "):
+    with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 2.0 MB; what would fit: .* = "):
         plan_check(tmp_path, "cuda").open()
     with on_a_gpu(2_000_000):
         plan_check(tmp_path, "cuda", refuse=False).open()
@@ -35,7 +36,7 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
     when = re.escape(last.when)
     with (
         on_a_gpu(memory),
-        pytest.raises(UserError, match=f"the run needs {last.peak / 1e9:.1f} GB on a GPU, in {when}"),
+        pytest.raises(UserError, match=f"the run needs {byte_size(last.peak)} on a GPU, in {when}"),
     ):
         plan_check(tmp_path, "cuda", recipe, 2).open()
 

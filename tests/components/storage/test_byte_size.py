@@ -1,0 +1,26 @@
+"""Numbers of bytes as text."""
+
+import pytest
+
+from drawloom.components.storage.byte_size import byte_size, unit_of
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (1_500_000, "1.5 MB"),
+        (3_140_000_000, "3.14 GB"),
+        (5 * 10**16, "50,000.00 TB"),
+    ],
+)
+def test_the_unit_follows_the_size(size: int, text: str) -> None:
+    """Sizes have the greatest decimal unit of which there is at least one."""
+    assert byte_size(size) == text
+
+
+def test_columns_of_tables_have_a_unit_also_for_few_bytes() -> None:
+    """What shares a column is written in the unit of the largest number, kB at least."""
+    assert [unit_of(size)[0] for size in (0, 10**6, 10**9)] == ["kB", "MB", "GB"]
