@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -50,6 +50,8 @@ class Checkpointer:
     With `staging` a copy is written while training continues; without it training waits for the disk. After an I/O
     error training continues, up to `failures` failed saves in a row.
     """
+
+    names_outputs: ClassVar[tuple[str, ...]] = ("best",)
 
     folder: RunFolder
     mesh: Mesh

@@ -2,6 +2,7 @@
 
 import logging
 import signal as signals
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -21,7 +22,9 @@ from drawloom.components.ports.run import (
     Stop,
 )
 from drawloom.graph import Every, Ordered, UserError, at_least, component, setting
-from drawloom.graph.component import Traits
+from drawloom.graph.build.node import NodeView
+from drawloom.graph.component import Flow, Traits
+from drawloom.graph.problems import Problem, did_you_mean
 
 log = logging.getLogger("drawloom.run")
 
@@ -47,6 +50,18 @@ class Trainer:
     _skipped: int = attrs.field(init=False, default=0)
     _skip_reason: str = attrs.field(init=False, default="")
     _uncounted: Step | None = attrs.field(init=False, default=None)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Settings of phases that name an output, their `names_outputs`, name one that a phase writes, or may write."""
+        phases = node.neighbours("phases")
+        written = {value for phase in phases for value in _flow(phase.component).writes}
+        for phase in phases:
+            known = {*written, *(value.removesuffix("?") for value in _flow(phase.component).reads)}
+            for key in getattr(phase.component, "names_outputs", ()):
+                if (value := phase.settings[key]) is not None and value not in known:
+                    text = f"no phase of [{node.name}] writes an output {value!r}"
+                    yield phase.problem(key, text, did_you_mean(value, known))
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -163,8 +178,14 @@ class Trainer:
 
 def changes_weights(phase: Phase) -> bool:
     """Whether a phase's component declares that it writes or changes weights."""
+    flow = _flow(phase)
+    return "weights" in (*flow.writes, *flow.changes)
+
+
+def _flow(phase: Any) -> Flow:
+    """What a phase or its component declares that it reads and writes; nothing for one that is no component."""
     traits: Traits | None = getattr(phase, "__component__", None)
-    return traits is not None and "weights" in (*traits.flow.writes, *traits.flow.changes)
+    return Flow() if traits is None else traits.flow
 
 
 def _derives(phase: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import Event, LateValues, Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Every, Ordered, UserError, component
+from drawloom.graph import Every, Ordered, RecipeError, UserError, component
 from drawloom.graph.project import Recipe
 
 
@@ -318,3 +318,10 @@ def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None
     assert next(iter(graph.nodes["trainer"].edges)) == "phases"
     assert set(order[: len(needed)]) == needed > set(listeners)
     assert {"forward_backward", "executor", "stages", "data"}.isdisjoint(needed)
+
+
+def test_an_output_that_no_phase_writes_is_no_best_one() -> None:
+    """A checkpoint that is to be kept by an output of that name would never be; one that is written is taken."""
+    with pytest.raises(RecipeError, match=r"no phase of \[trainer\] writes an output 'validation_los'; did you mean"):
+        Recipe.load("first_run", "checkpoint.best=validation_los").check()
+    Recipe.load("first_run", "checkpoint.best=grad_norm").check()
