@@ -11,6 +11,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
 from drawloom.graph.build.node import NodeView
+from drawloom.graph.problems import KeyPath
 
 
 def check_betas(value: tuple[float, float] | None) -> str | None:
@@ -81,21 +82,26 @@ def param_groups(
 
 def unmatched(node: NodeView) -> Iterator[Problem]:
     """
-    Warnings of patterns of an optimizer's groups that no parameter of the model is left for.
+    Warnings of patterns of an optimizer's groups, or of its `targets`, that no parameter of the model is left for.
 
     A model tells the names by a classmethod `parameter_names`; where adapters or transforms change them, or the loss
     has a `module` of its own, the run alone knows them all.
     """
-    targets = _targets(node.settings["groups"])
-    for stages in node.neighbours("parameters") if targets else ():
+    groups, own_targets = node.settings["groups"], node.settings.get("targets")
+    kinds: list[tuple[dict[str, list[str]], list[KeyPath]]] = [
+        (_targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
+        ({} if own_targets is None else {"targets": own_targets}, [("targets",)]),
+    ]
+    for stages in node.neighbours("parameters") if any(targets for targets, _ in kinds) else ():
         losses = [each.component for each in stages.neighbours("loss")]
         own = any(hasattr(each, "module") or "module" in attrs.fields_dict(each) for each in losses)
         if own or stages.neighbours("adapters") or stages.neighbours("transforms"):
             continue
         for model in stages.neighbours("model"):
             names = getattr(model.component, "parameter_names", lambda _: ())(model)
-            for place, pattern, text in _faults(_placed(names, targets), targets):
-                yield node.warning(("groups", place, "targets"), f"the pattern {pattern!r} {text}")
+            for targets, paths in kinds:
+                for place, pattern, text in _faults(_placed(names, targets), targets):
+                    yield node.warning(paths[place], f"the pattern {pattern!r} {text}")
 
 
 def _targets(groups: Sequence[Group]) -> dict[str, list[str]]:

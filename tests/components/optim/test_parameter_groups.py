@@ -156,6 +156,14 @@ def test_check_finds_patterns_without_a_parameter(use: str) -> None:
     ]
 
 
+def test_check_finds_targets_of_muon_without_a_parameter() -> None:
+    """`check` warns of them as of patterns of groups, and of none that names layers."""
+    muon = {"use": "optim.muon", "lr": 1e-3, "targets": ["*layers.*", "*_prj.*"]}
+    assert texts(Recipe.load("first_run").with_values({"optimizer": muon})) == [
+        "the pattern '*_prj.*' matches no trained parameter; one is called 'model.embed_tokens.weight'"
+    ]
+
+
 @pytest.mark.parametrize("name", ["first_run", "moe"])
 def test_check_knows_the_names_that_a_run_trains(name: str) -> None:
     """A group for each parameter, by its whole name, gives no warning; and one is left over that the model lacks."""
