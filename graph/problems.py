@@ -100,6 +100,9 @@ time, and a recipe with thousands of problems must still be reported within seco
 LONGEST = 60
 """Letters of a name that are compared."""
 
+SHORT = 3
+"""Letters of a name that is not taken for one with another letter."""
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_-."
 
 
@@ -118,7 +121,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     The known name that is most similar to `name`, ignoring case; None if none is similar.
 
-    One word is compared with the last ones of dotted names, too: `optim.adamw` is near to `adamw`.
+    One word is compared with the last ones of dotted names, too: `optim.adamw` is near to `adamw`. Of short words one
+    with another letter is another word: `cpu` is not near to `gpu`, but to `cup`.
     """
     known = list(known)
     if len(known) >= TOO_MANY:
@@ -128,6 +132,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     name = name.casefold()[:LONGEST]
     # Sorted, so that of equally similar names the same is suggested on every machine.
     folded = {candidate.casefold(): candidate for candidate in sorted(known)}
+    if len(name) <= SHORT:
+        folded = {
+            each: known for each, known in folded.items() if len(each) != len(name) or sorted(each) == sorted(name)
+        }
     near = difflib.get_close_matches(name, folded, n=1, cutoff=0.6) if len(folded) < MANY else _one_edit(name, folded)
     return folded[near[0]] if near else None
 

@@ -32,6 +32,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.problems import nearest
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.overrides import read_overrides
@@ -125,6 +126,9 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
         return _simulated(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
         raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
+    if near := _near(options.recipe, project):
+        text = f"there is no recipe or schedule {options.recipe!r}; did you mean {near!r}"
+        raise UserError(f"{text}, with --ranks 4 --microbatches 8?", 2)
     recipe = _recipe(options, project)
     found = Pipeline.of(recipe)
     _check_stages(options, found.use, found.schedule, found.ranks)
@@ -142,6 +146,14 @@ def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
 
 def _is_recipe(name: str, project: Project) -> bool:
     return name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
+
+
+def _near(name: str, project: Project) -> str | None:
+    """The schedule that a name is near to, if it is that of no recipe, nor near to one."""
+    folder = RecipeFolder(project.recipes)
+    if Path(name).exists() or _is_recipe(name, project) or nearest(name, folder.names):
+        return None
+    return nearest(name, [each.removeprefix(FOLDER) for each in project.registry.names() if each.startswith(FOLDER)])
 
 
 def _of_file(options: argparse.Namespace, project: Project) -> Summary:

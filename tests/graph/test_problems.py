@@ -28,6 +28,16 @@ def test_the_nearest_name_is_found_whatever_its_case(name: str, found: str | Non
     assert nearest(name, KNOWN) == found
 
 
+def test_of_short_names_another_letter_makes_another_word() -> None:
+    """Letters may be swapped or missing."""
+    assert [nearest(name, ["cpu", "cuda", "auto"]) for name in ("gpu", "cup", "cp", "CPU")] == [
+        None,
+        "cpu",
+        "cpu",
+        "cpu",
+    ]
+
+
 def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
     """A hint lists the choices only if there are few."""
     assert did_you_mean("kep", KNOWN) == "did you mean 'Keep'?"

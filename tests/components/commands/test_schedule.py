@@ -204,6 +204,10 @@ def test_costs_are_planned(capsys: Capture) -> None:
         ),
         (["no_such_recipe"], "no_such_recipe"),
         (["zero_bubble_v"], "zero_bubble_v is a schedule; write --ranks 4 --microbatches 8"),
+        (
+            ["zero_buble_v"],
+            "there is no recipe or schedule 'zero_buble_v'; did you mean 'zero_bubble_v', with --ranks 4",
+        ),
     ],
 )
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
