@@ -2,7 +2,8 @@
 Cut cross entropy in Triton: logits are computed in tiles in registers, and never written.
 
 The backward pass writes the logits' gradients of some tokens at a time. Without filtering, they go through torch's
-matrix products; with it, through products over the tiles that are left. The weight's gradient is summed in float32.
+matrix products; with it, through products over the tiles that are left, with a copy of the weight whose words are
+sorted. The weight's gradient is summed in float32. On GPUs that have TMA, half precision is multiplied by it.
 
 In float32 all products are torch's, which are several times as fast as Triton's, and by TF32 if torch is set to that.
 So the logits of some tokens at a time are written, too.
