@@ -201,11 +201,20 @@ def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float
     return (10.0 if backward else 4.0) * queries * keys
 
 
+def _logits(hidden: Tensor, weight: Tensor, most: int) -> int:
+    """Bytes of the logits that exist together."""
+    return min(len(hidden) * len(weight), most) * hidden.dtype.itemsize
+
+
 def _scratch(name: str, args: Any) -> int:
     """Bytes that exist inside of an operation alone: of logits, or of gradients before they are summed and rounded."""
-    if name in ("linear_cross_entropy", "cut_cross_entropy_backward"):
-        most = args[7] if name == "linear_cross_entropy" else args[9]
-        return int(min(len(args[0]) * len(args[1]), most)) * int(args[0].dtype.itemsize)
+    if name == "linear_cross_entropy":
+        return _logits(args[0], args[1], args[7])
+    if name == "cut_cross_entropy_backward":
+        hidden, weight, filter_eps, max_logits, needs_weight = args[0], args[1], args[6], args[9], args[11]
+        sums = 4 * int(weight.numel()) if needs_weight and weight.dtype != torch.float32 else 0
+        # A filter sorts a copy of the weight.
+        return _logits(hidden, weight, max_logits) + sums + (int(weight.nbytes) if filter_eps else 0)
     if name == "attention_backward":
         # cuDNN sums gradients of queries in float32, and has those of keys and values by head of the queries.
         _, q, k, _ = args

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.distributed.meta_collectives import collective
 from drawloom.components.planning.recorder import Part, Recorder
+from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 
 DEVICE = DeviceModel(
     name="made up",
@@ -65,6 +68,24 @@ def test_an_operation_takes_as_long_as_its_slower_side() -> None:
     assert (product.flops, product.seconds) == (2 * 100 * 1000 * 100, pytest.approx(2e7 / 5e5))
     assert (addition.flops, addition.seconds) == (0, pytest.approx(2 * 4e5 / 1e6))
     assert product.host == addition.host == 1.0
+
+
+@pytest.mark.parametrize("least", [0.0, 0.1])
+def test_what_an_operation_holds_for_itself_is_in_the_peak(least: float) -> None:
+    """Cut cross entropy holds gradients of logits, sums in float32, and a copy of the weight if a filter sorts it."""
+    tokens, width, words = 256, 64, 512
+    hidden = torch.empty(tokens, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(words, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.empty(tokens, device="meta", dtype=torch.int64)
+    with recorder() as found:
+        losses = cut_cross_entropy_triton(hidden, weight, targets, Cut(filter_eps=least))[0]
+        grad = torch.empty_like(losses)
+        found.begin()
+        grads = torch.autograd.grad(losses, (hidden, weight), grad)
+        rise = found.end().rise
+    mine = 2 * tokens * words + 4 * words * width + (2 * words * width if least else 0)
+    small = 16 * tokens  # numbers by token, some of them twice
+    assert mine < rise - sum(each.nbytes for each in grads) <= mine + small
 
 
 def test_collectives_take_the_time_of_links() -> None:
