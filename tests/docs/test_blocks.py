@@ -34,7 +34,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 SHELL = {"cat", "cd", "cp", "head", "ls", "mkdir", "printf", "unzip"}
 HERE = "PYTHONPATH=. "
 TARGET = re.compile(r"^(?P<name>[\w-]+):.*\n(?:\t.*\n)*", re.MULTILINE)
-NUMBER = re.compile(r"\d[\d,.:]*(e-?\d+)?( [kMGT]?i?B\b)?")
+NUMBER = re.compile(r"\d[\d,.:]*(e-?\d+)?( ([kMGT]?i?B|bytes)\b)?")
 
 
 @pytest.fixture(scope="session")
