@@ -171,7 +171,7 @@ class _WiringDrawing:
         for label, box, x, y, more in [*self._where_arrows_end(), *self._where_arrows_begin()]:
             width = width_of(label, LABEL)
             left = x - width if more == END else x
-            area = (left, y - LABEL, left + width, y + 2)
+            area = (left, y - LABEL, left + width, y + LABEL / 3)  # with descenders
             if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in taken):
                 taken.append(area)
                 yield from haloed(x, y, label, LABEL, self.colours[box].strong, more)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
@@ -64,6 +64,7 @@ def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> 
 
 
 @given(st.dictionaries(st.sampled_from(list(combinations("abcdefgh", 2))), st.text("xy", min_size=9, max_size=15)))
+@example({(way[0], way[1]): "x" * 8 + way[-1] for way in ("dgx", "acy", "dex", "bcx", "ghx", "cex", "dhx", "chx")})
 def test_labels_at_arrows_do_not_overlap(labels: dict[tuple[str, str], str]) -> None:
     """In any graph, labels overlap neither labels nor boxes, and are inside the picture."""
     boxes = tuple(Box(name, "some.component") for name in "abcdefgh")
