@@ -42,7 +42,8 @@ from support.runs import write_corpus
 STEPS = 30
 KEEP = 2
 PHASES = ("start", "load", "train", "copy", "write", "commit", "rename", "rotate", "end")
-SURVIVOR = 2.0  # seconds in which a rank notices that another is gone
+SURVIVOR = 2.0  # seconds in which a rank notices that another is gone, if nothing else keeps the cores busy
+STUCK = 10.0  # seconds after which it never will
 NUMBERS = struct.Struct("=BBhh")  # for each rank: main thread's phase, another thread's, restored, committed
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
@@ -203,10 +204,10 @@ def _kill(life: "_Life", only: int | None, found: Findings) -> None:
         return
     began = time.monotonic()
     life.kill([only])
-    codes = life.end_by_itself(SURVIVOR)
+    codes = life.end_by_itself(STUCK)
     found.slowest = max(found.slowest, time.monotonic() - began)
     if codes is None:
-        found.stuck.append(f"{life.name}: rank {only} was killed, and the other was still there after {SURVIVOR:g} s")
+        found.stuck.append(f"{life.name}: rank {only} was killed, and the other was still there after {STUCK:g} s")
         life.kill(range(len(life.children)))
 
 
