@@ -129,6 +129,8 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
     config |= {"rope_theta": base}
+    if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
+        config["use_sliding_window"] = False  # as to transformers; a missing window is the default
     config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}} | {
         key: None for key in family.nullable if key in config and config[key] is None
     }
@@ -154,7 +156,8 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
 
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     """Values of a config that the model does not implement."""
-    for key, value in {"model_type": family.model_type, **FIXED, **family.fixed}.items():
+    # Any config may have is_causal, which only those of embedders do; none that is written needs it.
+    for key, value in {"model_type": family.model_type, "is_causal": True, **FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
 

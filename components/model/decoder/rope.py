@@ -160,10 +160,10 @@ def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
                 "rotates a part of each head only (partial_rotary_factor), where only the whole can be built"
             )
     base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _scaling(rope, config.get("max_position_embeddings"))
+    return base, _scaling(rope, config)
 
 
-def _scaling(rope: Mapping[str, Any], max_positions: Any) -> RopeScaling | None:
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
     if kind not in list(USED):
@@ -174,8 +174,9 @@ def _scaling(rope: Mapping[str, Any], max_positions: Any) -> RopeScaling | None:
         raise ValueError(f"says {strange[0]} of rotary positions of kind {kind!r}, which can't be built")
     if kind == "default":
         return None
-    if "original_max_position_embeddings" in used:
-        given.setdefault("original_max_position_embeddings", max_positions)
+    if (length := "original_max_position_embeddings") in used:
+        # What stands at the top of a config is used before what is within, as by transformers.
+        given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
     return _made(kind, given)
 
 

@@ -1,11 +1,13 @@
 """Qwen2.5 against transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drawloom.components.model.qwen2 import Qwen2
+from drawloom.components.model.decoder.hugging_face import read_config
+from drawloom.components.model.qwen2 import QWEN2, Qwen2
 from support.families import assert_equal_to_transformers, assert_files_go_both_ways, small
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -31,3 +33,17 @@ def test_windows_are_of_the_last_layers_if_they_are_used() -> None:
     model = small(Qwen2, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert [model.architecture.window_of(layer) for layer in (0, 1)] == [None, 4]
     assert small(Qwen2, sliding_window=4, max_window_layers=1).architecture.window_of(1) is None
+
+
+def test_a_window_that_is_null_is_none_even_if_windows_are_used(tmp_path: Path) -> None:
+    """As to transformers; a missing one is of 4096 tokens."""
+    from transformers import AutoConfig  # takes seconds
+
+    config = small(Qwen2, use_sliding_window=True, max_window_layers=1).hugging_face_config()
+    for given, window in ({}, 4096), ({"sliding_window": None}, None):
+        config = {key: value for key, value in config.items() if key != "sliding_window"} | given
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        wanted = "full_attention" if window is None else "sliding_attention"
+        assert AutoConfig.from_pretrained(tmp_path).layer_types == ["full_attention", wanted]
+        found = read_config(QWEN2, tmp_path)
+        assert [found.window_of(layer) for layer in (0, 1)] == [None, window]

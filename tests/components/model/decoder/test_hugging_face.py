@@ -175,6 +175,20 @@ def test_older_form_of_rope_scaling(tmp_path: Path, transformers: Any) -> None:
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
 
 
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_the_original_length_at_the_top_is_the_one_used(kind: str, tmp_path: Path, transformers: Any) -> None:
+    """A length outside of `rope_scaling` is used before one within, and in place of none, as transformers does."""
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    for within in ({}, {"original_max_position_embeddings": 16}):
+        scaling = {"type": kind, "factor": 4.0, **bounds, **within}
+        config = {"rope_scaling": scaling, "original_max_position_embeddings": 8}
+        found = read_config(DENSE, written(tmp_path, **config)).rope_scaling
+        theirs: Any = transformers.Qwen3Config.from_pretrained(tmp_path)
+        theirs.standardize_rope_params()  # as when a model is built of it
+        assert found is not None
+        assert found.original_max_position_embeddings == 8 == theirs.rope_parameters["original_max_position_embeddings"]
+
+
 def test_llama3_is_written_with_what_transformers_has_no_defaults_for(transformers: Any) -> None:
     """Bounds that were left out are in the config."""
     rope = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8)
@@ -186,6 +200,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "another family": ({"model_type": "llama"}, 'model_type = "llama", where only "qwen3"'),
     "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
     "sliding window": ({"use_sliding_window": True}, "use_sliding_window = true, where only false"),
+    "sight of what follows": ({"is_causal": False}, "is_causal = false, where only true"),
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "says layer_types other than"),
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
