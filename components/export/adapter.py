@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import attrs
 from torch import nn
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
@@ -117,12 +118,15 @@ def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
 
 def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
     """The `adapter_config.json` of a model with adapters. Raises UserError if PEFT has no such adapters."""
-    pairs = [pair for name, layer in adapted_layers(whole) for pair in layer.low_ranks(name)]
+    experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
+    pairs = [_beside(experts, pair) for name, layer in adapted_layers(whole) for pair in layer.low_ranks(name)]
     if not pairs:
         raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
     if len({pair.dora for pair in pairs}) > 1:
         raise UserError("PEFT has DoRA for all layers or for none; write the same `dora` in all adapters")
     fused = [pair for pair in pairs if pair.fused]
+    if fused and pairs[0].dora:
+        raise UserError(f"PEFT has no DoRA for {fused[0].target}, in a model with experts; take the export")
     # PEFT warns of patterns for fused parameters, though it uses them: theirs are the defaults.
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
@@ -151,6 +155,17 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _beside(experts: bool, pair: LowRank) -> LowRank:
+    """
+    The entry of a module, in a model with experts by its parameter.
+
+    PEFT 0.21 takes modules that are called as projections of experts for these, also where they are no experts.
+    """
+    if not experts or pair.target.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj") or pair.fused:
+        return pair
+    return attrs.evolve(pair, target=f"{pair.target}.weight", fused=True)
 
 
 def _targets(whole: nn.Module, pairs: list[LowRank]) -> list[str]:

@@ -13,11 +13,13 @@ from torch import Tensor
 from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.model.dots1 import Dots1
 from drawloom.components.ports.run import FinalTask
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import mismatches
 from support.adapted import OneStage, adapted, lora
-from support.qwen3 import dense, logits_of, one_document, sparse
+from support.families import small
+from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse
 
 
 def full(*targets: str) -> FullTuning:
@@ -48,8 +50,20 @@ def theirs(folder: Path, adapter: Path | None = None) -> Any:
         model = kinds.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
         if adapter is not None:
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # PEFT uses patterns of parameters, and says that it does not.
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             model = PeftModel.from_pretrained(model, adapter).eval()
     return model
+
+
+def mixed() -> Any:
+    """A model whose first layer has no experts."""
+    return sparse(mlp_only_layers=[0], intermediate_size=40)
+
+
+def shared() -> Any:
+    """A model with experts that all tokens visit, and a layer without experts."""
+    return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
 
 
 CASES: dict[str, Any] = {
@@ -64,6 +78,9 @@ CASES: dict[str, Any] = {
     "experts": lambda: (sparse(), lora("experts", "q_proj", rslora=True)),
     "one parameter of experts": lambda: (sparse(), lora("experts.gate_up_proj")),
     "experts with a rank of their own": lambda: (sparse(), lora("experts.down_proj"), lora("q_proj", rank=2)),
+    "layers beside experts": lambda: (mixed(), lora("down_proj", "q_proj")),
+    "all beside experts and these": lambda: (mixed(), lora("self_attn.*", "0.mlp.*", rank=2), lora("experts")),
+    "shared experts": lambda: (shared(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
 }
 
@@ -111,10 +128,11 @@ def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path,
     [
         ([lambda: full("norm")], "an adapter for PEFT needs LoRA"),
         ([lambda: lora("q_proj"), lambda: lora("k_proj", dora=True)], "PEFT has DoRA for all layers or for none"),
+        ([lambda: lora("layers.0.mlp.up_proj", dora=True)], "PEFT has no DoRA for model.layers.0.mlp.up_proj"),
     ],
 )
 def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
     """Nothing is written."""
     with pytest.raises(UserError, match=text):
-        export(tmp_path, one_rank.world, dense(), *(make() for make in adapters))
+        export(tmp_path, one_rank.world, mixed(), *(make() for make in adapters))
     assert not (tmp_path / "adapter").exists()
