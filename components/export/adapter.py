@@ -22,6 +22,7 @@ from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.storage.safetensors.reader import INDEX, open_safetensors_folder
 from drawloom.components.storage.safetensors.writer import new_safetensors_file
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, adapted_layers, adapted_model
+from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same
 from drawloom.components.weights.save import PlannedFile
 from drawloom.graph import Problem, UserError, component, setting
@@ -113,7 +114,7 @@ PREFIX = "base_model.model."
 def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """Maps parameters of a model with adapters to PEFT's tensors: those of adapters, and of parts tuned in full."""
     layers = [layer.peft_mapper(name) for name, layer in adapted_layers(whole)]
-    return parallel(*layers, *(_saved(name, tied) for name in _saved_parameters(whole)))
+    return parallel(*layers, *(_saved(name, tied) for name in _saved_tensors(whole)))
 
 
 def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
-    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _saved_parameters(whole)))
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _saved_tensors(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
     return {
@@ -178,20 +179,20 @@ def _targets(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
     return sorted({end if (end := name.rpartition(".")[2]) in short else name for name in adapted})
 
 
-def _saved_parameters(whole: nn.Module) -> list[str]:
-    """The parameters of modules that are tuned in full, if only in part: PEFT saves modules."""
+def _saved_tensors(whole: nn.Module) -> list[str]:
+    """The parameters and buffers of modules that are tuned in full, if only in part: PEFT saves modules."""
     return [
         f"{name}.{leaf}"
         for name, module in whole.named_modules()
         if not isinstance(module, AdaptedLayer)
-        for own in [dict(module.named_parameters(recurse=False))]
-        if any(parameter.requires_grad for parameter in own.values())
-        for leaf in own
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        for leaf in persistent_tensors(module)
+        if "." not in leaf
     ]
 
 
 def _saved(name: str, tied: bool) -> Mapper:
-    """A parameter of a module that is tuned in full; that of a tied embedding is the head's, too."""
+    """A tensor of a module that is tuned in full; that of a tied embedding is the head's, too."""
     theirs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
         theirs.append(f"{PREFIX}{HEAD}")

@@ -81,6 +81,7 @@ CASES: dict[str, Any] = {
     "layers beside experts": lambda: (mixed(), lora("down_proj", "q_proj")),
     "all beside experts and these": lambda: (mixed(), lora("self_attn.*", "0.mlp.*", rank=2), lora("experts")),
     "shared experts": lambda: (shared(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
+    "a router with a bias": lambda: (shared(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
 }
 
