@@ -35,8 +35,8 @@ journeys: .venv/test
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)
 
-# About ten minutes on two cores, and half an hour at most: every part of it has a limit of its own. Property tests are
-# run with more examples than `make test` takes.
+# A quarter of an hour on two cores, and half an hour at most: every part of it has a limit of its own. Property tests
+# are run with more examples than `make test` takes.
 soak: .venv/soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile

@@ -2,6 +2,7 @@
 
 import math
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import attrs
 import torch
@@ -27,7 +28,9 @@ class ClipGroupNorm:
     reduce: Reduce
     device: Device
     max_norm: float = setting(check=above(0), doc="the largest norm that is let through")
-    norm_type: float = setting(default=2.0, check=at_least(1), doc="p of the norm; inf is the largest magnitude")
+    norm_type: float | Literal["inf"] = setting(
+        default=2.0, check=at_least(1), doc='p of the norm; "inf" is the largest magnitude'
+    )
     targets: list[str] = setting(factory=lambda: ["*"], doc="patterns (fnmatch) of the names of the parameters")
     _checked: bool = attrs.field(init=False, default=False)
 
@@ -43,7 +46,7 @@ class ClipGroupNorm:
         if not self._checked:
             self._check(len(found))
         whole = [gradient for gradient in found if gradient.numel()]  # a rank may have an empty slice
-        p = self.norm_type
+        p = float(self.norm_type)
         norms = torch.stack([*torch._foreach_norm(whole, p, dtype=torch.float64)]) if whole else self._zeros(1)
         if math.isinf(p):
             return self.reduce.largest(norms.amax())

@@ -184,6 +184,8 @@ def _objection(value: Any, kind: Any) -> str:
 
 
 def _choose(value: Any, kind: Any) -> Any:
+    if type(value) is float and value == math.inf:
+        value = "inf"  # numbers are finite; where infinity means something, it is a choice beside them
     for plain, choice in _choices(kind):
         if type(plain) is type(value) and plain == value:  # since True == 1 == 1.0 in Python
             return choice

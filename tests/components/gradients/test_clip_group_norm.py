@@ -1,6 +1,5 @@
 """Clipping of groups of parameters by norms of any order, against torch's on the whole gradients."""
 
-import math
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
 
 
 class Held:
@@ -53,25 +53,34 @@ def clipped(held: Held, reduce: Any, **settings: Any) -> list[Tensor]:
     return [parameter.grad for _, parameter in held.named() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
-def test_clipping_is_torchs_for_every_order(p: float, max_norm: float) -> None:
+def test_clipping_is_torchs_for_every_order(p: Any, max_norm: float) -> None:
     """All gradients are scaled as by clip_grad_norm_, also where a slice is empty."""
     torch.manual_seed(0)
     held = Held(a=torch.randn(3, 4), b=torch.randn(0, 2), c=torch.randn(5))
     expected = [nn.Parameter(torch.zeros_like(part)) for _, part in held.named()]
     for mine, (_, theirs) in zip(expected, held.named(), strict=True):
         mine.grad = theirs.grad.clone()  # type: ignore[union-attr]
-    torch.nn.utils.clip_grad_norm_([expected[0], expected[2]], max_norm, norm_type=p)
+    torch.nn.utils.clip_grad_norm_([expected[0], expected[2]], max_norm, norm_type=float(p))
     for ours, theirs in zip(clipped(held, Other(), max_norm=max_norm, norm_type=p), expected, strict=True):
         torch.testing.assert_close(ours, theirs.grad)
 
 
-@pytest.mark.parametrize(("p", "others", "norm"), [(2.0, 16.0, 5.0), (1.0, 2.0, 5.0), (math.inf, 6.0, 6.0)])
-def test_other_ranks_count_in_the_norm(p: float, others: float, norm: float) -> None:
+@pytest.mark.parametrize(("p", "others", "norm"), [(2.0, 16.0, 5.0), (1.0, 2.0, 5.0), ("inf", 6.0, 6.0)])
+def test_other_ranks_count_in_the_norm(p: Any, others: float, norm: float) -> None:
     """Powers are added over ranks, and the maximum is taken over ranks."""
     [found] = clipped(Held(a=torch.tensor([3.0])), Other(others), max_norm=1.0, norm_type=p)
     torch.testing.assert_close(found, torch.tensor([3.0 / norm]))
+
+
+@pytest.mark.parametrize("p", ["1", "inf", '"inf"'])
+def test_a_recipe_may_write_any_order(p: str) -> None:
+    """Infinity is written as TOML's number, or as a string."""
+    words = "clip.use=gradients.clip_group_norm", "clip.max_norm=1.0", f"clip.norm_type={p}"
+    given = {"stages": Held(), "reduce": Other(), "device": ComputeDevice(kind="cpu")}
+    with Recipe.load("first_run", *words).open(only="clip", given=given) as run:
+        assert run["clip"].norm_type == {"1": 1.0}.get(p, "inf")
 
 
 def test_only_the_group_is_clipped() -> None:

@@ -115,6 +115,8 @@ def accepted(value: Any, kind: Any) -> Any:
         ({"a": [1]}, Any, {"a": [1]}),
         (None, int | None, None),
         ("last", int | Literal["last", "never"], "last"),
+        ("inf", float | Literal["inf"], "inf"),
+        (math.inf, float | Literal["inf"], "inf"),
         (3, float | int, 3),
         (3, Curve | int, 3),
         ({"rate": 1}, Curve | None, Curve(1.0)),
