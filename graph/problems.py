@@ -132,6 +132,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     name = name.casefold()[:LONGEST]
     # Sorted, so that of equally similar names the same is suggested on every machine.
     folded = {candidate.casefold(): candidate for candidate in sorted(known)}
+    if name in folded:
+        return folded[name]
     if len(name) <= SHORT:
         folded = {
             each: known for each, known in folded.items() if len(each) != len(name) or sorted(each) == sorted(name)

@@ -159,9 +159,9 @@ class Recipe:
         """A recipe from nested dicts, as tomllib returns them; problems are placed in `source`."""
         return cls(MergedRecipe.of(data, source), project or Project.of("drawloom"))
 
-    def with_values(self, data: Mapping[str, Any]) -> "Recipe":
-        """Another recipe: this one with the values of nested dicts merged over it."""
-        return attrs.evolve(self, merged=self.merged.with_values(data))
+    def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
+        """Another recipe: this one with the values of nested dicts merged over it, called `source` in problems."""
+        return attrs.evolve(self, merged=self.merged.with_values(data, source))
 
     @cached_property
     def graph(self) -> Graph:

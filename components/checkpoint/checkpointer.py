@@ -69,9 +69,9 @@ class Checkpointer:
         default=None, check=at_least(1), doc="also keep the checkpoints of every n-th step, for ever"
     )
     best: str | None = setting(
-        default=None, doc="output by which the best checkpoint is kept too, such as validation_loss"
+        default=None, doc="number of a step by which the best checkpoint is kept too, such as validation_loss"
     )
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that output is best")
+    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that number is best")
     failures: int = setting(default=3, check=at_least(1), doc="saves that may fail in a row before the run stops")
 
     _saved: int = attrs.field(init=False, default=0)  # the step of the newest save that has not failed

@@ -133,7 +133,7 @@ def _compare_entries(checkpoint: Path, name: str, saved: set[str], here: set[str
         return
     parts = [("missing", here - saved), ("unexpected", saved - here)]
     differences = "; ".join(f"{what} {', '.join(sorted(which)[:20])}" for what, which in parts if which)
-    raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {differences}")
+    raise _unfit(checkpoint, name, differences)
 
 
 def _load(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) -> None:
@@ -144,7 +144,12 @@ def _load(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) ->
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         if others := list(_other_shapes(node.state_dict(), state)):
             text = "; ".join([*others[:5], *([f"and {len(others) - 5} more"] if len(others) > 5 else [])])
-        raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {text}") from error
+        raise _unfit(checkpoint, name, str(text)) from error
+
+
+def _unfit(checkpoint: Path, name: str, why: str) -> UserError:
+    text = f"{checkpoint}: its state of [{name}] does not fit the node: {why}"
+    return UserError(f"{text}; undo what was changed, or use another run name")
 
 
 def _other_shapes(here: Any, saved: Any, name: str = "") -> Iterator[str]:

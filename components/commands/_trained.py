@@ -75,6 +75,8 @@ def no_checkpoint(folder: Path) -> UserError:
     # Where runs are if their recipes don't say it; a run is called by its name as easily as by its folder.
     near = Path("runs") / folder
     hint = f"did you mean {str(near)!r}?" if near.is_dir() else "give the folder of a run, such as runs/first_run"
+    if folder.parent.name == FOLDER and folder in committed(folder.parent):
+        what, hint = "is a checkpoint", f"give the folder of its run, {folder.parent.parent}"
     return UserError(f"{folder} {what}; {hint}", 2)
 
 

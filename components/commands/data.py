@@ -5,6 +5,7 @@ from pathlib import Path
 
 from drawloom.components.commands._data_audit import audit
 from drawloom.components.commands._data_show import row_text, statistics
+from drawloom.components.commands._options import integer
 from drawloom.components.commands._recipes import only
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "audit", "verify"), help="what to do")
     parser.add_argument("subject", metavar="RECIPE|RUN|STORE", help="a recipe to show, a run to audit, or a store")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--row", type=int, action="append", default=[], metavar="N", help="show a row, from 0")
+    parser.add_argument("--row", type=integer(0), action="append", default=[], metavar="N", help="show a row, from 0")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="train if left out")
     parser.epilog = "Single values are set by node.key=value."
 

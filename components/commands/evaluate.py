@@ -87,7 +87,7 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any] | None) -> Recipe:
         if has_pairs(graph.nodes[name].spec.cls):
             changes[name] = {"use": "loss.next_token"}
     for name, values in changes.items():
-        recipe = recipe.with_values(nested(name, values))
+        recipe = recipe.with_values(nested(name, values), "--corpus")
     return recipe
 
 

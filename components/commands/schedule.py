@@ -121,7 +121,9 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
-        name, size = options.recipe.removeprefix(FOLDER), Size(options.ranks, needed(options.microbatches))
+        name = options.recipe.removeprefix(FOLDER)
+        _spec(project, name)  # a misspelt name before what else is missing
+        size = Size(options.ranks, needed(options.microbatches))
         source = _costs.source(options, project, None)
         return _simulated(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
@@ -208,6 +210,15 @@ def _complete(project: Project) -> Iterator[str]:
             yield name.removeprefix(FOLDER)
 
 
+def _spec(project: Project, name: str) -> tuple[str, Spec]:
+    """The whole name of a schedule, and its component. Raises RecipeError if there is none of that name."""
+    use = name if "." in name else FOLDER + name
+    spec = project.registry.find(use)
+    if isinstance(spec, Problem):
+        raise RecipeError([spec])
+    return use, spec
+
+
 def _by_name(
     options: argparse.Namespace,
     project: Project,
@@ -221,10 +232,7 @@ def _by_name(
 
     Raises UserError if it has another number of stages per rank, unless `anyway`.
     """
-    use = name if "." in name else FOLDER + name
-    spec = project.registry.find(use)
-    if isinstance(spec, Problem):
-        raise RecipeError([spec])
+    use, spec = _spec(project, name)
     data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
         data["stages_per_rank"] = options.stages_per_rank

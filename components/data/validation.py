@@ -3,7 +3,10 @@
 import logging
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import Batch, PackedDataset
+import attrs
+import torch
+
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset
 from drawloom.components.ports.run import Batching
 from drawloom.graph import at_least, component, setting
 
@@ -31,14 +34,21 @@ class Validation:
 
     def batches(self) -> Iterator[Batch]:
         """
-        This data-parallel rank's microbatches: over all ranks, every row once.
+        This data-parallel rank's microbatches: over all ranks, every row once, and as many microbatches on each.
 
-        Ranks may have different numbers of microbatches, even none.
+        A rank that has fewer rows than others gets some without weight, as it takes part in gathering what is sharded.
         """
-        mine = self.row_indices()[self.batching.dp_rank :: self.batching.dp_size]
-        size = self.batching.micro_size
-        for start in range(0, len(mine), size):
-            yield self.rows.batch("validation", mine[start : start + size])
+        every, size = self.row_indices(), self.batching.micro_size
+        mine = every[self.batching.dp_rank :: self.batching.dp_size]
+        most = -(-len(every) // self.batching.dp_size)
+        for start in range(0, most, size):
+            rows = mine[start : start + size]
+            yield self.rows.batch("validation", rows) if rows else self._without_weight(every[:1])
+
+    def _without_weight(self, rows: list[int]) -> Batch:
+        batch = self.rows.batch("validation", rows)
+        nothing = {"targets": torch.full_like(batch.targets, IGNORE_INDEX), "weights": torch.zeros_like(batch.weights)}
+        return attrs.evolve(batch, **nothing, padding=batch.tokens.numel())
 
     def row_indices(self) -> list[int]:
         """The indices of the evaluated rows, in order."""

@@ -110,11 +110,11 @@ class AutoModel:
         return 0
 
     @classmethod
-    def parameter_names(cls, node: Any) -> list[str]:
-        """The names of all parameters; none if no model can be built of the folder's config."""
+    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
+        """All parameters by name, on the meta device; none if no model can be built of the folder's config."""
         with suppress(UserError):  # a problem of its own
-            return _without_kernels(node.settings["path"], node.settings["new_tokens"]).names()
-        return []
+            return _without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_parameters()
+        return {}
 
     @cached_property
     def builder(self) -> DecoderBuilder:

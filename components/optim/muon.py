@@ -84,7 +84,7 @@ class Muon(TorchOptimizer):
     def _of_muon(self) -> set[nn.Parameter]:
         """Matrices with a name among `targets`. Raises UserError for a pattern that is the name of none."""
         matrices = [(name, part) for name, part in self.parameters.named() if decays(part)]
-        places = places_of([name for name, _ in matrices], {"targets": self.targets}, self.mesh)
+        places = places_of([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), place in zip(matrices, places, strict=True) if place}
 
 

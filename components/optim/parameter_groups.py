@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from torch import nn
@@ -12,6 +12,9 @@ from drawloom.components.ports.model import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import KeyPath
+
+What = Literal["parameter", "matrix"]
+"""What patterns are compared with: all trained parameters, or those of two dimensions and more."""
 
 
 def check_betas(value: tuple[float, float] | None) -> str | None:
@@ -84,23 +87,24 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
     """
     Warnings of patterns of an optimizer's groups, or of its `targets`, that no parameter of the model is left for.
 
-    A model tells the names by a classmethod `parameter_names`; where adapters or transforms change them, or the loss
-    has a `module` of its own, the run alone knows them all.
+    A model tells them by a classmethod `parameters_of`; where adapters or transforms change them, or the loss has a
+    `module` of its own, the run alone knows them all. Of `targets` only matrices count.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
-    kinds: list[tuple[dict[str, list[str]], list[KeyPath]]] = [
-        (_targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
-        ({} if own_targets is None else {"targets": own_targets}, [("targets",)]),
+    kinds: list[tuple[What, dict[str, list[str]], list[KeyPath]]] = [
+        ("parameter", _targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
+        ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
-    for stages in node.neighbours("parameters") if any(targets for targets, _ in kinds) else ():
+    for stages in node.neighbours("parameters") if any(targets for _, targets, _ in kinds) else ():
         losses = [each.component for each in stages.neighbours("loss")]
         own = any(hasattr(each, "module") or "module" in attrs.fields_dict(each) for each in losses)
         if own or stages.neighbours("adapters") or stages.neighbours("transforms"):
             continue
         for model in stages.neighbours("model"):
-            names = getattr(model.component, "parameter_names", lambda _: ())(model)
-            for targets, paths in kinds:
-                for place, pattern, text in _faults(_placed(names, targets), targets):
+            parameters: dict[str, nn.Parameter] = getattr(model.component, "parameters_of", lambda _: {})(model)
+            for what, targets, paths in kinds:
+                names = [name for name, part in parameters.items() if what == "parameter" or decays(part)]
+                for place, pattern, text in _faults(_placed(names, targets), targets, what):
                     yield node.warning(paths[place], f"the pattern {pattern!r} {text}")
 
 
@@ -108,19 +112,21 @@ def _targets(groups: Sequence[Group]) -> dict[str, list[str]]:
     return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
 
 
-def places_of(names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh) -> list[int]:
+def places_of(
+    names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh, what: What = "parameter"
+) -> list[int]:
     """
     The number of each name's patterns, from 1: the first that match, of those that settings have; 0 if none do.
 
-    `targets` are the patterns by the name of their setting. Raises UserError, on all ranks, for a pattern that no name
-    of any rank is left for.
+    `targets` are the patterns by the name of their setting, `what` is what all names are of. Raises UserError, on all
+    ranks, for a pattern that no name of any rank is left for.
     """
     placed = _placed(names, targets)
     # Asked of no rank where there are no patterns, as in most runs.
     if targets:
         pairs = mesh.group("pipeline").gather_json(placed)
         everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
-        for number, pattern, text in _faults(everywhere, targets):
+        for number, pattern, text in _faults(everywhere, targets, what):
             raise UserError(f"{[*targets][number]} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
     return [place for _, place in placed]
 
@@ -133,7 +139,9 @@ def _placed(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[
     ]
 
 
-def _faults(placed: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]]) -> Iterator[tuple[int, str, str]]:
+def _faults(
+    placed: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], what: What
+) -> Iterator[tuple[int, str, str]]:
     """The number of a setting from 0, a pattern of it that no name is left for, and what it matches instead."""
     # Nothing is trained at all: that is another fault, if it is one.
     if not placed:
@@ -142,7 +150,8 @@ def _faults(placed: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[st
         for pattern in patterns:
             matched = [(name, place) for name, place in placed if fnmatchcase(name, pattern)]
             if not matched:
-                yield number, pattern, f"matches no trained parameter; one is called {placed[0][0]!r}"
+                # One in the middle is of a layer, where most that is trained otherwise is.
+                yield number, pattern, f"matches no trained {what}; one is called {placed[len(placed) // 2][0]!r}"
             elif all(place != number + 1 for _, place in matched):
                 name, place = matched[0]
                 text = f"matches {name!r}, but that is in {[*targets][place - 1]}; write {setting_name} before it"

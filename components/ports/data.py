@@ -210,5 +210,5 @@ class ValidationData(Protocol):
         ...
 
     def batches(self) -> Iterator[Batch]:
-        """This data-parallel rank's microbatches."""
+        """This data-parallel rank's microbatches, as many as on every other: ranks may wait for each other in one."""
         ...

@@ -50,6 +50,10 @@ class LateValues:
     skip_reason: str
 
 
+NO_NUMBERS = frozenset({"batches", "gradients", "local_gradients", "losses", "weights"})
+"""What phases declare to read, write or change that is no number; all else are outputs that checkpoints record."""
+
+
 @attrs.define
 class Step:
     """

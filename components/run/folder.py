@@ -1,6 +1,7 @@
 """The run folder: locked by one run at a time (run.lock), and bound to one recipe (recipe.lock.toml)."""
 
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class LockedFolder:
 
     _lock: FolderLock | None = attrs.field(init=False, default=None)
     _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
+    _made: bool = attrs.field(init=False, default=False)  # the folder, by this run, which has not begun
+    _refused: bool = attrs.field(init=False, default=False)
 
     @property
     def folder(self) -> Path:
@@ -53,18 +56,27 @@ class LockedFolder:
         """Write the recipe and the files that it names: only now, or a resume that fails would replace them."""
         run_on_rank0(self.mesh.world, self._write)
 
+    def on_failure(self, error: BaseException) -> None:
+        """Note whether the run is refused before it has begun."""
+        # Other ranks may still be writing to their logs.
+        self._refused = self._made and self.mesh.world.size == 1 and isinstance(error, UserError)
+
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and remove a folder that was made for a run that is refused before it has begun."""
+        if self._refused:
+            shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _acquire(self) -> None:
+        self._made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
 
     def _write(self) -> None:
+        self._made = False
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.files_read().items():

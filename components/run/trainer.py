@@ -9,6 +9,7 @@ import attrs
 
 from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import (
+    NO_NUMBERS,
     AfterRestore,
     Event,
     Events,
@@ -53,14 +54,14 @@ class Trainer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Settings of phases that name an output, their `names_outputs`, name one that a phase writes, or may write."""
+        """Settings of phases that name an output, their `names_outputs`, name a number that a phase may write."""
         phases = node.neighbours("phases")
         written = {value for phase in phases for value in _flow(phase.component).writes}
         for phase in phases:
-            known = {*written, *(value.removesuffix("?") for value in _flow(phase.component).reads)}
+            known = {*written, *(value.removesuffix("?") for value in _flow(phase.component).reads)} - NO_NUMBERS
             for key in getattr(phase.component, "names_outputs", ()):
                 if (value := phase.settings[key]) is not None and value not in known:
-                    text = f"no phase of [{node.name}] writes an output {value!r}"
+                    text = f"no phase of [{node.name}] writes a number {value!r}"
                     yield phase.problem(key, text, did_you_mean(value, known))
 
     def run(self) -> None:

@@ -68,12 +68,24 @@ def _merge(
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
-        tree.merge({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
+        misplaced = {key: found for key, value in layer.data.items() if (found := _in_place_of_table(tree, key, value))}
+        problems += [attrs.evolve(found, place=layer.key((key,))) for key, found in misplaced.items()]
+        values = {key: value for key, value in layer.data.items() if key not in (*DIRECTIVES, *misplaced)}
+        tree.merge(values, layer, ())
         problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
     recipe = _classify(source, tree)
     every = [*below, *layers]
     unused = _unused(recipe.vars, every)
     return attrs.evolve(recipe, layers=every, merging=problems, problems=[*recipe.problems, *problems, *unused])
+
+
+def _in_place_of_table(tree: Table, key: str, value: object) -> Problem | None:
+    """A problem of a value that would replace a node or group, and with it what all others need of it."""
+    if isinstance(value, dict) or key == "vars" or not isinstance(below := tree.items.get(key), Table):
+        return None
+    known = [name for name, item in below.items.items() if isinstance(item, Leaf) and name != "use"]
+    hint = f"its values are written below [{key}]" + (f", such as {key}.{known[0]}" if known else "")
+    return Problem("DL111", f"{key!r} is a table", hint)
 
 
 def _check_format(layer: Layer) -> Iterator[Problem]:
@@ -112,7 +124,8 @@ def _classify(source: str, top: Table) -> MergedRecipe:
             recipe.problems.append(_misnamed(name, item))
         elif not isinstance(item, Table):
             text = f"{name!r} is outside of any table"
-            hint = did_you_mean(name, (*DIRECTIVES, "vars")) or "settings belong in a [node]"
+            near = nearest(name, DIRECTIVES)
+            hint = f"did you mean {near!r}?" if near else "write it below the [node] that it belongs to"
             recipe.problems.append(Problem("DL111", text, hint, place=item.key_place))
         elif "use" in item.items:
             recipe.nodes[name] = item

@@ -36,7 +36,7 @@ def source_of(text: str) -> Source:
     The folder in which a folder or file is becomes the last one in which Python looks for modules, also in processes
     that this one starts. Raises LookupError if there is no such thing, or if Python finds another by its name.
     """
-    is_path = text.endswith(".py") or os.sep in text
+    is_path = text.endswith(".py") or os.sep in text or text.startswith(".")
     if not is_path and (found := _by_name(text)):
         return _checked(found)
     path = Path(text if is_path or os.path.isdir(text) else f"{text}.py").absolute()

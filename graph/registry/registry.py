@@ -220,7 +220,7 @@ class Registry:
         return f"the components beside it are {', '.join(near)}" if near else ""
 
     def _near(self, use: str) -> str:
-        """A hint: the most similar name of the same subject, or else of any."""
+        """A hint: the most similar name of the same folder, or else of any; or what is in that folder."""
         names = self.names()
         inside = [name for name in names if name.startswith(f"{use}.")]
         if inside:
@@ -229,6 +229,14 @@ class Registry:
         if not beside and _may_be_own(use):
             package = use.partition(".")[0]
             return f"to offer the components of the package {package!r}, add --import {package}"
+        folder, _, last = use.rpartition(".")
+        siblings = [name for name in names if name.rpartition(".")[0] == folder]
+        if folder and siblings:
+            # By their last words: with the folder, most letters are the same, and optim.lion is near to optim.muon.
+            ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
+            near = ends.get(nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
+            listed = f"`drawloom list {folder}` shows what there is" if len(siblings) > 12 else self._siblings(use)
+            return f"did you mean {near!r}?" if near else listed
         near = nearest(use, beside) or nearest(use, names)
         unknown = "`drawloom list` shows all components; your own need --import, with a package, folder or file"
         return f"did you mean {near!r}?" if near else unknown

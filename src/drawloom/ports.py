@@ -110,6 +110,7 @@ from drawloom.components.ports.program import (
 )
 from drawloom.components.ports.run import (
     FILES,
+    NO_NUMBERS,
     Accumulator,
     AfterRestore,
     Batching,
@@ -155,6 +156,7 @@ __all__ = [
     "IGNORE_INDEX",
     "LOSS",
     "MEMORY_KINDS",
+    "NO_NUMBERS",
     "OPS",
     "SHARDS",
     "Accumulator",

@@ -47,6 +47,11 @@ def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
     assert did_you_mean("zzz", []) == ""
 
 
+def test_the_same_name_in_another_case_is_nearest_of_many() -> None:
+    """Also before names that lack a letter and come first in the alphabet."""
+    assert nearest("Node77", ["node7", "node77", *(f"other{number}" for number in range(200))]) == "node77"
+
+
 @pytest.mark.parametrize("name", ["node7", "nod77", "ndoe77", "node777", "node77", "NODE77"])
 def test_one_edit_is_found_among_many(name: str) -> None:
     """Among hundreds of names a slip of one letter is still seen."""

@@ -54,6 +54,18 @@ def test_a_sharded_run_resumes_on_one_process_and_on_a_sharded_pipeline(place: P
         assert_same(place / "runs/one", run)
 
 
+def test_ranks_without_validation_rows_take_part_in_an_evaluation(place: Path) -> None:
+    """With fewer rows than ranks that shard, evaluations end, and have the loss of one process."""
+    few = "validation.rows_used=1", "trainer.steps=2", "evaluate.every=1", "trainer.on_finish=[]"
+    found = []
+    for name, ranks in (("few", 1), ("fewer", 2)):
+        sizes = f"mesh.data_shard={ranks}", f"run.name={name}", "stages.reshard_after_forward=true"
+        codes = drawloom(place, *COMMON, *few, *sizes[: ranks + 1], ranks=ranks)
+        assert {outcome.code for outcome in codes} == {0}, codes
+        found.append([loss for (loss,) in series(place / "runs" / name, "validation_loss")])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 def test_rows_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -> None:
     """Two ranks with half of each row: losses, bits per byte, counts of tokens, export and sample of one process."""
     bits = ("metrics.bits.use=metrics.bits_per_byte",)

@@ -77,6 +77,9 @@ def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:
     (place / "empty.txt").touch()
     refused = drawloom(place, "evaluate", "runs/stored", "--corpus", "empty.txt")[0]
     assert refused.code == 2 and "--corpus: there is nothing to predict in empty.txt" in refused.text
+    (place / "latin.txt").write_bytes(b"caf\xe9")
+    refused = drawloom(place, "evaluate", "runs/stored", "--corpus", "latin.txt")[0]
+    assert refused.text.startswith("--corpus: ") and "latin.txt: byte 3 (0xe9) is not UTF-8" in refused.text
 
 
 def test_embeddings_are_the_means_of_hidden_states(place: Path) -> None:

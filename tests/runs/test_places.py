@@ -18,8 +18,19 @@ from support.runs import drawloom, write_corpus
 def test_faults_of_a_corpus_and_of_weights_are_not_placed_in_a_shipped_recipe(
     tmp_path: Path, words: list[str], printed: str
 ) -> None:
-    """The place is in a recipe of one's own, or the command line, though [packing] was opened when it failed."""
+    """The place is in a recipe of one's own, or the command line, though [packing] was open; there is no run folder."""
     write_corpus(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "tiny.toml"\n\n[corpus]\npaths = ["gone/*"]\n', "utf-8")
     (run,) = drawloom(tmp_path, "run", "tiny.toml" if words else "mine.toml", *words)
     assert run.code != 0 and run.text.startswith(printed), run.text
+    assert not list((tmp_path / "runs").glob("[!.]*"))
+
+
+def test_a_refused_run_leaves_a_folder_that_was_there(tmp_path: Path) -> None:
+    """Only what the run itself has made is removed: notes in the folder stay."""
+    write_corpus(tmp_path)
+    notes = tmp_path / "runs" / "here" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("keep", "utf-8")
+    (run,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=here", 'corpus.paths=["none/*"]')
+    assert run.code != 0 and notes.read_text("utf-8") == "keep"

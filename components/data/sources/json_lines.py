@@ -1,5 +1,6 @@
 """JSON lines: an object per line, whose text is in one field."""
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from typing import IO
@@ -89,6 +90,8 @@ def text_of(value: object, field: str) -> str:
 
 
 def _parse(line: bytes) -> object:
+    if line.startswith(codecs.BOM_UTF8):
+        raise ValueError(": begins with a byte order mark; save the file as UTF-8 without one")
     try:
         return json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:

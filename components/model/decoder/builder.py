@@ -155,14 +155,14 @@ class DecoderBuilder:
         return 0
 
     @classmethod
-    def parameter_names(cls, node: Any) -> list[str]:
-        """The names of all parameters, as settings tell them; none if no model can be built of these."""
-        # No name depends on the vocabulary, which only an open tokenizer knows, and only a forward pass takes kernels.
+    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
+        """All parameters by name, on the meta device, as settings tell them; none if no model can be built of these."""
+        # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).names()
-        return []
+            return cls(kernels=kernels, **{**node.settings, **ids}).whole_parameters()
+        return {}
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
@@ -231,9 +231,9 @@ class DecoderBuilder:
         kept = [name for name in names if not name.endswith(f".{NEW}")]
         return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))
 
-    def names(self) -> list[str]:
-        """The names of all parameters."""
-        return [name for name, _ in self._whole().named_parameters()]
+    def whole_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by name, on the meta device."""
+        return dict(self._whole().named_parameters())
 
     def _whole(self) -> nn.Module:
         """All layers on the meta device, where nothing is allocated."""

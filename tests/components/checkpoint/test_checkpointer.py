@@ -241,7 +241,8 @@ def test_a_node_that_refuses_its_state_is_named(tmp_path: Path, error: Exception
     with pytest.raises(UserError) as caught:
         checkpointer(tmp_path, {"memory": Picky()}).restore()
     folder = tmp_path / "checkpoints" / "step-1"
-    assert str(caught.value) == f"{folder}: its state of [memory] does not fit the node: moment of 'w' is missing"
+    why = "does not fit the node: moment of 'w' is missing; undo what was changed, or use another run name"
+    assert str(caught.value) == f"{folder}: its state of [memory] {why}"
 
 
 def test_states_without_tensors_are_restored(tmp_path: Path) -> None:

@@ -48,13 +48,18 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
         ("mine", "mine is not a folder; did you mean 'runs/mine'?"),
         ("other", "other is not a folder; give the folder of a run, such as runs/first_run"),
         ("runs", "runs holds no finished checkpoint; give the folder of a run, such as runs/first_run"),
+        (
+            "runs/mine/checkpoints/step-1",
+            "runs/mine/checkpoints/step-1 is a checkpoint; give the folder of its run, runs/mine",
+        ),
     ],
 )
-def test_a_run_by_its_name_alone_is_answered_with_its_folder(
+def test_a_run_by_its_name_or_checkpoint_is_answered_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
 ) -> None:
     """The message for a folder without checkpoints differs from that for a path that is not a folder."""
     (tmp_path / "runs/mine").mkdir(parents=True)
+    save_steps(tmp_path / "runs/mine", 1)
     monkeypatch.chdir(tmp_path)
     assert str(_trained.no_checkpoint(Path(folder))) == said
 

@@ -208,6 +208,7 @@ def test_costs_are_planned(capsys: Capture) -> None:
             ["zero_buble_v"],
             "there is no recipe or schedule 'zero_buble_v'; did you mean 'zero_bubble_v', with --ranks 4",
         ),
+        (["zero_buble_v", "--ranks", "4"], "did you mean 'pipeline.schedules.zero_bubble_v'?"),
     ],
 )
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:

@@ -116,5 +116,5 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
 
 def test_a_name_of_no_matrix_is_refused() -> None:
     """A pattern of `targets` that only vectors have, or no parameter, is an error."""
-    with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained parameter"):
+    with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
         opened(Weights(), targets=["*.up", "*norm"])

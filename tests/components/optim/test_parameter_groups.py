@@ -1,6 +1,7 @@
 """Parameter groups of optimizers, by patterns of names."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        ([["embed"]], "'embed' matches no trained parameter; one is called 'embed.weight'"),
+        ([["embed"]], "'embed' matches no trained parameter; one is called 'layers.0.norm'"),
         ([["*.up.*"], ["*norm", "layers.1.up.*"]], "'layers.1.up.*' matches 'layers.1.up.weight', but that is in "),
     ],
 )
@@ -151,17 +152,21 @@ def test_check_finds_patterns_without_a_parameter(use: str) -> None:
     groups = [{"targets": ["model.embed*", "*norm.weight", "embed"]}, {"targets": ["model.norm.*", "*.k_proj.*"]}]
     values = {"optimizer": {"use": f"optim.{use}", "lr": 1e-3, "groups": groups}}
     assert texts(Recipe.load("first_run").with_values(values)) == [
-        "the pattern 'embed' matches no trained parameter; one is called 'model.embed_tokens.weight'",
+        "the pattern 'embed' matches no trained parameter; one is called 'model.layers.2.input_layernorm.weight'",
         "the pattern 'model.norm.*' matches 'model.norm.weight', but that is in groups[0]; write groups[1] before it",
     ]
 
 
 def test_check_finds_targets_of_muon_without_a_parameter() -> None:
-    """`check` warns of them as of patterns of groups, and of none that names layers."""
-    muon = {"use": "optim.muon", "lr": 1e-3, "targets": ["*layers.*", "*_prj.*"]}
-    assert texts(Recipe.load("first_run").with_values({"optimizer": muon})) == [
-        "the pattern '*_prj.*' matches no trained parameter; one is called 'model.embed_tokens.weight'"
+    """`check` warns of a pattern without a matrix, such as one of norms, and names a matrix of a layer."""
+    muon = {"use": "optim.muon", "lr": 1e-3, "targets": ["*layers.*", "*_prj.*", "*norm*"]}
+    warnings = texts(Recipe.load("first_run").with_values({"optimizer": muon}))
+    assert [text.partition(";")[0] for text in warnings] == [
+        f"the pattern '{pattern}' matches no trained matrix" for pattern in ("*_prj.*", "*norm*")
     ]
+    assert all(
+        re.search(r"one is called 'model\.layers\.\d+\.(mlp|self_attn)\.\w+_proj\.weight'", text) for text in warnings
+    )
 
 
 @pytest.mark.parametrize("name", ["first_run", "moe"])

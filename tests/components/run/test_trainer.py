@@ -320,8 +320,13 @@ def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None
     assert {"forward_backward", "executor", "stages", "data"}.isdisjoint(needed)
 
 
-def test_an_output_that_no_phase_writes_is_no_best_one() -> None:
-    """A checkpoint that is to be kept by an output of that name would never be; one that is written is taken."""
-    with pytest.raises(RecipeError, match=r"no phase of \[trainer\] writes an output 'validation_los'; did you mean"):
+def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
+    """A checkpoint that is to be kept by such an output would never be; numbers are offered and taken."""
+    with pytest.raises(RecipeError, match=r"no phase of \[trainer\] writes a number 'validation_los'; did you mean"):
         Recipe.load("first_run", "checkpoint.best=validation_los").check()
-    Recipe.load("first_run", "checkpoint.best=grad_norm").check()
+    numbers = ("grad_norm", "loss", "lr", "lr_factor", "validation_loss")
+    for name in ("batches", "gradients", "local_gradients", "losses", "weights"):
+        with pytest.raises(RecipeError, match=f"number '{name}'; (there is {', '.join(numbers)}|did you mean 'loss')"):
+            Recipe.load("first_run", f"checkpoint.best={name}").check()
+    for name in numbers:
+        Recipe.load("first_run", f"checkpoint.best={name}").check()

@@ -55,6 +55,7 @@ def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use:
         ("plain.py", "plain.py holds no component; write @component above its class"),
         ("argparse.py", "Python imports .*argparse.py by the name argparse; rename argparse.py"),
         ("os", "there is no package, folder or file 'os'"),
+        ("..", ".. can't be named in a recipe; rename it"),
     ],
 )
 def test_what_cannot_be_imported_is_refused(here: Path, given: str, message: str) -> None:

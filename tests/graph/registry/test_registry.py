@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
@@ -177,6 +178,23 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(data: dict[str, Any]) -> list[str]:
     """What is wrong with a recipe of the shop."""
     return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(MergedRecipe.of(data), root="").errors]
+
+
+@pytest.mark.parametrize(
+    ("use", "hint"),
+    [
+        ("optim.adan", "did you mean 'optim.adam'?"),
+        ("optim.adamW", "did you mean 'optim.adamw'?"),
+        ("data.text", "did you mean 'data.text_files'?"),
+        ("data.concatenated", "did you mean 'data.packing.concatenated'?"),
+        ("loss.focal", "the components beside it are loss.dft, loss.dpo, loss.next_token"),
+        ("data.mmap", "`drawloom list data` shows what there is"),
+    ],
+)
+def test_a_name_is_near_to_those_of_its_folder_by_its_last_word(use: str, hint: str) -> None:
+    """Not by the folder, which all share: where no last word is near, the hint says what the folder has."""
+    found = Project.of("drawloom").registry.find(use)
+    assert isinstance(found, Problem) and found.hint == hint
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:

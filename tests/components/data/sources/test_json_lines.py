@@ -41,3 +41,11 @@ def test_a_large_file_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(parts) == 6 and sum(part.size for part in parts) == path.stat().st_size
     with pytest.raises(UserError, match=r"a\.jsonl:10:1: not JSON"):
         list(texts_of(parts))
+
+
+def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
+    """The line is as good as any other without it, so the error says how to be rid of it."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "some text"}\n', "utf-8-sig")
+    with pytest.raises(UserError, match=r"a\.jsonl:1: begins with a byte order mark; save the file as UTF-8 without"):
+        list(texts_of(json_lines_parts(find([str(path)]), "text")))
