@@ -3,6 +3,9 @@
 import logging
 from collections.abc import Iterator
 
+import attrs
+import torch
+
 from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.components.ports.run import Batching
 from drawloom.graph import at_least, component, setting
@@ -31,14 +34,19 @@ class Validation:
 
     def batches(self) -> Iterator[Batch]:
         """
-        This data-parallel rank's microbatches: over all ranks, every row once.
+        This data-parallel rank's microbatches: over all ranks, every row once with its weights.
 
-        Ranks may have different numbers of microbatches, even none.
+        Ranks that have shards or experts wait for one another in each of them, so that all have as many: a rank whose
+        rows do not suffice has the first row instead, without weight.
         """
-        mine = self.row_indices()[self.batching.dp_rank :: self.batching.dp_size]
-        size = self.batching.micro_size
-        for start in range(0, len(mine), size):
-            yield self.rows.batch("validation", mine[start : start + size])
+        every, size = self.row_indices(), self.batching.micro_size
+        mine = every[self.batching.dp_rank :: self.batching.dp_size]
+        most = len(every[:: self.batching.dp_size])  # of the first rank
+        for start in range(0, most, size):
+            if held := mine[start : start + size]:
+                yield self.rows.batch("validation", held)
+            else:
+                yield _without_weight(self.rows.batch("validation", every[:1]))
 
     def row_indices(self) -> list[int]:
         """The indices of the evaluated rows, in order."""
@@ -46,3 +54,8 @@ class Validation:
         # evenly spaced: neighbouring rows are often of one document
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]
+
+
+def _without_weight(batch: Batch) -> Batch:
+    """The same rows, of which nothing is counted."""
+    return attrs.evolve(batch, weights=torch.zeros_like(batch.weights), padding=batch.tokens.numel())
