@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import attrs
 import torch
 
-from drawloom.components.ports.data import Batch, PackedDataset
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset
 from drawloom.components.ports.run import Batching
 from drawloom.graph import at_least, component, setting
 
@@ -34,19 +34,21 @@ class Validation:
 
     def batches(self) -> Iterator[Batch]:
         """
-        This data-parallel rank's microbatches: over all ranks, every row once with its weights.
+        This data-parallel rank's microbatches: over all ranks, every row once, and as many microbatches on each.
 
-        Ranks that have shards or experts wait for one another in each of them, so that all have as many: a rank whose
-        rows do not suffice has the first row instead, without weight.
+        A rank that has fewer rows than others gets some without weight, as it takes part in gathering what is sharded.
         """
         every, size = self.row_indices(), self.batching.micro_size
         mine = every[self.batching.dp_rank :: self.batching.dp_size]
-        most = len(every[:: self.batching.dp_size])  # of the first rank
+        most = -(-len(every) // self.batching.dp_size)
         for start in range(0, most, size):
-            if held := mine[start : start + size]:
-                yield self.rows.batch("validation", held)
-            else:
-                yield _without_weight(self.rows.batch("validation", every[:1]))
+            rows = mine[start : start + size]
+            yield self.rows.batch("validation", rows) if rows else self._without_weight(every[:1])
+
+    def _without_weight(self, rows: list[int]) -> Batch:
+        batch = self.rows.batch("validation", rows)
+        nothing = {"targets": torch.full_like(batch.targets, IGNORE_INDEX), "weights": torch.zeros_like(batch.weights)}
+        return attrs.evolve(batch, **nothing, padding=batch.tokens.numel())
 
     def row_indices(self) -> list[int]:
         """The indices of the evaluated rows, in order."""
@@ -54,8 +56,3 @@ class Validation:
         # evenly spaced: neighbouring rows are often of one document
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]
-
-
-def _without_weight(batch: Batch) -> Batch:
-    """The same rows, of which nothing is counted."""
-    return attrs.evolve(batch, weights=torch.zeros_like(batch.weights), padding=batch.tokens.numel())

@@ -210,9 +210,5 @@ class ValidationData(Protocol):
         ...
 
     def batches(self) -> Iterator[Batch]:
-        """
-        This data-parallel rank's microbatches: as many on every rank, for ranks with shards wait for one another.
-
-        A rank whose rows do not suffice has some without weight.
-        """
+        """This data-parallel rank's microbatches, as many as on every other: ranks may wait for each other in one."""
         ...

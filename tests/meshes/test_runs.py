@@ -54,14 +54,16 @@ def test_a_sharded_run_resumes_on_one_process_and_on_a_sharded_pipeline(place: P
         assert_same(place / "runs/one", run)
 
 
-def test_shards_evaluate_rows_that_they_do_not_share_evenly(place: Path) -> None:
-    """Of two ranks that shard, one has fewer validation rows: it waits for the other, and losses are one process's."""
-    words = (*COMMON, "validation.rows_used=5", "evaluate.every=1", "trainer.steps=2", "trainer.on_finish=[]")
-    for ranks in (1, 2):
-        codes = drawloom(place, *words, f"run.name=uneven{ranks}", f"mesh.data_shard={ranks}", ranks=ranks)
+def test_ranks_without_validation_rows_take_part_in_an_evaluation(place: Path) -> None:
+    """With fewer rows than ranks that shard, evaluations end, and have the loss of one process."""
+    few = "validation.rows_used=1", "trainer.steps=2", "evaluate.every=1", "trainer.on_finish=[]"
+    found = []
+    for name, ranks in (("few", 1), ("fewer", 2)):
+        sizes = f"mesh.data_shard={ranks}", f"run.name={name}", "stages.reshard_after_forward=true"
+        codes = drawloom(place, *COMMON, *few, *sizes[: ranks + 1], ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-    ours, theirs = (series(place / f"runs/uneven{ranks}", "validation_loss") for ranks in (1, 2))
-    assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
+        found.append([loss for (loss,) in series(place / "runs" / name, "validation_loss")])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_rows_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -> None:

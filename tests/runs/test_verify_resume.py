@@ -28,15 +28,15 @@ def _command(folder: Path, words: Sequence[str], path: str) -> Outcome:
     """The command, whose runs import these sources and, before them, a given folder."""
     os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1"}
     tempfile.tempdir = str(folder)
-    return command(folder, ("verify-resume", "tiny.toml", "--steps", "10", *words), None)
+    return command(folder, ("verify-resume", "tiny.toml", "--steps", "20", *words), None)
 
 
 def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
     """Metrics and state of every step are those of the uninterrupted run; no files are left."""
     code, text = _verify(tmp_path)
     assert code == 0, text
-    assert "10 steps without interruption, and 5 steps, a kill after step " in text
-    assert "bit-identical: 10 steps, " in text
+    assert "20 steps without interruption, and 10 steps, a kill after step " in text
+    assert "bit-identical: 20 steps, " in text
     assert not list(tmp_path.glob("verify-resume-*"))
 
 
@@ -94,4 +94,4 @@ def test_state_that_is_not_restored_is_named(tmp_path: Path, mutation: str, tens
     )
     code, text = _verify(tmp_path, path=str(tmp_path))
     assert code == 1, text
-    assert "step 6 differs: " in text and tensor in text
+    assert "step 11 differs: " in text and tensor in text
