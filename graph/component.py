@@ -25,7 +25,6 @@ def setting(
     check: Check | None = None,
     doc: str = "",
     alias: str | None = None,
-    meant: Mapping[str, str] | None = None,
 ) -> Any:
     """
     A field that a recipe sets.
@@ -33,11 +32,10 @@ def setting(
     `impact` says what it means to resume with another value: safe (training computes the same), changes_training (it
     continues, but computes something else), incompatible (the saved state no longer fits); the component's own if left
     out. `check` takes the value and returns why it is invalid, or None. `alias` is the name in recipes and in the
-    constructor, for a field whose own name is taken by a method or property of the component. `meant` are other words
-    for values, each with the value that is offered in its place.
+    constructor, for a field whose own name is taken by a method or property of the component.
     """
     default = attrs.Factory(factory) if factory is not None else default
-    meta = {"impact": impact, "check": check, "doc": doc, "meant": meant or {}}
+    meta = {"impact": impact, "check": check, "doc": doc}
     return attrs.field(default=default, validator=check and _as_validator(check), metadata=meta, alias=alias)
 
 

@@ -20,9 +20,7 @@ from drawloom.graph.problems import Problem
 class ComputeDevice:
     """The CPU, or one GPU per process, chosen by LOCAL_RANK."""
 
-    kind: Literal["auto", "cpu", "cuda"] = setting(
-        default="auto", doc="auto is cuda if torch finds a GPU, else cpu", meant={"gpu": "cuda"}
-    )
+    kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda if torch finds a GPU, else cpu")
     _backend: Literal["auto", "gloo", "nccl"] = setting(
         default="auto", alias="backend", doc="backend of torch.distributed; auto is nccl on cuda and gloo on cpu"
     )

@@ -55,8 +55,6 @@ class SettingsResolver:
             value, problems = self.values.structure(plain, field.type)
             if not problems and field.check and (reason := field.check(value)):
                 problems = [Problem("DL303", reason)]
-            if problems and isinstance(plain, str) and (meant := field.meant.get(plain)):
-                problems = [attrs.evolve(problems[0], hint=f'write "{meant}"')]
         except Exception as error:  # a bug of the component, in its annotations or its checks
             return node.add_bug(f"the setting {field.name!r} can't be read", error)
         for problem in problems:

@@ -30,7 +30,6 @@ class Field:
     impact: Impact = "changes_training"
     check: Check | None = None
     doc: str = ""
-    meant: Mapping[str, str] = attrs.field(factory=dict)
     required: bool = attrs.field(init=False)
     is_edge: bool = attrs.field(init=False)
 
@@ -126,7 +125,6 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) ->
         impact=meta.get("impact") or impact,
         check=meta.get("check"),
         doc=meta.get("doc", ""),
-        meant=meta.get("meant", {}),
     )
 
 
