@@ -96,9 +96,9 @@ def rope_frequencies(
         return frequencies.lerp(frequencies / scaling.factor, _slowed(rotary_dim, base, scaling, device))
     if isinstance(scaling, Llama3Scaling):
         # Rotations within the original length, from 0 at low_freq_factor to 1 at high_freq_factor.
-        kept = (frequencies * (scaling.original_max_position_embeddings / (2 * math.pi)) - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        # Rounded as transformers does it: between near bounds, a last bit of the rotations is several of the frequency.
+        rotations = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
+        kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         return (frequencies / scaling.factor).lerp(frequencies, kept.clamp(0, 1))
     return frequencies
 
