@@ -23,11 +23,12 @@ def _assert_sound(findings: Findings) -> None:
     assert not findings.torn  # what has the name of a step is whole
     assert not findings.grown  # the disk holds no more than it should
     assert not findings.stuck  # a rank that loses a peer ends
+    assert findings.slowest <= SURVIVOR  # and soon
 
 
 def test_a_few_kills(tmp_path: Path) -> None:
     """The test below for a few kills: one process that writes at once, and two that write in the background."""
-    findings = _soak(tmp_path, [JOBS[0], JOBS[3]], kills=4, seed=1, seconds=60)
+    findings = _soak(tmp_path, [JOBS[0], JOBS[3]], kills=6, seed=1, seconds=60)
     _assert_sound(findings)
     assert findings.kills.total() >= 2
     assert findings.finished >= 1
@@ -40,7 +41,6 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     _assert_sound(findings)
     assert findings.kills.total() >= 200
     assert {"start", "train", "write"} <= findings.kills.keys()
-    assert findings.slowest <= SURVIVOR
 
 
 @pytest.mark.soak
@@ -51,7 +51,6 @@ def test_fifty_kills_of_four_ranks(tmp_path: Path) -> None:
     findings = _soak(tmp_path, jobs, kills=50, seed=5, seconds=900)
     _assert_sound(findings)
     assert findings.kills.total() >= 50 and findings.finished >= 2
-    assert findings.slowest <= SURVIVOR
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.soak)])

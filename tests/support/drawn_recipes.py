@@ -1,5 +1,6 @@
 """Recipes of small models, and meshes for them, drawn at random from all that components offer."""
 
+import math
 from random import Random
 
 import attrs
@@ -39,11 +40,13 @@ def recipe(draw: Random) -> Drawn:
         f"model.num_key_value_heads={draw.choice((2, 4, 4))}",
         f"model.tie_word_embeddings={draw.choice(('true', 'false'))}",
         *_sizes(draw, family),
-        f"batch.global_size={draw.choice((4, 8))}",
+        f"batch.global_size={draw.choice((4, 8, 12, 12))}",
+        f"validation.rows_used={draw.choice((1, 3, 5, 8))}",
         f"optimizer.use=optim.{optimizer}",
         f"optimizer.lr={OPTIMIZERS[optimizer]}",
     ]
-    if draw.random() < 0.3:
+    frozen = draw.random() < 0.3
+    if not frozen and draw.random() < 0.3:
         groups = '{targets=["*norm*"],lr_factor=0.5}, {targets=["*embed*"],weight_decay=0.3}'
         words += [f"optimizer.groups=[{groups}]"]
     words += draw.choice(([], [], _clip_value(), _clip_norm(draw)))
@@ -52,8 +55,9 @@ def recipe(draw: Random) -> Drawn:
     if draw.random() < 0.3:
         how = draw.choice(("best_fit", "first_fit", "padded"))
         words += [f"packing.use=data.packing.{how}", f"packing.length={LENGTH}"]
-    if draw.random() < 0.3:
-        words += ["adapters.lora.use=adapters.lora", 'adapters.lora.targets=["q_proj", "v_proj", "o_proj"]']
+    if frozen:
+        words += ['stages.adapters=["@adapters.*"]', "adapters.lora.use=adapters.lora"]
+        words += ['adapters.lora.targets=["q_proj", "v_proj", "o_proj"]']
         words += ["adapters.lora.rank=2", "adapters.lora.alpha=4.0"]
         words += draw.choice(([], ["adapters.lora.dora=true"], ["adapters.lora.rslora=true"]))
     return Drawn(family, optimizer, tuple(words))
@@ -87,30 +91,23 @@ def _clip_norm(draw: Random) -> list[str]:
 
 def mesh(draw: Random, drawn: Drawn) -> tuple[int, tuple[str, ...]]:
     """Ranks, and how they share a recipe; most of these meshes fit it."""
-    ranks = draw.choice((2, 4, 4))
+    factors = draw.choice(((2,), (3,), (2, 2), (2, 2)))
     sizes = dict.fromkeys(("pipeline", "data_replicate", "data_shard", "context", "tensor"), 1)
-    while (product := _product(sizes)) < ranks:
-        assert ranks % product == 0
-        sizes[draw.choice(list(sizes))] *= 2
+    for factor in factors:
+        sizes[draw.choice(list(sizes))] *= factor
+    replicas = sizes["data_replicate"] * sizes["data_shard"]
     words = [f"mesh.{name}={size}" for name, size in sizes.items()]
-    words += [f"batch.micro_size={1 if sizes['data_replicate'] * sizes['data_shard'] == 4 else draw.choice((1, 2))}"]
+    words += [f"batch.micro_size={1 if replicas == 4 else draw.choice((1, 2))}"]
     if sizes["pipeline"] > 1:
         schedule = draw.choice(SCHEDULES)
         words += [f"schedule.use=pipeline.schedules.{schedule}"]
         words += ["executor.use=pipeline.circular.executor"] if schedule == "circular" else []
     shared = sizes["data_shard"] * sizes["context"] * sizes["tensor"]
     if drawn.has_experts and draw.random() < 0.6:
-        words += [f"mesh.expert={draw.choice([size for size in (1, 2, 4) if shared % size == 0])}"]
+        words += [f"mesh.expert={draw.choice([size for size in (1, 2, 3, 4) if shared % size == 0])}"]
         words += ['stages.dispatcher={ use = "experts.all_to_all" }']
     if sizes["data_shard"] > 1:
         words += draw.choice(([], ["stages.sync_each_microbatch=true"]))
         words += draw.choice(([], ["stages.reshard_after_forward=true"], ["stages.reshard_after_forward=false"]))
     words += draw.choice(([], ["stages.bucket_bytes=4096"]))
-    return ranks, tuple(words)
-
-
-def _product(sizes: dict[str, int]) -> int:
-    found = 1
-    for size in sizes.values():
-        found *= size
-    return found
+    return math.prod(factors), tuple(words)

@@ -42,8 +42,8 @@ from support.runs import write_corpus
 STEPS = 30
 KEEP = 2
 PHASES = ("start", "load", "train", "copy", "write", "commit", "rename", "rotate", "end")
-SURVIVOR = 2.0  # seconds in which a rank notices that another is gone, if nothing else keeps the cores busy
-STUCK = 10.0  # seconds after which it never will
+SURVIVOR = 2.0  # seconds in which a rank notices that another is gone
+STUCK = 10.0  # seconds after which it never will: how late it was is part of the findings until then
 NUMBERS = struct.Struct("=BBhh")  # for each rank: main thread's phase, another thread's, restored, committed
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 

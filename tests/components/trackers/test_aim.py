@@ -97,11 +97,11 @@ def _runs(folder: Path) -> list[str]:
 def test_finite_values_are_stored_by_step(make: Any, tmp_path: Path) -> None:
     """Numbers of all kinds become floats under their names; others are left out; the recipe is stored."""
     tracker = make()
+    assert (tmp_path / ".aim" / "VERSION").exists()
     tracker.track(1, {"loss": 2.5, "tokens": 7, "skipped": True})
     tracker.track(2, {"loss": None, "grad_norm": math.nan, "tokens": 14})
     run = tracker.state_dict()["run"]
     tracker.close()
-    assert (tmp_path / ".aim" / "VERSION").exists()
     assert _series(tmp_path, run) == {"loss": {1: 2.5}, "tokens": {1: 7.0, 2: 14.0}, "skipped": {1: 1.0}}
     opened = _reopened(tmp_path, run)
     assert (opened["recipe"], opened.name) == (RECIPE.text, "test")
