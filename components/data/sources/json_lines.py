@@ -90,11 +90,11 @@ def text_of(value: object, field: str) -> str:
 
 
 def _parse(line: bytes) -> object:
-    if line.startswith(codecs.BOM_UTF8):
-        raise ValueError(": begins with a byte order mark; save the file as UTF-8 without one")
     try:
         return json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:
+        if line.startswith(codecs.BOM_UTF8):
+            raise ValueError(": begins with a byte order mark; save the file as UTF-8 without one") from error
         raise ValueError(f":{error.colno}: not JSON ({error.msg}); repair or remove the line") from error
     # RecursionError: deep nesting; ValueError: invalid UTF-8, and integers of too many digits
     except (ValueError, RecursionError) as error:
