@@ -227,7 +227,7 @@ def steps_on_meshes(
     second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
     `streams` among them is the executor's.
     """
-    device = ComputeDevice(kind=kind)
+    device = ComputeDevice(kind=kind, share=True)
     device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
