@@ -110,8 +110,7 @@ class ShardedModule:
 
     def begin(self) -> None:
         """Begin a step: the slices have changed, and no gradient is final before `reduce_next`."""
-        for unit in self.units:
-            unit.reshard()
+        self.reshard()
         self._reduce_in_backward(False)
 
     def unshard(self) -> None:
@@ -122,6 +121,9 @@ class ShardedModule:
     def reshard(self) -> None:
         """Free the gathered parameters."""
         for unit in self.units:
+            for group in _groups(unit):
+                # torch would take what was gathered and not used, by an evaluation without a layer, for a later step's.
+                group.wait_for_unshard()
             unit.reshard()
 
     def reduce_next(self, final: bool) -> None:

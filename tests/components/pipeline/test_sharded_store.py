@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
@@ -192,3 +193,39 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
     blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
     ShardedModule(unit("embedding"), [unit("head")], blocks, by_block=False).unshard()
     assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
+
+
+def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
+    """Logits of doubled weights: without a gather before the change, and with one that no pass has used."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    found = []
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        for gathered in (False, True):
+            [stage] = (stages := _stages(mesh, device, reshard)).local
+            shards: Any = stage.shards
+            tokens = torch.arange(6).view(1, 6)
+            context = BatchContext(tokens, torch.zeros_like(tokens))
+            stages.cast_weights()
+            with torch.no_grad():
+                if gathered:
+                    shards.unshard()
+                for _, parameter in stages.named():
+                    parameter.mul_(2)
+                stages.cast_weights()
+                shards.unshard()
+                found.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
+        return found
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None:
+    """As for a layer that an evaluation leaves out: the next step computes with the weights of then."""
+    for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
+        assert without.equal(with_one)
