@@ -14,6 +14,7 @@ from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, Deadlock
+from drawloom.components.planning.attention import Attended, Rows, attended
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import RankView, link
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
@@ -77,8 +78,7 @@ class Plan:
     device: DeviceModel
     mesh: PlannedMesh
     program: Program
-    rows: int
-    length: int
+    rows: Rows
     microbatches: int
     layers: int
     costs: Mapping[int, StageCosts]
@@ -206,6 +206,7 @@ class Planner:
         program = with_whole_backwards(program)
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
+        of_documents = self._rows(rows)
         tokens = self.nodes.global_size * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message(costs))
@@ -220,8 +221,7 @@ class Planner:
             device=self.device,
             mesh=self.mesh,
             program=program,
-            rows=rows,
-            length=self.nodes.length,
+            rows=of_documents,
             microbatches=microbatches,
             layers=self._layers,
             costs=costs,
@@ -229,7 +229,7 @@ class Planner:
             memory=memory,
             time=step_time(program, table, costs, exchanges),
             tokens=tokens,
-            flops=_flops(self._counted, tokens, self.nodes.length, frozen),
+            flops=_flops(self._counted, tokens, of_documents, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
             steps=self.nodes.steps,
         )
@@ -238,6 +238,18 @@ class Planner:
     def _layers(self) -> int:
         layers: int = self.objects[self.nodes.model].num_hidden_layers
         return layers
+
+    def _rows(self, count: int) -> Rows:
+        """The rows of a microbatch."""
+        return Rows(count, self.nodes.length, self.nodes.document_length)
+
+    def _attended(self, rows: Rows) -> Attended:
+        """What attention looks at: cuDNN computes whole rows that are all here, unless the recipe names another."""
+        if not self.device.is_gpu:
+            return attrs.evolve(attended(self._counted, Rows(rows.count, rows.length), 1.0), packed=0.0)
+        captured = bool(self.nodes.settings(self.nodes.stages).get("capture")) and rows.document < math.inf
+        by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.size("context") == 1 and not captured
+        return attended(self._counted, rows, rows.whole * by_cudnn)
 
     @cached_property
     def _counted(self) -> ForwardFlops | None:
@@ -279,7 +291,7 @@ class Planner:
             self.objects[self.nodes.precision].gradient,
             self.device.without_host() if stages.get("capture") else self.device,
             lambda dimension: link(self.mesh, self.device, dimension),
-            attended(self._counted, self.nodes.length),
+            self._attended(self._rows(rows)),
             tuple((self.mesh.size(name), link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             self.cache.recordings,
         )
@@ -315,21 +327,8 @@ class Planner:
         return microbatches * rows * self.nodes.length // self.mesh.size("context") * (4 * 8 + 4)
 
 
-def attended(counted: ForwardFlops | None, length: int) -> float:
-    """The part of all pairs of tokens of rows that attention looks at: causally, and within windows, by layer."""
-    per_pair = counted.per_pair if counted is not None and counted.per_pair else {None: 1.0}
-    seen = sum(flops * _pairs(length, window) for window, flops in per_pair.items())
-    return seen / sum(per_pair.values()) / length**2
-
-
-def _pairs(length: int, window: int | None) -> float:
-    """Pairs of a query and a key that it sees, of a row that is one document."""
-    within = length if window is None else min(window, length)
-    return within * (within + 1) / 2 + (length - within) * within
-
-
-def _flops(counted: ForwardFlops | None, tokens: int, length: int, frozen: set[str]) -> float | None:
+def _flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:
     if counted is None:
         return None
-    pairs = {window: tokens / length * _pairs(length, window) for window in counted.per_pair}
+    pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}
     return counted.of_training(tokens, pairs, frozen)
