@@ -210,13 +210,7 @@ class Planner:
         tokens = self.nodes.global_size * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message(costs))
-        frozen = {
-            name
-            for view in views
-            for stage in view.stages.local
-            for name, each in stage.named_parameters()
-            if not each.requires_grad
-        }
+        frozen = set[str]().union(*(view.frozen for view in views))
         return Plan(
             device=self.device,
             mesh=self.mesh,
@@ -254,7 +248,12 @@ class Planner:
     @cached_property
     def _counted(self) -> ForwardFlops | None:
         """The operations of the model, if it counts them."""
-        return self.objects[self.nodes.model].forward_flops() if self.nodes.counts_flops else None
+        recordings = self.cache.recordings
+        if ForwardFlops not in recordings:  # to count them takes as long as to build the model
+            model = self.objects[self.nodes.model]
+            recordings[ForwardFlops] = model.forward_flops() if self.nodes.counts_flops else None
+        found: ForwardFlops | None = recordings[ForwardFlops]
+        return found
 
     def _views(self, program: Program) -> list[RankView]:
         schedule = self.objects[self.nodes.schedule]
@@ -263,7 +262,7 @@ class Planner:
         key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank, sizes
         if key not in self.cache.views:
             self.cache.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
-        return [attrs.evolve(view, microbatches=program.microbatches) for view in self.cache.views[key]]
+        return self.cache.views[key]
 
     def _of_rank(self, index: int, program: Program) -> "RankView":
         mesh = self.mesh.at(index)
@@ -275,9 +274,7 @@ class Planner:
         stages = container[self.nodes.stages]
         stages.outline()
         users = [container[name] for name in self.nodes.memory_users]
-        return RankView(
-            mesh, stages, {str(kind): size for kind, size in memory_by_kind(users).items()}, program.microbatches
-        )
+        return RankView(mesh, stages, {str(kind): size for kind, size in memory_by_kind(users).items()})
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
@@ -304,7 +301,7 @@ class Planner:
 
     def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
         kept = {kind: size for kind, size in view.kept.items() if kind != "gradients"}
-        gradients = {stage.index: view.gradient_bytes(stage) for stage in view.stages.local}
+        gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
         peak = peak_of(program, index, costs, gradients)
         end = view.kept.get("gradients", 0) + view.summed_bytes()
         return RankMemory(
