@@ -37,6 +37,15 @@ class Tokenized:
                 what = f"{self.validation_path} has another tokenizer than {self.path}"
                 raise UserError(f"validation_path: {what}; tokenize both with the same one")
 
+    def mean_length(self) -> float | None:
+        """The tokens of a document of the store in mean, before `open`, too; None if there are none."""
+        try:
+            store = Store.open(self.path)
+        except UserError:
+            return None
+        documents = sum(shard.documents for shard in store.shards)
+        return store.token_count / documents if documents else None
+
     @property
     def vocab_size(self) -> int:
         """That of the store's tokenizer."""

@@ -22,16 +22,18 @@ class Reached:
     """
     The parts of a data sheet's figures that a training step reaches, and what the host needs.
 
-    `products` is of matrix products, `attention` of those inside of attention, `memory` of the memory's bandwidth,
-    `messages` of links. `launch` are the seconds that an operation takes at least on the device, `host` those that the
-    host needs to issue one. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in
-    rows of one document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`),
-    whose plans are 0.1 to 4.9 % off, and `host` to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off;
-    `drawloom plan --calibrate` measures those of a machine.
+    `products` is of matrix products, `attention` of those inside of attention by cuDNN, of which the kernel for packed
+    rows reaches the part `packed`; `memory` is of the memory's bandwidth, `messages` of links. `launch` are the seconds
+    that an operation takes at least on the device, `host` those that the host needs to issue one. The defaults are
+    fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one document of 4096 tokens on
+    one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`), whose plans are 0.1 to 4.9 % off, `host`
+    to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and `packed` to kernels alone (`make bench-gpu
+    ONLY=attention`); `drawloom plan --calibrate` measures those of a machine.
     """
 
     products: float = 0.71
     attention: float = 0.53
+    packed: float = 0.6
     memory: float = 0.65
     messages: float = 0.75
     launch: float = 3e-6

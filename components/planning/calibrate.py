@@ -17,6 +17,7 @@ from drawloom.components.distributed.device_model import (
     model_of_gpu,
     products_in,
 )
+from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import Part, Recorder, attention_flops
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -234,7 +235,7 @@ def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: 
 
 def _planned(run: Callable[[], object], model: DeviceModel) -> Part:
     """What a plan counts of a call with meta tensors, on a device."""
-    recorder = Recorder(model, lambda _: math.inf, 1.0)
+    recorder = Recorder(model, lambda _: math.inf, Attended())
     with recorder:
         recorder.begin()
         run()

@@ -9,11 +9,12 @@ import attrs
 
 from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import MemoryUser
-from drawloom.components.ports.model import TrainableStages
+from drawloom.components.ports.model import Kernels, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import Batching, Restorer
 from drawloom.graph import UserError
@@ -125,6 +126,23 @@ class Nodes:
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
                     return length
         raise UserError("a plan needs the length of rows, and no node of the recipe has a setting `length`", 2)
+
+    @property
+    def document_length(self) -> float:
+        """Tokens of a document in mean, if the data are here and say so; otherwise inf: rows are one document each."""
+        names = self._all(TokenCorpus)
+        if len(names) != 1 or not issubclass(self.graph.nodes[names[0]].spec.cls, KnownDocuments):
+            return math.inf
+        container = self.recipe.project.container(self.graph, *names)
+        container.build()
+        length: float | None = container[names[0]].mean_length()
+        return math.inf if length is None else length
+
+    @property
+    def attention(self) -> str:
+        """The implementation of attention that the recipe names."""
+        settings = [self.settings(name).get("attention", "auto") for name in self._all(Kernels)]
+        return next(iter(settings), "auto")
 
     @property
     def global_size(self) -> int:

@@ -14,6 +14,7 @@ from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, Deadlock
+from drawloom.components.planning.attention import Attended, Rows, attended
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import RankView, link
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
@@ -77,8 +78,7 @@ class Plan:
     device: DeviceModel
     mesh: PlannedMesh
     program: Program
-    rows: int
-    length: int
+    rows: Rows
     microbatches: int
     layers: int
     costs: Mapping[int, StageCosts]
@@ -206,22 +206,16 @@ class Planner:
         program = with_whole_backwards(program)
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
+        of_documents = self._rows(rows)
         tokens = self.nodes.global_size * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message(costs))
-        frozen = {
-            name
-            for view in views
-            for stage in view.stages.local
-            for name, each in stage.named_parameters()
-            if not each.requires_grad
-        }
+        frozen = set[str]().union(*(view.frozen for view in views))
         return Plan(
             device=self.device,
             mesh=self.mesh,
             program=program,
-            rows=rows,
-            length=self.nodes.length,
+            rows=of_documents,
             microbatches=microbatches,
             layers=self._layers,
             costs=costs,
@@ -229,7 +223,7 @@ class Planner:
             memory=memory,
             time=step_time(program, table, costs, exchanges),
             tokens=tokens,
-            flops=_flops(self._counted, tokens, self.nodes.length, frozen),
+            flops=_flops(self._counted, tokens, of_documents, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
             steps=self.nodes.steps,
         )
@@ -239,10 +233,27 @@ class Planner:
         layers: int = self.objects[self.nodes.model].num_hidden_layers
         return layers
 
+    def _rows(self, count: int) -> Rows:
+        """The rows of a microbatch."""
+        return Rows(count, self.nodes.length, self.nodes.document_length)
+
+    def _attended(self, rows: Rows) -> Attended:
+        """What attention looks at: cuDNN computes whole rows that are all here, unless the recipe names another."""
+        if not self.device.is_gpu:
+            return attrs.evolve(attended(self._counted, Rows(rows.count, rows.length), 1.0), packed=0.0)
+        captured = bool(self.nodes.settings(self.nodes.stages).get("capture")) and rows.document < math.inf
+        by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.size("context") == 1 and not captured
+        return attended(self._counted, rows, rows.whole * by_cudnn)
+
     @cached_property
     def _counted(self) -> ForwardFlops | None:
         """The operations of the model, if it counts them."""
-        return self.objects[self.nodes.model].forward_flops() if self.nodes.counts_flops else None
+        recordings = self.cache.recordings
+        if ForwardFlops not in recordings:  # to count them takes as long as to build the model
+            model = self.objects[self.nodes.model]
+            recordings[ForwardFlops] = model.forward_flops() if self.nodes.counts_flops else None
+        found: ForwardFlops | None = recordings[ForwardFlops]
+        return found
 
     def _views(self, program: Program) -> list[RankView]:
         schedule = self.objects[self.nodes.schedule]
@@ -251,7 +262,7 @@ class Planner:
         key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank, sizes
         if key not in self.cache.views:
             self.cache.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
-        return [attrs.evolve(view, microbatches=program.microbatches) for view in self.cache.views[key]]
+        return self.cache.views[key]
 
     def _of_rank(self, index: int, program: Program) -> "RankView":
         mesh = self.mesh.at(index)
@@ -263,9 +274,7 @@ class Planner:
         stages = container[self.nodes.stages]
         stages.outline()
         users = [container[name] for name in self.nodes.memory_users]
-        return RankView(
-            mesh, stages, {str(kind): size for kind, size in memory_by_kind(users).items()}, program.microbatches
-        )
+        return RankView(mesh, stages, {str(kind): size for kind, size in memory_by_kind(users).items()})
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
@@ -279,7 +288,7 @@ class Planner:
             self.objects[self.nodes.precision].gradient,
             self.device.without_host() if stages.get("capture") else self.device,
             lambda dimension: link(self.mesh, self.device, dimension),
-            attended(self._counted, self.nodes.length),
+            self._attended(self._rows(rows)),
             tuple((self.mesh.size(name), link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             self.cache.recordings,
         )
@@ -292,7 +301,7 @@ class Planner:
 
     def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
         kept = {kind: size for kind, size in view.kept.items() if kind != "gradients"}
-        gradients = {stage.index: view.gradient_bytes(stage) for stage in view.stages.local}
+        gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
         peak = peak_of(program, index, costs, gradients)
         end = view.kept.get("gradients", 0) + view.summed_bytes()
         return RankMemory(
@@ -315,21 +324,8 @@ class Planner:
         return microbatches * rows * self.nodes.length // self.mesh.size("context") * (4 * 8 + 4)
 
 
-def attended(counted: ForwardFlops | None, length: int) -> float:
-    """The part of all pairs of tokens of rows that attention looks at: causally, and within windows, by layer."""
-    per_pair = counted.per_pair if counted is not None and counted.per_pair else {None: 1.0}
-    seen = sum(flops * _pairs(length, window) for window, flops in per_pair.items())
-    return seen / sum(per_pair.values()) / length**2
-
-
-def _pairs(length: int, window: int | None) -> float:
-    """Pairs of a query and a key that it sees, of a row that is one document."""
-    within = length if window is None else min(window, length)
-    return within * (within + 1) / 2 + (length - within) * within
-
-
-def _flops(counted: ForwardFlops | None, tokens: int, length: int, frozen: set[str]) -> float | None:
+def _flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:
     if counted is None:
         return None
-    pairs = {window: tokens / length * _pairs(length, window) for window in counted.per_pair}
+    pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}
     return counted.of_training(tokens, pairs, frozen)

@@ -1,6 +1,7 @@
 """A pipeline rank of a plan: its stages on the meta device, what it holds, and what it exchanges."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -16,6 +17,20 @@ from drawloom.components.ports.distributed import DATA, SHARDS
 from drawloom.components.ports.model import Stage
 
 
+@attrs.frozen
+class Elements:
+    """
+    Of a stage, how many elements its parameters have, and those of them that are trained.
+
+    `kept` are the latter's that this rank has, and `unit` those of the largest unit that is reduced by itself.
+    """
+
+    all: int
+    trained: int
+    kept: int
+    unit: int
+
+
 @attrs.frozen(eq=False)
 class RankView:
     """The stages of one pipeline rank, an outline without memory, and what it holds of parameters and moments."""
@@ -23,7 +38,6 @@ class RankView:
     mesh: PlannedMesh
     stages: Any
     kept: Mapping[str, int]
-    microbatches: int
 
     @property
     def sliced(self) -> SlicedStore | None:
@@ -31,34 +45,43 @@ class RankView:
         store = self.stages.store
         return store if isinstance(store, SlicedStore) else None
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Elements of the trained parameters that the optimizer keeps on this rank."""
         return sum(parameter.numel() for _, parameter in self.stages.named())
 
-    def gradient_bytes(self, stage: Stage) -> int:
+    @cached_property
+    def frozen(self) -> set[str]:
+        """The names of the parameters that are not trained."""
+        named = (each for stage in self.stages.local for each in stage.named_parameters())
+        return {name for name, parameter in named if not parameter.requires_grad}
+
+    @cached_property
+    def elements(self) -> dict[int, Elements]:
+        """By stage."""
+        kept = dict(self.stages.named())
+        return {stage.index: self._elements(stage, kept) for stage in self.stages.local}
+
+    def _elements(self, stage: Stage, kept: Mapping[str, torch.Tensor]) -> Elements:
+        parameters = list(stage.module.parameters())
+        return Elements(
+            all=sum(each.numel() for each in parameters),
+            trained=sum(each.numel() for each in parameters if each.requires_grad),
+            kept=sum(kept[name].numel() for name, _ in stage.named_parameters() if name in kept),
+            unit=largest_unit(stage.module, self.stages.model.blocks(stage.module)),
+        )
+
+    def gradient_bytes(self, stage: Stage, microbatches: int) -> int:
         """
         Bytes of the gradients of a stage while its backward passes go on.
 
         Those of sharded parameters are whole until they are reduced, which is once a step, or unit by unit.
         """
-        size = int(self.stages.precision.gradient.itemsize)
-        kept = dict(self.stages.named())
-        mine: int = sum(kept[name].numel() for name, _ in stage.named_parameters() if name in kept)
+        size, elements = int(self.stages.precision.gradient.itemsize), self.elements[stage.index]
         if self.sliced is None:
-            return mine * size
-        if self._reduces_by_unit:
-            return (mine + 2 * self._largest_unit(stage)) * size
-        whole = sum(each.numel() for each in stage.module.parameters() if each.requires_grad)
-        return whole * size
-
-    @property
-    def _reduces_by_unit(self) -> bool:
-        """Whether gradients of sharded parameters are reduced as soon as a unit has them."""
-        return self.microbatches == 1 or bool(self.stages.sync_each_microbatch)
-
-    def _largest_unit(self, stage: Stage) -> int:
-        return largest_unit(stage.module, self.stages.model.blocks(stage.module))
+            return elements.kept * size
+        by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
+        return (elements.kept + 2 * elements.unit if by_unit else elements.trained) * size
 
     def summed_bytes(self) -> int:
         """Bytes that sums over ranks take besides the gradients."""
@@ -66,7 +89,7 @@ class RankView:
         buckets = self.trained * self._wide
         if self.sliced is not None:
             # Gradients of a unit are sent from where they are; those that others send take as much again.
-            units = map(self._largest_unit, self.stages.local)
+            units = (each.unit for each in self.elements.values())
             return self._sent * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
         return buckets if self.mesh.group(*DATA).size > 1 else 0
 
@@ -113,18 +136,21 @@ class RankView:
         if self.sliced is None:
             return {}
         seconds = self._sent * self._seconds_per_byte(device, *SHARDS)
-        sizes = {stage.index: sum(each.numel() for each in stage.module.parameters()) for stage in self.stages.local}
-        return {stage: size * seconds for stage, size in sizes.items()}
+        return {stage: each.all * seconds for stage, each in self.elements.items()}
 
     def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
         """Seconds for a byte of a tensor that all ranks along dimensions gather, or sum by parts."""
         size = self.mesh.group(*dimensions).size
         return (size - 1) / size / link(self.mesh, device, *dimensions)
 
+    @cached_property
+    def _weights(self) -> int:
+        """Bytes of what the optimizer changes."""
+        return sum(each.nbytes for _, each in self.stages.named())
+
     def _update_seconds(self, device: DeviceModel) -> float:
         """The norm and the scaling of gradients, the update of weights and moments, and the casts of weights."""
-        weights = sum(each.nbytes for _, each in self.stages.named())
-        traffic: float = 4 * self.kept.get("gradients", 0) + 2 * weights + 2 * self.kept.get("optimizer_state", 0)
+        traffic: float = 4 * self.kept.get("gradients", 0) + 2 * self._weights + 2 * self.kept.get("optimizer_state", 0)
         traffic += self.kept.get("masters", 0) + self.kept.get("compute_copies", 0)
         return traffic / (device.bandwidth * device.reached.memory)
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.meta_collectives import sent_bytes
+from drawloom.components.planning.attention import Attended
 
 
 @attrs.frozen
@@ -68,13 +69,9 @@ Links = Callable[[str], float]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """
-    A context in which operations on meta tensors are recorded, for a device.
+    """A context in which operations on meta tensors are recorded, for a device, and what attention looks at."""
 
-    `attended` is the part of all pairs of a query and a key that attention looks at.
-    """
-
-    def __init__(self, device: DeviceModel, links: Links, attended: float) -> None:
+    def __init__(self, device: DeviceModel, links: Links, attended: Attended) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._links, self._attended = device, links, attended
         self._sizes: dict[weakref.ref[Any], tuple[int, str]] = {}
@@ -143,11 +140,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seconds += seconds
             self._sending += seconds
             return
-        flops = _products(name, args, made) * (self._attended if name in ATTENTION else 1.0)
+        flops = _products(name, args, made) * (self._attended.pairs if name in ATTENTION else 1.0)
         # Of what is added to, the dtype may be wider than that of the factors.
         rate = self._device.product_rate(given[1 if "add" in name else 0].dtype) if flops else math.inf
         if name in ATTENTION:
             rate *= reached.attention / reached.products
+            rate /= 1 - self._attended.packed + self._attended.packed / reached.packed
         self._flops += flops
         scratch, attends = _scratch(name, args), name in ATTENTION
         moved = sum(each.nbytes for each in (*given, *made)) + 2 * scratch * attends

@@ -95,8 +95,8 @@ def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]
     precision = nodes.settings(nodes.precision)
     if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
         yield {nodes.precision: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
-    if planned.rows > 1:
-        smaller = next(size for size in range(planned.rows // 2, 0, -1) if planned.rows % size == 0)
+    if (rows := planned.rows.count) > 1:
+        smaller = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
         yield {nodes.only(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
     replicas = planned.mesh.size("data_replicate")
     if replicas > 1:

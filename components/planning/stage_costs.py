@@ -21,6 +21,7 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.pipeline.recompute import make_recomputable
 from drawloom.components.pipeline.runtime.p2p import on_meta
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
+from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import Links, Part, Recorder
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
@@ -66,7 +67,7 @@ class StageMeter:
     gradient: torch.dtype
     device: DeviceModel
     links: Links
-    attended: float
+    attended: Attended
     known_by: Hashable = ()
     recordings: Recordings = attrs.field(factory=dict)
     _inputs: tuple[Tensor, Any, Batch] | None = None

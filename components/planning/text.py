@@ -1,5 +1,6 @@
 """A plan as text and as data."""
 
+import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "ranks": plan.ranks,
         "mesh": {name: plan.mesh.size(name) for name in DIMENSIONS},
         "microbatches": plan.microbatches,
+        "document_tokens": plan.rows.document if plan.rows.document < math.inf else None,
         "fits": plan.fits,
         "device_memory_bytes": plan.device.memory,
         "peak_memory_bytes": plan.peak_memory_bytes,
@@ -50,9 +52,10 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     sizes = [f"{name} {plan.mesh.size(name)}" for name in DIMENSIONS if plan.mesh.size(name) > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
-    rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.length:,} tokens"
+    rows = f"{plan.rows.count} row{'s' * (plan.rows.count > 1)} of {plan.rows.length:,} tokens"
+    held = f" in documents of {plan.rows.document:,.0f}" if plan.rows.document < math.inf else ""
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
-    yield "step", f"{count} of {rows} on each replica, {plan.tokens:,} tokens in all"
+    yield "step", f"{count} of {rows}{held} on each replica, {plan.tokens:,} tokens in all"
     most = max(plan.memory, key=lambda memory: memory.peak)
     of = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"

@@ -6,7 +6,7 @@ This module imports no torch, so that processes that only tokenize stay small.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -150,4 +150,13 @@ class TokenCorpus(Protocol):
 
     def documents(self, split: Split) -> TokenDocuments:
         """The documents of a split."""
+        ...
+
+
+@runtime_checkable
+class KnownDocuments(Protocol):
+    """A corpus that knows how long its documents are before it is opened."""
+
+    def mean_length(self) -> float | None:
+        """The tokens of a document in mean; None if the data are not here."""
         ...

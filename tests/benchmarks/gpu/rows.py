@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
+from drawloom.components.ports.flops import attended_pairs
 from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.attention import EAGER, Implementation
 from drawloom.kernels.cut_cross_entropy import Cut
@@ -287,21 +288,28 @@ def _experts(tiny: bool) -> Iterator[Row]:
 
 
 def _attentions(tiny: bool) -> Iterator[Row]:
-    batch, length, heads, channels = (1, 20, 2, 16) if tiny else (8, 4096, 16, 128)
-    documents = torch.zeros(batch, length, dtype=torch.int64, device=DEVICE)
-    product = 2.0 * batch * heads * length * length * channels  # causal: half of two products
+    length = 20 if tiny else 4096
+    yield _attention_in(torch.zeros(length, dtype=torch.int64), "one document a row", tiny)
+    yield _attention_in(torch.arange(length) * 5 // length // 2, "documents of 0.4, 0.4 and 0.2 of a row", tiny)
+
+
+def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
+    """Attention in rows alike, of documents with these ids (length,)."""
+    batch, length, heads, channels = (1, len(row), 2, 16) if tiny else (8, len(row), 16, 128)
+    documents = row.to(DEVICE).repeat(batch, 1)
+    product = 4.0 * batch * heads * channels * attended_pairs(row[None])
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
         from drawloom.kernels.attention import VARLEN
         from drawloom.kernels.attention_cudnn import CUDNN
         from drawloom.kernels.attention_flex import FLEX
 
-        kinds = {"cudnn": CUDNN, "flex": FLEX, "varlen": VARLEN}
+        kinds = {"flex": FLEX, "varlen": VARLEN} | ({} if row.any() else {"cudnn": CUDNN})
         fast = {f"drawloom {name}": _masked(kind, documents) for name, kind in kinds.items()}
     eager = _masked(EAGER, documents)
-    yield Row(
+    return Row(
         "attention",
-        f"{batch} x {length}, {heads} heads of {channels}, one document a row",
+        f"{batch} x {length}, {heads} heads of {channels}, {what}",
         lambda: (tuple(numbers(batch, length, heads, channels) for _ in "qkv"), ()),
         fast,
         {"eager": eager},

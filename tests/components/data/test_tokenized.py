@@ -21,6 +21,14 @@ def test_a_store_is_a_corpus(drawloom_opened: Any, tmp_path: Path) -> None:
     assert (corpus.vocab_size, corpus.eos_id) == (257, 256)
 
 
+def test_a_store_says_how_long_its_documents_are(tmp_path: Path) -> None:
+    """Before it is opened, with their ends; None where there is none, or nothing in it."""
+    store_of(tmp_path / "store", [["four", "sixsix"]])
+    store_of(tmp_path / "empty", [[]])
+    lengths = [Tokenized(path=tmp_path / name).mean_length() for name in ("store", "empty", "other")]
+    assert lengths == [6, None, None]
+
+
 def test_the_validation_split_may_have_a_store(drawloom_opened: Any, tmp_path: Path) -> None:
     """With a store for validation nothing of the other is held out; both have one tokenizer."""
     store_of(tmp_path / "one", [["a", "b"]])

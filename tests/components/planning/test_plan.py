@@ -12,12 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from drawloom import Recipe, RecipeError
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
+from drawloom.components.planning.text import as_data
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.memory import memory_by_kind
 from drawloom.graph import UserError
 from support.processes import run_ranks
+from support.stores import store_of
 
 ROWS, LENGTH = 4, 64
 
@@ -96,7 +99,7 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
         [stage] = stages.local
         stages.cast_weights()
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
-        recorder = Recorder(found.device, lambda _: 1.0, 0.5)
+        recorder = Recorder(found.device, lambda _: 1.0, Attended(0.5))
         runner = StageRunner(stage, run["loss"], {})
         given = batch()
         tokens, shared = run["loss"].inputs(given)
@@ -196,6 +199,32 @@ def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
         for how in ("false", "true")
     )
     assert captured < 0.2 * plain
+
+
+PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batch.global_size=8", "batch.micro_size=2")
+
+
+def test_attention_of_packed_rows_takes_the_kernel_and_the_documents_that_a_run_has(tmp_path: Path) -> None:
+    """
+    A store at hand says how long documents are: shorter ones have fewer pairs, at the rate of the kernel for packed
+    rows. A kernel that the recipe names has that rate on whole rows, too; a CPU has one for all.
+    """
+    store_of(tmp_path / "store", [["a" * 2999, "b" * 4999]])
+
+    def seconds(place: str, *words: str, device: str = "h200") -> tuple[float, float]:
+        recipe = Recipe.load("qwen3_0_6b", f"vars.data={tmp_path / place}", *PACKED, *words)
+        found = plan(recipe, device_model(device))
+        assert as_data(found)["document_tokens"] == (4000 if place == "store" else None)
+        return found.costs[0].passes["F"].seconds, found.flops or 0.0
+
+    long = "vars.length=4096"
+    whole, packed, flex = seconds("none", long), seconds("store", long), seconds("none", long, "kernels.attention=flex")
+    assert packed[1] < whole[1] == flex[1]  # operations inside of documents
+    assert whole[0] < packed[0] < flex[0]
+    captured = seconds("store", long, "stages.capture=true")[0]
+    assert packed[0] < captured < flex[0]
+    assert seconds("store", "vars.length=40000")[0] < seconds("none", "vars.length=40000")[0]
+    assert seconds("store", long, device="cpu")[0] == seconds("none", long, device="cpu")[0]
 
 
 FAULTS: list[tuple[tuple[str, ...], int | None, str]] = [

@@ -7,6 +7,7 @@ from torch import nn
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.distributed.meta_collectives import collective
+from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import Part, Recorder
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -22,9 +23,9 @@ DEVICE = DeviceModel(
 )
 
 
-def recorder(attended: float = 1.0) -> Recorder:
+def recorder(attended: Attended | None = None) -> Recorder:
     """For a device of a million bytes and operations each second, of which products reach half."""
-    return Recorder(DEVICE, lambda _: 100.0, attended)
+    return Recorder(DEVICE, lambda _: 100.0, attended or Attended())
 
 
 def test_what_lives_is_counted_until_it_is_freed() -> None:

@@ -1,0 +1,49 @@
+"""What attention looks at in rows of documents, beside rows that are cut from documents."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.planning.attention import Attended, Rows, attended
+from drawloom.components.ports.flops import ForwardFlops, attended_pairs
+
+LENGTH = 256
+
+
+def cut_rows(mean: int) -> Tensor:
+    """Document ids (rows, LENGTH) of documents of this mean length, one after another."""
+    lengths = np.random.default_rng(0).geometric(1 / mean, size=1_000_000 // mean)
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    return torch.from_numpy(ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH))
+
+
+@pytest.mark.parametrize("mean", [20, 200, 2000])
+def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
+    """As many pairs, with a window and without, and as many microbatches of two rows that are one document each."""
+    ids = cut_rows(mean)
+    rows = Rows(2, LENGTH, mean)
+    for window in (None, 16):
+        assert rows.pairs(window) == pytest.approx(attended_pairs(ids, window) / len(ids), rel=0.03)
+    whole = (ids == ids[:, :1]).all(1)[: len(ids) // 2 * 2].view(-1, 2).all(1)
+    assert rows.whole == pytest.approx(float(whole.double().mean()), abs=0.03)
+
+
+def test_rows_of_one_document_have_all_pairs() -> None:
+    """Exactly, within a window, too; windows that are longer than a row don't matter."""
+    rows = Rows(3, 7)
+    assert (rows.pairs(), rows.pairs(9), rows.pairs(2), rows.whole) == (28, 28, 13, 1)
+    assert Rows(3, 7, document=1).pairs() == 7
+
+
+def test_layers_with_windows_have_the_kernel_for_packed_rows() -> None:
+    """Their pairs count as packed, however whole the rows are; those of other layers only where these are not."""
+    rows = Rows(1, 8)
+    assert attended(None, rows, 1.0) == Attended(36 / 64, 0.0)
+    assert attended(None, rows, 0.25) == Attended(36 / 64, 0.75)
+    both = attended(ForwardFlops({}, {None: 3.0, 2: 1.0}), rows, 1.0)
+    assert (both.pairs, both.packed) == pytest.approx(((3 * 36 + 15) / 4 / 64, 15 / (3 * 36 + 15)))
+    assert attended(ForwardFlops({}, {2: 1.0}), rows, 1.0).packed == 1.0
+    assert rows.document == math.inf
