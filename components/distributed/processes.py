@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -64,6 +65,16 @@ class TorchProcesses:
     def local_world_size(self) -> int:
         """The number of processes on this machine."""
         return self._launch.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine among those of the launch, from 0."""
+        return self._launch.node_rank
+
+    @property
+    def node_count(self) -> int:
+        """The number of machines of the launch."""
+        return self._launch.node_count
 
     def open(self) -> None:
         """Join the process group, if there are other processes; a UserError if they do not join in time."""
@@ -182,7 +193,9 @@ class TorchProcesses:
             monitor.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]
-            self._failures = monitor.failures = FailureMonitor(self.rank, monitor.store, peers, launch.error_file)
+            where = f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else ""
+            failures = FailureMonitor(self.rank, monitor.store, peers, launch.error_file, where=where)
+            self._failures = monitor.failures = failures
             self._failures.open()
             monitor.start()
         return monitor

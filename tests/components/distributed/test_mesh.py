@@ -24,6 +24,8 @@ class FakeProcesses:
     rank: int = 0
     local_rank: int = 0
     local_world_size: int = 1
+    node_rank: int = 0
+    node_count: int = 1
     requests: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
