@@ -84,7 +84,8 @@ def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
 
 def held(found: Mapping[str, Any]) -> int:
     """The elements of a rank's weights and moments."""
-    return int(found["moments"]) + sum(part.numel() for part in found["weights"].values())
+    count: int = found["moments"] + sum(part.numel() for part in found["weights"].values())
+    return count
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)

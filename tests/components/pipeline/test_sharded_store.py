@@ -12,10 +12,13 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.parameter_store import is_dtensor
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.pipeline.shard_transfers import DirectReduceScatter
 from drawloom.components.pipeline.sharded_store import ShardedModule, _parts
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
+from support.mutations import put
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -181,6 +184,47 @@ def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None
     for found in run_ranks(_reduced_with_the_head, 2):
         assert found["head"] == [True]
         assert not any(found["rest"])
+
+
+def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
+    """Of each reduction in W: how many gradients of whole weights there are besides, and whether what is sent is 0."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    found: list[tuple[int, bool]] = []
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        stages = _stages(mesh, device, True)
+        [stage] = stages.local
+        shards: Any = stage.shards
+        runner = StageRunner(stage, stages.loss, {}, split=True)
+        scatter = DirectReduceScatter.__call__
+
+        def look(self: Any, **how: Any) -> None:
+            left = [part.unsharded_param.grad for unit in shards.units for part in _parts(unit)]
+            sent = how["input_tensor"].listed.tensors
+            found.append((sum(each is not None for each in left), any(not each.any() for each in sent)))
+            scatter(self, **how)
+
+        put(DirectReduceScatter, "__call__", look)
+        stages.cast_weights()
+        [batch] = pipelines.batches(1)
+        tokens, context = stages.loss.inputs(batch)
+        runner.forward(0, tokens, context, batch)
+        runner.backward_input(0, None)
+        runner.reduce_next(final=True)
+        runner.backward_weight(0)
+        return found
+    finally:
+        processes.close()
+
+
+def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
+    """Head, three blocks, and the rest are reduced once each, with their gradients, before those of later ones."""
+    for found in run_ranks(_reduced_in_a_pass_for_the_weights, 2):
+        assert found == [(0, False)] * 5
 
 
 def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
