@@ -21,7 +21,7 @@ from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, several
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.pipeline.stage_checks import gathers_by_block
@@ -194,13 +194,16 @@ def _comparison(options: argparse.Namespace, project: Project) -> str:
 def _of_size(
     options: argparse.Namespace, project: Project, names: Sequence[str], source: CostSource, size: "Size"
 ) -> Iterator[Summary]:
-    """The schedules with at most as many stages as the model has layers."""
+    """The schedules with at most as many stages as the model has layers; a UserError if there is none."""
+    unsuitable: list[_Unsuitable] = []
     for name in names:
-        schedule = _by_name(options, project, name, source, size, anyway=True)
         try:
+            schedule = _by_name(options, project, name, source, size, anyway=True)
             yield _simulated(options, name, schedule, size, source)
-        except _Unsuitable:
-            continue
+        except _Unsuitable as error:
+            unsuitable.append(error)
+    if len(unsuitable) == len(names):
+        raise unsuitable[-1]
 
 
 def _complete(project: Project) -> Iterator[str]:
@@ -233,7 +236,10 @@ def _by_name(
     Raises UserError if it has another number of stages per rank, unless `anyway`.
     """
     use, spec = _spec(project, name)
-    data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
+    try:
+        data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
+    except UserError as error:
+        raise _Unsuitable(str(error), error.exit_code) from error
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
         data["stages_per_rank"] = options.stages_per_rank
     if "microbatches" in spec.fields:
@@ -267,7 +273,7 @@ class Size:
     microbatches: int
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks, {self.microbatches} microbatches"
+        return f"{several(self.ranks, 'rank')}, {several(self.microbatches, 'microbatch', 'es')}"
 
 
 class _Unsuitable(UserError):

@@ -172,4 +172,4 @@ def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
 
 
 def _idle(busy: float, length: float) -> float:
-    return 1 - busy / length if length else 0.0
+    return max(0.0, 1 - busy / length) if length else 0.0  # sums of the same lengths may differ by rounding

@@ -35,8 +35,8 @@ class Summary:
     @property
     def title(self) -> str:
         """The schedule and its size."""
-        ranks, stages = _several(self.ranks, "rank"), _several(self.stages_per_rank, "stage")
-        microbatches = _several(self.simulation.program.microbatches, "microbatch", "es")
+        ranks, stages = several(self.ranks, "rank"), several(self.stages_per_rank, "stage")
+        microbatches = several(self.simulation.program.microbatches, "microbatch", "es")
         return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
 
     @property
@@ -101,7 +101,8 @@ until weights: the same, until their weight gradients; microbatches: the same, d
 messages: tensors that ranks send one another in a step"""
 
 
-def _several(number: int, noun: str, ending: str = "s") -> str:
+def several(number: int, noun: str, ending: str = "s") -> str:
+    """A number with its noun."""
     return f"{number} {noun}{ending * (number != 1)}"
 
 

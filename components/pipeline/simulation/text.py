@@ -12,6 +12,9 @@ LEGEND = "F forward, B backward, I input gradients, W weight gradients"
 SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}
 SHARD_LEGEND = "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far"
 
+COLUMNS, BY_ACTION = 10_000, 10
+"""The most columns of a timeline, or so many for each action of a rank: hours between seconds would have more."""
+
 
 def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | None = None) -> str:
     """
@@ -28,6 +31,9 @@ def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | N
     # More than four bands would not fit on a screen.
     if simulation.makespan * scale > 4 * (width - margin):
         labels, scale = _Labels(simulation, brief=True), 1 / shortest
+    longest = max(each.makespan for each in (simulation, measured or simulation))
+    most = max(COLUMNS, BY_ACTION * int(np.diff(simulation.program.bounds).max()))
+    scale = min(scale, most / longest)
     rows: list[tuple[str, str]] = []
     for rank in range(simulation.program.ranks):
         rows.append((f"rank {rank}", _row(simulation, rank, labels, scale)))

@@ -175,6 +175,13 @@ def test_costs_are_planned(capsys: Capture) -> None:
     assert data(capsys, *words)["makespan"] == pytest.approx(found["one_f_one_b"]["makespan"])
 
 
+def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys: Capture) -> None:
+    """With four layers on three ranks, those of one stage a rank are compared; on five ranks the reason is said."""
+    words = ("--compare", "pipeline", *SMALL, "--costs", "plan", "--device", "cpu", "--microbatches", "2", "--ranks")
+    assert {item["stages_per_rank"] for item in data(capsys, *words, "3")} == {1}
+    assert "4 layers can't be cut into" in printed(capsys, *words, "5", code=2)
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

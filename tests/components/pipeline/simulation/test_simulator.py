@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
+from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, Deadlock
@@ -32,6 +33,13 @@ def test_peaks_are_counted_in_order() -> None:
     assert run.peak_live_weights == [3, 2]
     assert run.peak_pending_weight_grads == [1, 2]
     assert run.actions == {"F": 6, "B": 3, "I": 3, "W": 3}
+
+
+def test_no_bubble_is_below_zero() -> None:
+    """Where a rank never waits, sums that are rounded in another order make none either."""
+    forwards = forward_only((0, 1), 7)
+    bubbles = [simulate(forwards, Costs(number / 97, comm=0.1)).span_bubble for number in range(1, 97)]
+    assert all(0 <= bubble < 1e-9 for bubble in bubbles)
 
 
 def test_bars_are_in_order() -> None:

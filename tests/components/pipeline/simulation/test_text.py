@@ -54,6 +54,12 @@ def test_very_long_timelines_have_one_letter_a_unit() -> None:
     assert sum(line.count("F") + line.count("f") for line in lines if line.startswith("rank")) == 8 * 2 * 32
 
 
+def test_a_timeline_that_is_mostly_waits_has_few_columns() -> None:
+    """Of messages that take a billion times as long as actions, and of actions that differ as much."""
+    for costs in (Costs(comm=1e9), Costs(1, 1e9, 1)):
+        assert sum(map(len, drawn("v_half", 3, 7, costs=costs))) < 100_000
+
+
 def test_measured_costs_keep_their_proportions() -> None:
     """The shortest op is as wide as a label, all others in proportion."""
     assert drawn("one_f_one_b", 1, 1, costs=Costs(6, 1, 1))[0] == "rank 0  F0------ B0"
