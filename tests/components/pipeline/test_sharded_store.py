@@ -1,11 +1,13 @@
 """Parameters that ranks share out, and when each rank has them whole."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
@@ -18,6 +20,7 @@ from drawloom.components.pipeline.sharded_store import ShardedModule, _parts
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
+from support.adapted import lora
 from support.mutations import put
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
@@ -34,7 +37,12 @@ SIZES: dict[str, Any] = {
 
 
 def _stages(
-    mesh: RankMesh, device: ComputeDevice, reshard: bool | None, sync: bool = False, **precision: Any
+    mesh: RankMesh,
+    device: ComputeDevice,
+    reshard: bool | None,
+    sync: bool = False,
+    adapters: Sequence[Any] = (),
+    **precision: Any,
 ) -> MaterializedStages:
     stages = MaterializedStages(
         model=Qwen3Dense(kernels=cpu_kernels(), **SIZES),
@@ -46,6 +54,7 @@ def _stages(
         job=pipelines.Job(),
         reshard_after_forward=reshard,
         sync_each_microbatch=sync,
+        adapters=list(adapters),
     )
     stages.open()
     return stages
@@ -273,3 +282,30 @@ def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None
     """As for a layer that an evaluation leaves out: the next step computes with the weights of then."""
     for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
         assert without.equal(with_one)
+
+
+def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
+    """What a rank keeps of each parameter in mixed precision, and whether it is trained."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
+        mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
+        [stage] = _stages(mesh, device, True, adapters=adapters, **mixed).local
+        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
+    finally:
+        processes.close()
+
+
+def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
+    """In slices as in one process: no optimizer needs more of them; those that are not cast keep their dtype."""
+    [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
+    assert sharded == [alone, alone]
+    for name, (dtype, trained) in alone.items():
+        wide = trained or name.endswith("norm.weight") or name.startswith("loss.")
+        assert dtype == (torch.float32 if wide else torch.bfloat16), name
+    assert {trained for _, trained in alone.values()} == {False, True}
