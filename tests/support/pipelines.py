@@ -18,6 +18,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.experts.symmetric import SymmetricExperts
+from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
@@ -279,8 +280,8 @@ def _steps(
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
-    the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and the norm of all
-    gradients.
+    the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and norms of all gradients
+    and of those of two layers.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -338,6 +339,7 @@ def _steps(
             optimizer.run_phase(step)
     losses = step.outputs["losses"]
     held_out = executor.evaluate(iter(made[:3]))
+    clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
     return {
         "grads": grads,
@@ -348,6 +350,10 @@ def _steps(
         "sums": {key: float(value) for key, value in losses.sums.items()},
         "held_out": float(held_out.total),
         "norm": float(step.outputs["grad_norm"]),
+        "norms": [
+            float(clip(max_norm=1.0, norm_type=p, targets=[targets])._norm())
+            for p, targets in ((1.0, "*"), (3.0, "*layers.[12].*"), (math.inf, "*"))
+        ],
     }
 
 
@@ -373,7 +379,7 @@ def assert_same_steps(ranks: Sequence[Mapping[str, Any]], whole: Mapping[str, An
     """Losses, norms, gradients and weights of all ranks together equal those of one process in float64, to 1e-10."""
     assert sum(each["loss"] for each in ranks) == pytest.approx(whole["loss"], rel=1e-10)
     for each in ranks:
-        assert each["norm"] == pytest.approx(whole["norm"], rel=1e-9)
+        assert [each["norm"], *each["norms"]] == pytest.approx([whole["norm"], *whole["norms"]], rel=1e-9)
     for what in ("grads", "weights"):
         found = assembled(ranks, what)
         assert found.keys() == whole[what].keys()
