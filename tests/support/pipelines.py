@@ -71,6 +71,15 @@ class FreezeFirstLayer:
         return module
 
 
+class FreezeAllButNorms:
+    """A transform: of the whole model the norms of the last layer are trained, which one pipeline rank has."""
+
+    def transform(self, module: Any) -> Any:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.startswith("model.layers.3.") and name.endswith("norm.weight"))
+        return module
+
+
 def schedule(name: str, **settings: Any) -> Any:
     """A schedule by the last part of its name."""
     spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
@@ -160,6 +169,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "muon": NextToken,
     "symmetric": NextToken,
     "dora": NextToken,
+    "norms": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
@@ -169,8 +179,8 @@ LOSSES: dict[str, Callable[[], Any]] = {
 Case = tuple[str | Schedule, int, bool, bool, str]
 """
 A schedule or its name, how many microbatches, whether embedding and head are tied, whether the first layer is frozen,
-and the name of a loss; those of "muon", "symmetric" and "dora" are the plain one, with another optimizer, dispatcher
-or adapters.
+and the name of a loss; those of "muon", "symmetric", "dora" and "norms" are the plain one, with another optimizer,
+dispatcher or adapters, or with norms of the last of four layers alone to train.
 """
 
 
@@ -281,7 +291,7 @@ def _steps(
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
     the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and norms of all gradients
-    and of those of two layers.
+    and of those of layers.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -306,7 +316,7 @@ def _steps(
         precision=precision,
         job=Job(),
         adapters=_adapters() if kind == "dora" else [],
-        transforms=[FreezeFirstLayer()] if frozen else [],
+        transforms=[FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
         recompute=recompute,
         **{name: value for name, value in settings.items() if name != "streams"},
@@ -326,7 +336,7 @@ def _steps(
     reduce = SumOverParameters(mesh=mesh)
     synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=reduce)
     use: Any = Muon if kind == "muon" else AdamW
-    optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=GROUPS)
+    optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=[] if kind == "norms" else GROUPS)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)
     among, place = mesh.size("data_replicate") * mesh.size("data_shard"), mesh.index("data_replicate")
@@ -352,7 +362,7 @@ def _steps(
         "norm": float(step.outputs["grad_norm"]),
         "norms": [
             float(clip(max_norm=1.0, norm_type=p, targets=[targets])._norm())
-            for p, targets in ((1.0, "*"), (3.0, "*layers.[12].*"), (math.inf, "*"))
+            for p, targets in ((1.0, "*"), (3.0, "*layers.[123].*"), (math.inf, "*"))
         ],
     }
 
