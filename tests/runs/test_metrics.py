@@ -11,6 +11,7 @@ extends = "./tiny.toml"
 
 [model]
 num_hidden_layers = 2
+num_key_value_heads = 2
 
 [loss]
 z_loss = 1e-3
@@ -25,6 +26,7 @@ use = "metrics.group"
 prefix = "train/"
 members = [
     { use = "metrics.mean", of = "accuracy" },
+    { use = "metrics.mean", of = "accuracy", per = "microbatch", name = "accuracy_by_microbatch" },
     { use = "metrics.perplexity" },
     { use = "metrics.bits_per_byte" },
     { use = "metrics.spread", quantiles = [0.5] },
@@ -57,13 +59,22 @@ micro_size = 2
 
 
 def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
-    """Replicas and stages have the metrics of one process, each step's, and layer norms that make the whole norm."""
+    """
+    Replicas, stages, and ranks that share rows and matrices have the metrics of one process, each step's.
+
+    Layer norms make the whole norm.
+    """
     write_corpus(tmp_path)
     (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
-    layouts = {"one": (1, "mesh.pipeline=1"), "replicas": (2, "mesh.pipeline=1"), "stages": (2, "mesh.pipeline=2")}
+    layouts: dict[str, tuple[int, tuple[str, ...]]] = {
+        "one": (1, ()),
+        "replicas": (2, ()),
+        "stages": (2, ("mesh.pipeline=2",)),
+        "shared": (4, ("mesh.context=2", "mesh.tensor=2")),
+    }
     found = {}
-    for name, (ranks, word) in layouts.items():
-        outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", word, ranks=ranks)
+    for name, (ranks, words) in layouts.items():
+        outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", *words, ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
         found[name] = learned(tmp_path / "runs" / name)
     names = {
@@ -77,7 +88,7 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "weight_norm/1",
     }
     assert names <= set(found["one"][0])
-    for name in ("replicas", "stages"):
+    for name in list(layouts)[1:]:
         for one, other in zip(found["one"], found[name], strict=True):
             assert other == pytest.approx(one, rel=1e-4, abs=1e-6), name
     for row in found["one"]:
