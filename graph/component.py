@@ -187,7 +187,7 @@ def component(
     `check` calls these class methods, if the class has them, without building the component:
 
     - `constraints(node)` yields problems that involve several settings, or settings of neighbours;
-    - `notes(node)` yields lines that `explain` shows for the node;
+    - `notes(node)` yields lines that `explain` shows for the node, and so does `draw` with the focus on it;
     - `resume_impact(node, key)` returns what it means to resume with another value of a key, alone or with the reason
       as a tuple, or None;
     - `in_folder(settings, given, folder)` returns the settings with which a run uses the run folder that its recipe was

@@ -37,6 +37,9 @@ class PlannedGroup:
     def max(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged."""
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Leave a tensor of any shape unchanged."""
+
     def gather_json(self, value: Any) -> list[Any]:
         """The value, for each rank."""
         return [value] * self.size
@@ -44,6 +47,10 @@ class PlannedGroup:
     def gather(self, tensor: Tensor) -> Tensor:
         """An empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
+
+    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Empty tensors as this one, (...)."""
+        return [torch.empty_like(tensor)] * self.size
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """An empty tensor (...) for parts (size, ...)."""

@@ -1,6 +1,7 @@
 """Process groups: a single process, or several over torch's collectives."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
@@ -47,6 +49,9 @@ class SingleProcess:
     def max(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged: it is its own maximum."""
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Leave a tensor of any shape unchanged."""
+
     def gather_json(self, value: Any) -> list[Any]:
         """A list of the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
@@ -54,6 +59,10 @@ class SingleProcess:
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
+
+    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The tensor (...) as the only one."""
+        return [tensor.detach()]
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """The only part (...) of parts (1, ...)."""
@@ -108,16 +117,18 @@ class TorchGroup:
         """All-reduce a tensor of any shape, in place and in its own dtype, to the maximum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.MAX)
 
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Write the tensor of a rank, by its number in the group, over those of the others: one shape and dtype."""
+        sent = tensor.detach().to(self.device).contiguous()
+        with self._peer_errors("a broadcast"):
+            dist.broadcast(sent, group=self._handle, group_src=source)
+        self._write_back(sent, tensor)
+
     def gather_json(self, value: Any) -> list[Any]:
         """All-gather a JSON value: the values of all ranks, by rank."""
-        # two collectives, the lengths first: all_gather needs tensors of one size
-        text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        lengths = [int(each) for each in self.gather(length)]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = self.gather(padded.to(self.device))
-        return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(each.numpy().tobytes()) for each in self.gather_each(text)]
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
@@ -127,6 +138,15 @@ class TorchGroup:
         with self._peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
         return gathered.view(self.size, *tensor.shape).to(tensor.device)
+
+    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+        """All-gather tensors of one dtype and number of dimensions, whose shapes (...) differ: by rank."""
+        # Two collectives, the shapes first: all_gather needs tensors of one size.
+        shapes = self.gather(torch.tensor(tensor.shape, dtype=torch.int64)).tolist()
+        sizes = [math.prod(shape) for shape in shapes]
+        padded = F.pad(tensor.detach().reshape(-1), (0, max(sizes) - tensor.numel()))
+        parts = zip(self.gather(padded), sizes, shapes, strict=True)
+        return [part[:size].view(shape) for part, size, shape in parts]
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
@@ -165,8 +185,11 @@ class TorchGroup:
         reduced = tensor.detach().to(self.device).contiguous()
         with self._peer_errors("an all-reduce"):
             dist.all_reduce(reduced, operation, group=self._handle)
-        if reduced.data_ptr() != tensor.data_ptr() or reduced.device != tensor.device:
-            tensor.copy_(reduced)
+        self._write_back(reduced, tensor)
+
+    def _write_back(self, changed: Tensor, tensor: Tensor) -> None:
+        if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
+            tensor.copy_(changed)
 
 
 @attrs.frozen(eq=False)

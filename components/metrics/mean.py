@@ -1,12 +1,13 @@
 """A named sum of the loss: by token, by microbatch, or as it is."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from drawloom.components.metrics.named_sums import by_microbatch, losses_of, total_of
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -20,18 +21,23 @@ class Mean:
     rows are dealt out; by `microbatch` it is the mean of the microbatches' means; by `step` it is the sum itself.
     """
 
+    mesh: Mesh
     of: str = setting(doc="a named sum of the loss, or 'loss'")
     per: Literal["token", "microbatch", "step"] = setting(default="token", doc="what it is divided by")
     name: str = setting(default="", doc="what it is called in logs; the name of the sum if left out")
 
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "count": Accumulator()}
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """What is summed, and how much of it there is; by microbatch, ranks along context have the same."""
+        each = Accumulator(of="rows" if self.per == "microbatch" else "data")
+        return {"total": each, "count": each}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Sum and divisor of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
         if self.per == "microbatch":
-            means = by_microbatch(losses, self.of)
+            means = by_microbatch(losses, self.of, self.mesh)
             return {"total": means.nansum(), "count": (~means.isnan()).sum()}
         return {"total": total_of(losses, self.of), "count": losses.weight}
 

@@ -1,7 +1,9 @@
 """What a loss left behind of a step, by name: for the whole step, and by microbatch."""
 
+import torch
 from torch import Tensor
 
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
@@ -40,12 +42,18 @@ def _named(losses: Losses, name: str) -> Tensor:
     return losses.sums[name]
 
 
-def by_microbatch(losses: Losses, name: str) -> Tensor:
-    """The same divided by the microbatch's weights: float64 (microbatches,), NaN where nothing weighs anything."""
+def by_microbatch(losses: Losses, name: str, mesh: Mesh) -> Tensor:
+    """
+    The same divided by the microbatch's weights: float64 (microbatches,), NaN where nothing weighs anything.
+
+    Ranks that share the rows of a microbatch out all have that of whole rows; they call this together.
+    """
     total_of(losses, name)
     found = losses.by_microbatch
     if found is None:
         raise ValueError("ranks without the last stage have no losses")
     values: Tensor = found["loss"] if name == "loss" else found["sums"][name]
     weights: Tensor = found["weight"]
-    return values.double() / weights.double()
+    both = torch.stack([values.double(), weights.double()])
+    mesh.group("context").sum(both)
+    return both[0] / both[1]

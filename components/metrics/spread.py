@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.metrics.named_sums import by_microbatch, losses_of
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Problem, at_least, component, setting
 from drawloom.graph.build.node import NodeView
@@ -22,6 +23,7 @@ class Spread:
     `loss_max`.
     """
 
+    mesh: Mesh
     of: str = setting(default="loss", doc="a named sum of the loss, or 'loss'")
     quantiles: tuple[float, ...] = setting(default=(), doc="parts of 1, such as 0.5 and 0.9")
     low: float = setting(default=0.0, doc="where the histogram begins")
@@ -41,7 +43,7 @@ class Spread:
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """Both ends, and the histogram if quantiles are asked for."""
-        histogram = {"histogram": Accumulator(shape=(self.bins,))} if self.quantiles else {}
+        histogram = {"histogram": Accumulator(shape=(self.bins,), of="rows")} if self.quantiles else {}
         return {"min": Accumulator("min"), "max": Accumulator("max"), **histogram}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
@@ -52,7 +54,7 @@ class Spread:
         """
         if (losses := losses_of(step)) is None:
             return {}
-        means = by_microbatch(losses, self.of)
+        means = by_microbatch(losses, self.of, self.mesh)
         least, greatest = means.nan_to_num(nan=float("inf")).min(), means.nan_to_num(nan=float("-inf")).max()
         if not self.quantiles:
             return {"min": least, "max": greatest}

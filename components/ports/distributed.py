@@ -45,12 +45,20 @@ class Group(Protocol):
         """All-reduce a tensor of any shape, in place, to the maximum over the ranks."""
         ...
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Write the tensor of a rank, by its number in the group, over those of the others: one shape and dtype."""
+        ...
+
     def gather_json(self, value: Any) -> list[Any]:
         """All-gather a JSON value: the values of all ranks, by rank."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
+        ...
+
+    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+        """All-gather tensors of one dtype and number of dimensions, whose shapes (...) differ: by rank."""
         ...
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:

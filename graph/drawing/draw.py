@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.drawing.diagram import Diagram, Step, step_of, wiring
 from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring
+from drawloom.graph.inspect.explain import notes_of
 from drawloom.graph.problems import UserError, did_you_mean
 
 Format = Literal["tree", "mermaid", "dot", "svg"]
@@ -129,4 +130,5 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 def _tree(graph: Graph, root: str, focus: str) -> str:
     used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
-    return "\n".join([*used, draw_tree(graph, root)]) + "\n"
+    notes = notes_of(graph, graph.nodes[focus]) if focus else ()
+    return "\n".join([*used, *notes, draw_tree(graph, root)]) + "\n"

@@ -62,13 +62,13 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield from _section("settings", [_setting_line(graph, node, f) for f in fields if f.kind == "setting"])
     yield from _section("edges", [_edge_line(graph, node, f) for f in fields if f.is_edge])
     yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
-    yield from _section("notes", [*_notes(graph, node)])
+    yield from _section("notes", [*notes_of(graph, node)])
     used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
     yield from _section("used by", used or ["no node"])
     yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
 
 
-def _notes(graph: Graph, node: Node) -> Iterable[str]:
+def notes_of(graph: Graph, node: Node) -> Iterable[str]:
     """The notes of the component about a valid node, whose neighbours are valid, too."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and graph.is_complete(node) else ()

@@ -133,16 +133,16 @@ def test_experts_that_ranks_share_out_have_the_losses_of_one_process(place: Path
     assert_same(one, run)
 
 
-def test_explain_says_how_ranks_share_the_parameters() -> None:
+def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
     """For each dimension of the mesh that divides parameters there is a line, on any machine."""
     sizes = ("mesh.pipeline=2", "mesh.tensor=2", "mesh.data_shard=4", "batch.micro_size=4")
-    text = api.Recipe.load("first_run", *sizes).explain("stages")
+    recipe = api.Recipe.load("first_run", *sizes)
     for line in (
-        "partitioned over 2 pipeline ranks",
+        "layers: partitioned over 2 pipeline ranks",
         "split over 2 ranks, and tokens in between",
         "sharded over 4 ranks; weights are gathered once a step",
     ):
-        assert line in text
+        assert line in recipe.explain("stages") and line in recipe.draw(focus="stages")
     words = ("mesh.tensor=2", "mesh.data_shard=4", "mesh.expert=2", "batch.micro_size=4", "model.vocab_size=320")
     text = api.Recipe.load("moe", *words, 'stages.dispatcher={use="experts.all_to_all"}').explain("stages")
     assert "experts: shared out over 2 ranks, and sharded over 4" in text

@@ -32,7 +32,14 @@ MESHES = [
         [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
     ),
     Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
-    Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
+    Meshed(
+        "pipelines of shards",
+        {"data_shard": 2},
+        [
+            *((name, 4, True, False, "plain") for name in pipelines.TRAINING),
+            ("zero_bubble_1p", 4, False, False, "norms"),  # a rank has nothing to train
+        ],
+    ),
     Meshed(
         "pipelines of shards, reduced by microbatch",
         {"data_shard": 2},

@@ -26,6 +26,7 @@ use = "metrics.group"
 prefix = "train/"
 members = [
     { use = "metrics.mean", of = "accuracy" },
+    { use = "metrics.mean", of = "accuracy", per = "microbatch", name = "accuracy_by_microbatch" },
     { use = "metrics.perplexity" },
     { use = "metrics.bits_per_byte" },
     { use = "metrics.spread", quantiles = [0.5] },
@@ -53,7 +54,7 @@ phases = [
 ]
 
 [vars]
-length = 31
+length = 30
 
 [batch]
 micro_size = 1
@@ -62,20 +63,21 @@ micro_size = 1
 
 def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
     """
-    Replicas, stages and parts of layers, whose tokens do not divide, have the metrics of one process, each step's, and
-    layer norms that make the whole norm.
+    Replicas, stages, and ranks that share rows and matrices, whose tokens do not divide, have the metrics of one process, each step's.
+
+    Layer norms make the whole norm.
     """
     write_corpus(tmp_path)
     (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
-    layouts = {
-        "one": (1, "mesh.pipeline=1"),
-        "replicas": (2, "mesh.pipeline=1"),
-        "stages": (2, "mesh.pipeline=2"),
-        "parts": (2, "mesh.tensor=2"),
+    layouts: dict[str, tuple[int, tuple[str, ...]]] = {
+        "one": (1, ()),
+        "replicas": (2, ()),
+        "stages": (2, ("mesh.pipeline=2",)),
+        "shared": (4, ("mesh.context=2", "mesh.tensor=2")),
     }
     found = {}
-    for name, (ranks, word) in layouts.items():
-        outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", word, ranks=ranks)
+    for name, (ranks, words) in layouts.items():
+        outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", *words, ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
         found[name] = learned(tmp_path / "runs" / name)
     names = {
@@ -89,7 +91,7 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "weight_norm/1",
     }
     assert names <= set(found["one"][0])
-    for name in ("replicas", "stages", "parts"):
+    for name in list(layouts)[1:]:
         for one, other in zip(found["one"], found[name], strict=True):
             assert other == pytest.approx(one, rel=1e-4, abs=1e-6), name
     for row in found["one"]:

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+from support.checkpoints import SingleRankMesh
+
+MESH = SingleRankMesh()
+"""Of a single process."""
 
 OPS: Mapping[str, Any] = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin}
 

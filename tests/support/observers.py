@@ -35,7 +35,7 @@ from drawloom.graph.testing import build, fake
 from support import chat
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
-from support.metrics import measured, step_of
+from support.metrics import MESH, measured, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
@@ -235,7 +235,9 @@ def loss_of(use: str, values: Values, _place: Path) -> Any:
 
 def measured_by(use: str, values: Values, _place: Path) -> Any:
     """The values of a metric over three microbatches, and its accumulators."""
-    edges: Values = {"members": [build("metrics.mean", of="loss")]} if use == "metrics.group" else {}
+    edges: Values = {} if use == "metrics.perplexity" else {"mesh": MESH}
+    if use == "metrics.group":
+        edges = {"members": [build("metrics.mean", mesh=MESH, of="loss")]}
     metric = build(use, **edges, **values)
     sums = {"cross_entropy": [2.0, 5.0, 9.0], "accuracy": [1.0, 1.0, 0.0]}
     return measured(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)

@@ -18,6 +18,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.experts.symmetric import SymmetricExperts
+from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
@@ -67,6 +68,15 @@ class FreezeFirstLayer:
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not name.startswith("model.layers.0."))
+        return module
+
+
+class FreezeAllButNorms:
+    """A transform: of the whole model the norms of the last layer are trained, which one pipeline rank has."""
+
+    def transform(self, module: Any) -> Any:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.startswith("model.layers.3.") and name.endswith("norm.weight"))
         return module
 
 
@@ -159,6 +169,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "muon": NextToken,
     "symmetric": NextToken,
     "dora": NextToken,
+    "norms": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
@@ -168,8 +179,8 @@ LOSSES: dict[str, Callable[[], Any]] = {
 Case = tuple[str | Schedule, int, bool, bool, str]
 """
 A schedule or its name, how many microbatches, whether embedding and head are tied, whether the first layer is frozen,
-and the name of a loss; those of "muon", "symmetric" and "dora" are the plain one, with another optimizer, dispatcher
-or adapters.
+and the name of a loss; those of "muon", "symmetric", "dora" and "norms" are the plain one, with another optimizer,
+dispatcher or adapters, or with norms of the last of four layers alone to train.
 """
 
 
@@ -279,8 +290,8 @@ def _steps(
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
-    the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and the norm of all
-    gradients.
+    the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and norms of all gradients
+    and of those of layers.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -305,7 +316,7 @@ def _steps(
         precision=precision,
         job=Job(),
         adapters=_adapters() if kind == "dora" else [],
-        transforms=[FreezeFirstLayer()] if frozen else [],
+        transforms=[FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
         recompute=recompute,
         **{name: value for name, value in settings.items() if name != "streams"},
@@ -325,7 +336,7 @@ def _steps(
     reduce = SumOverParameters(mesh=mesh)
     synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=reduce)
     use: Any = Muon if kind == "muon" else AdamW
-    optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=GROUPS)
+    optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=[] if kind == "norms" else GROUPS)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)
     among, place = mesh.size("data_replicate") * mesh.size("data_shard"), mesh.index("data_replicate")
@@ -338,6 +349,7 @@ def _steps(
             optimizer.run_phase(step)
     losses = step.outputs["losses"]
     held_out = executor.evaluate(iter(made[:3]))
+    clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
     return {
         "grads": grads,
@@ -348,6 +360,10 @@ def _steps(
         "sums": {key: float(value) for key, value in losses.sums.items()},
         "held_out": float(held_out.total),
         "norm": float(step.outputs["grad_norm"]),
+        "norms": [
+            float(clip(max_norm=1.0, norm_type=p, targets=[targets])._norm())
+            for p, targets in ((1.0, "*"), (3.0, "*layers.[123].*"), (math.inf, "*"))
+        ],
     }
 
 
@@ -373,7 +389,7 @@ def assert_same_steps(ranks: Sequence[Mapping[str, Any]], whole: Mapping[str, An
     """Losses, norms, gradients and weights of all ranks together equal those of one process in float64, to 1e-10."""
     assert sum(each["loss"] for each in ranks) == pytest.approx(whole["loss"], rel=1e-10)
     for each in ranks:
-        assert each["norm"] == pytest.approx(whole["norm"], rel=1e-9)
+        assert [each["norm"], *each["norms"]] == pytest.approx([whole["norm"], *whole["norms"]], rel=1e-9)
     for what in ("grads", "weights"):
         found = assembled(ranks, what)
         assert found.keys() == whole[what].keys()

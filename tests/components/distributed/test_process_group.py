@@ -47,6 +47,16 @@ def _gather(values: list[Any]) -> list[Any]:
     return world.gather_json(values[world.rank])
 
 
+def _broadcast_and_gather_each() -> tuple[list[float], list[list[Any]], list[str]]:
+    world = _world()
+    table = torch.full((2, 3), float(world.rank))
+    world.broadcast(table[:, 1], 2)  # not contiguous
+    shapes = [(2, 0), (1, 3), (2, 2)]  # of which the first is empty
+    parts = world.gather_each(torch.full(shapes[world.rank], 1 + world.rank, dtype=torch.bfloat16))
+    numbers = world.gather_each(torch.tensor(float(world.rank)))
+    return table[0].tolist(), [part.tolist() for part in (*parts, *numbers)], [str(part.dtype) for part in parts]
+
+
 def _lose_a_peer() -> tuple[str, float]:
     world = _world()
     world.sum(torch.ones(1))
@@ -76,6 +86,13 @@ def test_ranks_gather_values_of_unequal_length() -> None:
     assert run_ranks(_gather, 3, values) == [values] * 3
 
 
+def test_a_rank_sends_to_all_and_ranks_gather_tensors_of_any_shape() -> None:
+    """A column becomes that of rank 2, and its neighbours stay; gathered tensors have their own shapes, 0 rows too."""
+    expected = [[[], []], [[2.0, 2.0, 2.0]], [[3.0, 3.0], [3.0, 3.0]], 0.0, 1.0, 2.0]
+    for rank, found in enumerate(run_ranks(_broadcast_and_gather_each, 3)):
+        assert found == ([rank, 2.0, rank], expected, ["torch.bfloat16"] * 3)
+
+
 def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
     """The survivor of a killed rank raises within seconds, with the group and its ranks in the message."""
     with pytest.raises(RanksFailed) as caught:
@@ -92,4 +109,6 @@ def test_a_group_of_one_changes_nothing() -> None:
     group.sum(tensor)
     group.max(tensor)
     assert tensor.tolist() == [1.5, -2.0]
+    group.broadcast(tensor, 0)
+    assert torch.equal(group.gather_each(tensor)[0], tensor)
     assert group.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]

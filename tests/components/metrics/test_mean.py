@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.components.metrics.mean import Mean
 from drawloom.graph import UserError
-from support.metrics import measured, step_of, step_without_loss
+from support.metrics import MESH, measured, step_of, step_without_loss
 
 FIRST = step_of([8.0, 3.0], [4.0, 1.0], {"hits": [2.0, 1.0]})
 SECOND = step_of([1.0, 0.0], [5.0, 0.0], {"hits": [5.0, 0.0]})
@@ -15,7 +15,7 @@ SECOND = step_of([1.0, 0.0], [5.0, 0.0], {"hits": [5.0, 0.0]})
 @pytest.mark.parametrize(("per", "value"), [("token", 0.8), ("microbatch", (0.5 + 1 + 1) / 3), ("step", 8.0)])
 def test_means_over_replicas_and_stages_are_those_of_the_whole_step(per: Any, value: float) -> None:
     """Whether two ranks have two microbatches each or one has all, with or without stages that know no loss."""
-    metric = Mean(of="hits", per=per)
+    metric = Mean(mesh=MESH, of="hits", per=per)
     whole = step_of([8.0, 3.0, 1.0, 0.0], [4.0, 1.0, 5.0, 0.0], {"hits": [2.0, 1.0, 5.0, 0.0]})
     for steps in ([whole], [FIRST, SECOND], [FIRST, step_without_loss(), SECOND, step_without_loss()]):
         assert measured(metric, *steps) == {"hits": pytest.approx(value)}
@@ -23,21 +23,21 @@ def test_means_over_replicas_and_stages_are_those_of_the_whole_step(per: Any, va
 
 def test_the_loss_itself_has_a_mean_under_another_name() -> None:
     """`loss` is a sum like others."""
-    assert measured(Mean(of="loss", name="again"), FIRST) == {"again": pytest.approx(11 / 5)}
+    assert measured(Mean(mesh=MESH, of="loss", name="again"), FIRST) == {"again": pytest.approx(11 / 5)}
 
 
 def test_a_step_without_weight_has_no_mean() -> None:
     """None, and neither zero nor NaN."""
-    assert measured(Mean(of="loss"), step_of([0.0], [0.0])) == {"loss": None}
+    assert measured(Mean(mesh=MESH, of="loss"), step_of([0.0], [0.0])) == {"loss": None}
 
 
 def test_a_tensor_of_counts_has_no_mean() -> None:
     """It is refused in words, with its shape."""
     with pytest.raises(UserError, match=r"'counts' is a tensor of shape \(2,\), and the metric is of one number"):
-        Mean(of="counts").update(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
+        Mean(mesh=MESH, of="counts").update(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
 
 
 def test_an_unknown_sum_is_refused_with_those_there_are() -> None:
     """The message lists what the loss sums."""
     with pytest.raises(UserError, match=r"no sum called 'hit', .*; write one of loss, hits"):
-        Mean(of="hit").update(FIRST)
+        Mean(mesh=MESH, of="hit").update(FIRST)
