@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
-from drawloom.components.optim.shared_matrices import SharedMatrices
+from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
-from drawloom.components.ports.distributed import DATA, Mesh
+from drawloom.components.ports.distributed import DATA, Group, Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.slices import TensorSlice
@@ -63,6 +63,18 @@ class Muon(TorchOptimizer):
         held = ((1 if part in of_muon else 2) * part.nbytes for _, part in self.parameters.named())
         return {"optimizer_state": sum(held)}
 
+    def update_flops(self) -> float:
+        """Those of Muon, of which ranks that have slices of the same matrices, or the same ones, have equal parts."""
+        places, of_muon = self.parameters.slices(), self._of_muon()
+        parts = ((places[name], part) for name, part in self.parameters.named() if part in of_muon)
+        shapes = (tuple(part.shape) if place is None else place.shape for place, part in parts)
+        return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing.size
+
+    @property
+    def _sharing(self) -> Group:
+        """The ranks that differ in nothing but which slices they have of the same matrices."""
+        return self.mesh.group(*DATA, "tensor")
+
     def open(self) -> None:
         """Create both optimizers, and plan which rank orthogonalises which matrices."""
         of_muon, every = self._of_muon(), self._param_groups()
@@ -73,8 +85,7 @@ class Muon(TorchOptimizer):
         places = self.parameters.slices()
         matrices = {name: part for name, part in self.parameters.named() if part in of_muon}
         slices = {name: places[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
-        # The ranks that differ in nothing but which slices they have of the same matrices.
-        shared = SharedMatrices(slices, self.mesh.group(*DATA, "tensor"))
+        shared = SharedMatrices(slices, self._sharing)
         how = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         self._optimizers = [
             MuonStep(ours, matrices, slices, shared, self.adjust_lr_fn, **how),

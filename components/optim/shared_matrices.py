@@ -40,6 +40,12 @@ def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
     return (found if wide is flat else found.mT).reshape(matrices.shape)
 
 
+def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
+    """Floating-point operations of `orthogonalize` for matrices of a shape."""
+    *stack, small, large = *shape[:-2], *sorted(shape[-2:])
+    return ns_steps * prod(stack) * (4.0 * small**2 * large + 2.0 * small**3)
+
+
 @attrs.frozen(eq=False)
 class _Share:
     """

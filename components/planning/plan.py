@@ -20,9 +20,9 @@ from drawloom.components.planning.rank_view import RankView, link
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
 from drawloom.components.planning.step_time import StepTime, cost_table, step_time
 from drawloom.components.planning.timeline import Peak, peak_of
-from drawloom.components.ports.flops import ForwardFlops
+from drawloom.components.ports.flops import ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import memory_by_kind
-from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
+from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -221,12 +221,18 @@ class Planner:
             costs=costs,
             table=table,
             memory=memory,
-            time=step_time(program, table, costs, exchanges),
+            time=step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
             flops=_flops(self._counted, tokens, of_documents, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
             steps=self.nodes.steps,
         )
+
+    @property
+    def _has_reference(self) -> bool:
+        """Whether a step has forward passes without adapters, with which the loss compares the model."""
+        loss = self.objects[self.nodes.loss]
+        return isinstance(loss, Referenced) and loss.reference == "adapters"
 
     @property
     def _layers(self) -> int:
@@ -274,7 +280,8 @@ class Planner:
         stages = container[self.nodes.stages]
         stages.outline()
         users = [container[name] for name in self.nodes.memory_users]
-        return RankView(mesh, stages, {str(kind): size for kind, size in memory_by_kind(users).items()})
+        kept = {str(kind): size for kind, size in memory_by_kind(users).items()}
+        return RankView(mesh, stages, kept, sum(each.update_flops() for each in users if isinstance(each, UpdateFlops)))
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]

@@ -33,11 +33,16 @@ class Elements:
 
 @attrs.frozen(eq=False)
 class RankView:
-    """The stages of one pipeline rank, an outline without memory, and what it holds of parameters and moments."""
+    """
+    The stages of one pipeline rank, an outline without memory, and what it holds of parameters and moments.
+
+    `update_flops` are the operations of matrix products in an update of its weights.
+    """
 
     mesh: PlannedMesh
     stages: Any
     kept: Mapping[str, int]
+    update_flops: float
 
     @property
     def sliced(self) -> SlicedStore | None:
@@ -149,10 +154,11 @@ class RankView:
         return sum(each.nbytes for _, each in self.stages.named())
 
     def _update_seconds(self, device: DeviceModel) -> float:
-        """The norm and the scaling of gradients, the update of weights and moments, and the casts of weights."""
+        """The norm and scaling of gradients, the update of weights and moments, and casts of weights."""
         traffic: float = 4 * self.kept.get("gradients", 0) + 2 * self._weights + 2 * self.kept.get("optimizer_state", 0)
         traffic += self.kept.get("masters", 0) + self.kept.get("compute_copies", 0)
-        return traffic / (device.bandwidth * device.reached.memory)
+        products = self.update_flops / device.product_rate(torch.bfloat16)
+        return traffic / (device.bandwidth * device.reached.memory) + products
 
 
 def link(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:

@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.timing import CostTable, time
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import OPS, Program
@@ -18,14 +19,16 @@ class StepTime:
     Seconds of a step by part.
 
     `compute` are those of the busiest rank in forward and backward passes, among them `sending`, in collectives inside
-    of layers; `bubble` are those in which it waits. `gather` are those of parameters that are gathered and `sync` of
-    gradients that are summed, as far as no pass hides them; `update` is all that changes weights, as far as the host,
-    where it is slower than the device, does not issue the next step's passes meanwhile.
+    of layers; `bubble` are those in which it waits. `reference` are those of forward passes without adapters, if the
+    loss compares the model with that. `gather` are those of parameters that are gathered and `sync` of gradients that
+    are summed, as far as no pass hides them; `update` is all that changes weights, as far as the host, where it is
+    slower than the device, does not issue the next step's passes meanwhile.
     """
 
     compute: float
     sending: float
     bubble: float
+    reference: float
     gather: float
     sync: float
     update: float
@@ -33,7 +36,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Those of a step."""
-        return self.compute + self.bubble + self.gather + self.sync + self.update
+        return self.compute + self.bubble + self.reference + self.gather + self.sync + self.update
 
     def as_data(self) -> dict[str, float]:
         """By name, for JSON."""
@@ -82,19 +85,25 @@ def _is_behind(costs: StageCosts) -> bool:
 
 
 def step_time(
-    program: Program, table: CostTable, costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange]
+    program: Program,
+    table: CostTable,
+    costs: Mapping[int, StageCosts],
+    exchanges: Sequence[Exchange],
+    reference: bool = False,
 ) -> StepTime:
-    """The parts of a step, of the rank that ends last."""
+    """The parts of a step, of the rank that ends last; with the passes of a `reference`, if there is one."""
     lengths = table.of(program)
     busy = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy)
     longest = busy.index(compute)
     device, host = (_sum(program, costs, longest, what) for what in ("seconds", "host"))
+    forwards = forward_only(program.stage_to_rank, program.microbatches)
     hidden = [_last_backward(program, lengths, rank) for rank in range(program.ranks)]
     return StepTime(
         compute=compute,
         sending=_sum(program, costs, longest, "sending"),
         bubble=max(0.0, time(program, table).makespan - compute),
+        reference=time(forwards, table).makespan if reference else 0.0,
         gather=max(each.once for each in exchanges),
         sync=max(max(0.0, each.reduced - last) for each, last in zip(exchanges, hidden, strict=True)),
         update=max(0.0, max(each.update for each in exchanges) - max(0.0, host - device)),

@@ -35,6 +35,7 @@ def _rank_data(memory: RankMemory) -> dict[str, Any]:
         "stages": list(memory.stages),
         "kept": dict(memory.kept),
         "gradients": memory.gradients,
+        "peak_gradients": memory.peak_gradients,
         "activations": memory.activations,
         "buffers": dict(memory.buffers),
         "peak": memory.peak,
@@ -72,7 +73,7 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
 def _parts(plan: Plan) -> str:
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
-    shown = {name: parts[name] for name in ("passes", "sending", "bubble", "gather", "sync", "update")}
+    shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
     return ", ".join(f"{name} {seconds / plan.time.seconds:.1%}" for name, seconds in shown.items() if seconds)
 
 

@@ -1,7 +1,7 @@
 """The floating-point operations that a model needs, and the port of models that know them."""
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -39,6 +39,15 @@ class CountsFlops(Protocol):
 
     def forward_flops(self) -> ForwardFlops:
         """Those of a forward pass of the whole model, its head included."""
+        ...
+
+
+@runtime_checkable
+class UpdateFlops(Protocol):
+    """An optimizer whose update has matrix products."""
+
+    def update_flops(self) -> float:
+        """Floating-point operations of them on this rank, in bfloat16; that needs no `open`."""
         ...
 
 

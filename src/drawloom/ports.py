@@ -55,7 +55,7 @@ from drawloom.components.ports.experts import (
     Peers,
     routers_of,
 )
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
@@ -277,6 +277,7 @@ __all__ = [
     "TrainableStages",
     "TrainingData",
     "Transform",
+    "UpdateFlops",
     "ValidationData",
     "Value",
     "VocabularyPart",

@@ -33,7 +33,7 @@ def data(capsys: Capture, *arguments: str, code: int = 0) -> Any:
 
 
 def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> None:
-    """Without a GPU, a process group or data; ranks of one stage are alike, and the parts of the time add up."""
+    """Without a GPU, a process group or data; ranks of one stage are alike, and parts of memory and time add up."""
     mesh = ("mesh.pipeline=4", "mesh.tensor=2", "mesh.data_shard=16", "mesh.expert=8", "batch.global_size=1024")
     experts = 'stages.dispatcher={use="experts.all_to_all"}'
     began = time.process_time()
@@ -41,6 +41,9 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
     assert time.process_time() - began < 20  # torch's compiler is imported, too; a quiet machine takes 3 s
     assert len(found["peak_memory_bytes"]) == found["ranks"] == 1024
     assert [found["peak_memory_bytes"][each * 256] for each in range(4)] == [each["peak"] for each in found["memory"]]
+    for memory in found["memory"]:
+        kinds = [*memory["kept"].values(), *memory["activations"].values(), *memory["buffers"].values()]
+        assert sum(kinds) + memory["peak_gradients"] == memory["peak"]
     parts = found["seconds"]
     assert sum(parts.values()) - parts["sending"] == pytest.approx(found["step_seconds"])
     assert found["tokens_per_second"] == pytest.approx(1024 * 4096 / found["step_seconds"])

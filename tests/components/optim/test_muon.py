@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
@@ -118,3 +119,15 @@ def test_a_name_of_no_matrix_is_refused() -> None:
     """A pattern of `targets` that only vectors have, or no parameter, is an error."""
     with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
         opened(Weights(), targets=["*.up", "*norm"])
+
+
+@pytest.mark.parametrize("how", [{}, {"ns_steps": 2, "targets": ["*.up"]}])
+def test_operations_of_an_update_are_those_that_torch_counts(how: dict[str, Any]) -> None:
+    """In the products of a step, for matrices of either orientation and stacks of them; without `open`."""
+    weights = Weights(torch.float32)
+    weights.give_gradients(0)
+    planned = Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **how).update_flops()
+    optimizer = opened(weights, **how)
+    with FlopCounterMode(display=False) as counted:
+        optimizer.run_phase(Step(1, 1))
+    assert planned == counted.get_total_flops() > 0

@@ -36,6 +36,9 @@ EXPERTS = (
 )
 MIXED = ("precision.compute=bfloat16", "precision.gradient=float32", 'precision.uncast=["*norm.weight"]')
 
+ADAPTERS = ('lora={use="adapters.lora",targets=["*_proj"],rank=4,alpha=8.0}', 'stages.adapters=["@lora"]')
+MUON = ("optimizer.use=optim.muon", "optimizer.lr=0.02")
+
 RECIPES = {
     "dense": ("first_run", DENSE),
     "untied": ("first_run", (*DENSE, "model.tie_word_embeddings=false")),
@@ -48,6 +51,9 @@ RECIPES = {
     ),
     "selective": ("first_run", (*DENSE, "stages.recompute=selective")),
     "blocks": ("moe", (*EXPERTS, "stages.recompute=blocks")),
+    "adapters": ("first_run", (*DENSE, *ADAPTERS)),
+    "mixed adapters": ("first_run", (*DENSE, *ADAPTERS, *MIXED)),
+    "muon": ("moe", (*EXPERTS, *MUON)),
     "every second block": ("first_run", (*DENSE, "stages.recompute=2")),
 }
 
@@ -103,7 +109,7 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
         runner = StageRunner(stage, run["loss"], {})
         given = batch()
         tokens, shared = run["loss"].inputs(given)
-        for parameter in stage.module.parameters():
+        for parameter in filter(lambda each: each.requires_grad, stage.module.parameters()):
             parameter.grad = torch.zeros_like(parameter, dtype=stages.precision.gradient)
         if stage.recompute == "none":  # its own hooks would take the place of these
             with saved_tensors_hooks(saved, lambda tensor: tensor):
@@ -199,6 +205,16 @@ def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
         for how in ("false", "true")
     )
     assert captured < 0.2 * plain
+
+
+def test_products_of_an_optimizer_are_part_of_the_update() -> None:
+    """Those of Muon, of which ranks with shards of its matrices have a part each."""
+    adam, one, two = (
+        planned(name, "batch.micro_size=1", f"mesh.data_shard={shards}").time.update
+        for name, shards in (("experts", 1), ("muon", 1), ("muon", 2))
+    )
+    assert adam < 0.1 * one
+    assert two == pytest.approx(one / 2, rel=0.05)
 
 
 PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batch.global_size=8", "batch.micro_size=2")

@@ -53,6 +53,16 @@ def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
     assert found.seconds == found.compute + found.bubble + 3.5
 
 
+def test_forward_passes_of_a_reference_come_before() -> None:
+    """Through both ranks, with messages; they are a part of the step."""
+    table = cost_table(COSTS, [NOTHING] * 2, message=0.5)
+    alone, both = (step_time(PROGRAM, table, COSTS, [NOTHING] * 2, reference) for reference in (False, True))
+    forward = table.lengths[:, 0]
+    assert both.reference == pytest.approx(forward[0] + 0.5 + 2 * forward[1])
+    assert both.seconds == pytest.approx(alone.seconds + both.reference)
+    assert alone.reference == 0
+
+
 def test_the_parts_have_names() -> None:
     """For JSON."""
-    assert StepTime(1, 2, 3, 4, 5, 6).as_data()["sync"] == 5
+    assert StepTime(1, 2, 3, 4, 5, 6, 7).as_data()["sync"] == 6
