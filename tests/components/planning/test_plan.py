@@ -244,7 +244,7 @@ def test_attention_of_packed_rows_takes_the_kernel_and_the_documents_that_a_run_
 
 
 FAULTS: list[tuple[tuple[str, ...], int | None, str]] = [
-    (("mesh.data_shard=2",), 3, "needs a multiple of"),
+    (("mesh.data_shard=2",), 3, "needs a multiple of .* there are 3; write --ranks 2"),
     ((), 3, "write a multiple of 12"),
     (("mesh.data_shard=3",), None, "global_size = 12"),
 ]

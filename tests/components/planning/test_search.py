@@ -12,6 +12,7 @@ from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.plan import PlanCache, TooLarge, plan
 from drawloom.components.planning.search import _shortened, search, search_text
 from drawloom.components.planning.text import as_data
+from drawloom.graph import UserError
 
 RECIPE = Recipe.load(
     "first_run",
@@ -104,8 +105,12 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
 
 
 def test_ranks_that_suit_no_mesh_are_told() -> None:
-    """Instead of an empty table."""
+    """Instead of an empty table; with the reason, if there is another one than the number of rows in a step."""
     assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
+    circular = {"schedule": "pipeline.schedules.circular", "executor": "pipeline.circular.executor"}
+    recipe = RECIPE.with_values({name: {"use": use} for name, use in circular.items()})
+    with pytest.raises(UserError, match=r"no mesh of 2 ranks suits the recipe: .* embedding and head on every rank"):
+        search(recipe, device_model("cpu"), 2)
 
 
 def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
