@@ -189,11 +189,12 @@ def _schedules(mesh: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[dict[str, Any]]:
-    """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest."""
+    """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest; contexts stay."""
+    context = nodes.mesh_settings.get("context", 1)
     for pipeline in _divisors(ranks, 8):
-        if ranks % (tensor * pipeline):
+        rest, over = divmod(ranks, tensor * pipeline * context)
+        if over:
             continue
-        rest = ranks // (tensor * pipeline)
         for shard in sorted({1, min(rest, device.per_host), rest}):
             if rest % shard:
                 continue

@@ -95,6 +95,14 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
 
 
+def test_rows_are_divided_as_the_recipe_says() -> None:
+    """Among as many ranks in every mesh; the others are what is tried."""
+    every = search(RECIPE.with_values({"mesh": {"context": 2}}), device_model("cpu"), 4)
+    sizes = {tuple(each.plan.mesh.size(name) for name in ("context", "pipeline", "data_shard")) for each in every}
+    assert {(2, 1, 2), (2, 2, 1), (2, 1, 1)} <= sizes
+    assert {size[0] for size in sizes} == {2}
+
+
 def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
     """Also lists of lists, and several of one setting, whose short values stay."""
     every = ", ".join(["0.125"] * 12)
