@@ -74,7 +74,8 @@ def _parts(plan: Plan) -> str:
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
     shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
-    return ", ".join(f"{name} {seconds / plan.time.seconds:.1%}" for name, seconds in shown.items() if seconds)
+    percent = {name: f"{seconds / plan.time.seconds:.1%}" for name, seconds in shown.items()}
+    return ", ".join(f"{name} {part}" for name, part in percent.items() if part != "0.0%")
 
 
 KINDS = ("parameters", "masters", "compute_copies", "optimizer_state")

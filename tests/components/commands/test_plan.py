@@ -67,6 +67,12 @@ def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
     assert lines[-1].startswith("in ")
 
 
+def test_parts_of_a_step_that_round_to_nothing_are_left_out(capsys: Capture) -> None:
+    """A rank without others has no bubble, whatever sums of its passes differ by."""
+    time = printed(capsys, "first_run", "--device", "h200", "batch.micro_size=1").splitlines()[3]
+    assert time.endswith("a step: passes 100.0%")
+
+
 HEAD = {"head_dim": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
 TINY = (*(f"model.{key}={value}" for key, value in HEAD.items()), "model.hidden_size=8", "model.intermediate_size=8")
 
