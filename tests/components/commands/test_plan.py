@@ -51,6 +51,19 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
     assert 0 < found["mfu"] < 1
 
 
+def test_stages_add_up_to_ranks(capsys: Capture) -> None:
+    """Their parameters are what ranks hold, and their passes what the busiest computes."""
+    words = ("pipeline", "--device", "cpu", "schedule.use=pipeline.schedules.interleaved_1f1b")
+    found = data(capsys, *words, "model.num_hidden_layers=5")
+    ranks = [[each for each in found["stages"] if each["pipeline_rank"] == rank] for rank in (0, 1)]
+    for memory, stages in zip(found["memory"], ranks, strict=True):
+        assert sum(4 * stage["parameters"] for stage in stages) == memory["kept"]["parameters"]
+        assert sum(4 * stage["trained_parameters"] for stage in stages) == memory["gradients"]
+    seconds = [sum(stage["seconds"]["F"] + stage["seconds"]["B"] for stage in stages) for stages in ranks]
+    assert max(seconds) * found["microbatches"] == pytest.approx(found["seconds"]["compute"])
+    assert all(sum(stage["activations"].values()) > stage["sent_bytes"] for stage in found["stages"])
+
+
 def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
     """In words and by the exit status, with what would help."""
     said = printed(capsys, *EXPERTS, "--ranks", "16", *WHOLE, "stages.sync_each_microbatch=false", code=1)
