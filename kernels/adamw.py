@@ -16,6 +16,9 @@ from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stocha
 PER_DRAW = 2
 """Elements per draw: of its four words, one rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
+ALL = 2**62
+"""More elements than a weight has."""
+
 
 @dataclass(frozen=True)
 class ParamState:
@@ -23,7 +26,8 @@ class ParamState:
     A weight (any shape, float32 or bfloat16) with its optimizer state (same shape, float32 or bfloat16).
 
     `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares. The noise of an element depends
-    on `key`, the step's counter, and `first` + the element's index; raises ValueError if `first` is odd.
+    on `key`, the step's counter, and its index in a parameter of which the weight is a part: rows of `width` elements,
+    of which the first begins at `first` and each at `stride` elements behind the one before.
     """
 
     weight: Tensor
@@ -32,14 +36,24 @@ class ParamState:
     weight_decay: float
     key: int = 0
     first: int = 0
+    width: int = ALL
+    stride: int = 0
 
     def __post_init__(self) -> None:
-        if self.first % PER_DRAW:
-            raise ValueError(f"first = {self.first} is odd")
         if self.exp_avg.dtype != self.exp_avg_sq.dtype:
             raise ValueError(
                 f"exp_avg is {self.exp_avg.dtype} and exp_avg_sq {self.exp_avg_sq.dtype}; make them one dtype"
             )
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the weight is one run of elements of the parameter."""
+        return self.width >= self.weight.numel()
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the elements of each draw are neighbours in the weight."""
+        return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
 
 def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | Tensor) -> Tensor:
@@ -83,7 +97,7 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
         values = [tensor[part] for tensor in flat]
         results = _updated(values, grad[part], param.weight_decay, scalars)
         if counter is not None:
-            noise = _noise(len(values[0]), param.key, counter, param.first + start, grad.device)
+            noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
             results = [_rounded(*of) for of in zip(results, noise, values, strict=False)]
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
@@ -108,7 +122,14 @@ def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: T
     return [weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq]
 
 
-def _noise(count: int, key: int, counter: int, first: int, device: torch.device) -> Iterator[Tensor]:
-    """16 random bits for each element: for the weights, then for exp_avg, then for exp_avg_sq."""
-    draws = torch.arange(first // PER_DRAW, -(-(first + count) // PER_DRAW), device=device)
-    return (halves(words)[:count] for words in philox(key, draws, counter))
+def _noise(param: ParamState, place: Tensor, counter: int) -> Iterator[Tensor]:
+    """
+    16 random bits for each element at these places of the weight, int64 (n,) from an even one on: for the weights, then
+    for exp_avg, then for exp_avg_sq.
+    """
+    index = place if param.is_contiguous else place // param.width * param.stride + place % param.width
+    index = param.first + index
+    if param.has_pairs:
+        words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)
+        return (halves(each)[: len(place)] for each in words)
+    return (torch.where(index % 2 > 0, each >> 16, each & 0xFFFF) for each in philox(param.key, index // 2, counter))

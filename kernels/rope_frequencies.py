@@ -38,7 +38,7 @@ class DynamicScaling:
     Dynamic NTK: each row is scaled by its own length, not at all up to the original one.
 
     A row of s tokens (its largest position plus 1) is scaled by f s / m - f + 1, where f is `factor` and m is
-    `original_max_position_embeddings`, in tokens.
+    `original_max_position_embeddings`, in tokens. Cached keys stay rotated by the s of then, as in transformers.
     """
 
     factor: float

@@ -46,10 +46,12 @@ def all_are_floating(precision: Precision) -> None:
 
 
 def ranks_are_counted(processes: Processes) -> None:
-    """Rank and local rank are at least 0 and below their world sizes."""
+    """Rank, local rank and the machine's are at least 0 and below the numbers of these."""
     expect(0 <= processes.rank < processes.world_size, f"rank {processes.rank} is not below {processes.world_size}")
     local = processes.local_rank, processes.local_world_size
     expect(0 <= local[0] < local[1] <= processes.world_size, f"local rank {local[0]} is not below {local[1]}")
+    node = processes.node_rank, processes.node_count
+    expect(0 <= node[0] < node[1] <= processes.world_size, f"node rank {node[0]} is not below {node[1]}")
 
 
 def group_returns_the_set_with_this_rank(processes: Processes) -> None:

@@ -1,5 +1,6 @@
 """The device that this process computes on, the communication backend of its ranks, and copies for the host."""
 
+import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,13 @@ from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
+SHARING = {"NCCL_HOSTID": "drawloom rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""
+What lets several ranks use one GPU, which libraries refuse by themselves.
+
+NCCL takes each rank for a host of its own, and sends by sockets from one to the other.
+"""
+
 
 @component(impact="safe")
 class ComputeDevice:
@@ -29,11 +37,16 @@ class ComputeDevice:
         impact="changes_training",
         doc="whether a GPU multiplies float32 in TF32: 10 bits of fraction and not 23, sums in float32, much faster",
     )
+    share: bool = setting(
+        default=False,
+        doc="whether processes may take turns on a GPU where there are too few, to try out a mesh: slow",
+    )
     threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; default: torch's")
 
     _threads_before: int | None = attrs.field(init=False, default=None)
     _cuda_before: int | None = attrs.field(init=False, default=None)
     _products_before: str | None = attrs.field(init=False, default=None)
+    _variables_before: dict[str, str | None] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -45,9 +58,16 @@ class ComputeDevice:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index."""
+        """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index, modulo the number of GPUs if shared."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
-        return torch.device("cuda", read_launch().local_rank) if kind == "cuda" else torch.device("cpu")
+        if kind == "cpu":
+            return torch.device("cpu")
+        index = read_launch().local_rank
+        return torch.device("cuda", index % torch.cuda.device_count() if self._takes_turns else index)
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.share and 0 < torch.cuda.device_count() < read_launch().local_world_size
 
     @property
     def backend(self) -> str:
@@ -60,6 +80,8 @@ class ComputeDevice:
         """Make the device torch's current device; a UserError if it does not exist."""
         if self.device.type == "cuda":
             self._check_gpu()
+            if self._takes_turns:
+                self._let_ranks_share()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
             # "high" is TF32 for torch's products, attention by flex, and kernels/triton, which ask torch.
@@ -76,7 +98,7 @@ class ComputeDevice:
             torch.set_num_threads(self.threads)
 
     def close(self) -> None:
-        """Restore torch's number of threads, current GPU and float32 products."""
+        """Restore torch's number of threads, current GPU and float32 products, and the variables of libraries."""
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
@@ -86,6 +108,10 @@ class ComputeDevice:
         if self._products_before is not None:
             torch.set_float32_matmul_precision(self._products_before)
             self._products_before = None
+        for name, before in self._variables_before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if before is None else {name: before}
+        self._variables_before = {}
 
     def memory(self) -> int:
         """Peak memory of this process so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
@@ -100,9 +126,14 @@ class ComputeDevice:
         if self.device.index >= torch.cuda.device_count():
             raise UserError(
                 f"process {self.device.index} of this machine has no GPU, there are only "
-                f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write kind = 'cpu'",
+                f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write share = true or "
+                "kind = 'cpu'",
                 exit_code=2,
             )
+
+    def _let_ranks_share(self) -> None:
+        self._variables_before = {name: os.environ.get(name) for name in SHARING}
+        os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARING.items()}
 
 
 @attrs.frozen

@@ -81,13 +81,15 @@ class FailureMonitor:
     """
     Reports this rank's failure to the other ranks of the launch, and learns of theirs.
 
-    `store` is shared by all ranks; `peers` are the process ids of the other ranks on this machine, by rank.
+    `store` is shared by all ranks; `peers` are the process ids of the other ranks on this machine, by rank, and `where`
+    says which it is, if there are several.
     """
 
     rank: int
     store: Any
     peers: Mapping[int, int] = attrs.field(factory=dict)
     error_file: str = ""
+    where: str = ""
     failure: Failure | None = None
     exit: Callable[[int], object] = os._exit
 
@@ -141,7 +143,7 @@ class FailureMonitor:
                 self._record(failure)
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
         for rank in [] if self.failure else self._dead_peers():
-            self.report(f"rank {rank} (process {self.peers[rank]}) is gone: it was killed, or it crashed")
+            self.report(f"rank {rank} (process {self.peers[rank]}{self.where}) is gone: it was killed, or it crashed")
 
     def exit_if_overdue(self) -> None:
         """Kill this process if a rank has failed and the grace period is over."""

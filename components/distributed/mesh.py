@@ -46,13 +46,14 @@ class RankMesh:
             yield node.problem("expert", *fault)
 
     def open(self) -> None:
-        """Make the groups of all dimensions; a UserError, before any communication, if the world size does not fit."""
+        """Make the groups that are used; a UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         expert = settings.pop("expert")
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
         of_experts = (("expert",), ("expert_shard",), EXPERT_REPLICAS) if expert > 1 else ()
-        for names in (DIMENSIONS, *((name,) for name in DIMENSIONS), SHARDS, DATA, *of_experts):
+        alone = [(name,) for name in DIMENSIONS if name != "data_shard"]  # whose ranks act with those along context
+        for names in (DIMENSIONS, *alone, SHARDS, DATA, *of_experts):
             self.group(*names)
 
     @property

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,7 @@ from drawloom.components.distributed.failure_monitor import FailureMonitor, conn
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, explained, peer_errors
 from drawloom.components.distributed.torchrun import Launch, machine, read_launch
 from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
@@ -65,6 +66,16 @@ class TorchProcesses:
         """The number of processes on this machine."""
         return self._launch.local_world_size
 
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine among those of the launch, from 0."""
+        return self._launch.node_rank
+
+    @property
+    def node_count(self) -> int:
+        """The number of machines of the launch."""
+        return self._launch.node_count
+
     def open(self) -> None:
         """Join the process group, if there are other processes; a UserError if they do not join in time."""
         self._launch = read_launch()
@@ -100,6 +111,7 @@ class TorchProcesses:
         if not isinstance(error, Exception):
             return None
         if self._failures is not None:
+            error = explained(error, self._monitor)
             return SystemExit(self._failures.report_exception(error, self._monitor.location).exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
             # Python prints the traceback on the terminal
@@ -182,7 +194,9 @@ class TorchProcesses:
             monitor.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]
-            self._failures = monitor.failures = FailureMonitor(self.rank, monitor.store, peers, launch.error_file)
+            where = f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else ""
+            failures = FailureMonitor(self.rank, monitor.store, peers, launch.error_file, where=where)
+            self._failures = monitor.failures = failures
             self._failures.open()
             monitor.start()
         return monitor

@@ -29,8 +29,8 @@ class Launch:
     """
     The rank and world size of this process, globally and on this machine, and the address of the rendezvous store.
 
-    `agent_store` says that the store is in torchrun and not in rank 0; `attempt` is unique to each restart of
-    the workers; a worker writes its failure to `error_file`.
+    Of the machines, torchrun's nodes, this is number `node_rank`. `agent_store` says that the store is in torchrun and
+    not in rank 0; `attempt` is unique to each restart of the workers; a worker writes its failure to `error_file`.
     """
 
     rank: int = 0
@@ -42,6 +42,8 @@ class Launch:
     agent_store: bool = False
     attempt: str = ""
     error_file: str = ""
+    node_rank: int = 0
+    node_count: int = 1
 
     @property
     def alone(self) -> bool:
@@ -69,6 +71,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port = _number("MASTER_PORT", environment["MASTER_PORT"])
     rank, world_size, local_rank, local_world_size = numbers.values()
+    # Other launchers than torchrun don't set these, and start as many processes on each machine.
+    nodes = {"GROUP_RANK": str(rank // local_world_size), "GROUP_WORLD_SIZE": str(-(-world_size // local_world_size))}
+    node_rank, node_count = (_number(name, environment.get(name, text)) for name, text in nodes.items())
     return Launch(
         *(rank, world_size, local_rank, local_world_size),
         address=environment["MASTER_ADDR"],
@@ -76,6 +81,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environment.get("TORCHELASTIC_RUN_ID", "") + environment.get("TORCHELASTIC_RESTART_COUNT", ""),
         error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
+        node_rank=node_rank,
+        node_count=node_count,
     )
 
 

@@ -60,22 +60,20 @@ class AdapterExport:
                     "use", text, f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
                 )
 
+    def open(self) -> None:
+        """UserError if the adapters are none that PEFT has: before the first step, and not after the last."""
+        self._format()
+
     def is_finished(self, step: int) -> bool:
         """Whether the folder, which is never incomplete, is of this step. A collective with one result on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """
-        Write the folder, each rank the tensors that it owns. A collective: all ranks call it.
-
-        Raises UserError if the adapters are none that PEFT has.
-        """
+        """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
         if self.is_finished(step):
             return
         group = self.mesh.world
-        whole = adapted_model(self.model, self.stages.local[0].adapters)
-        tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
-        config = adapter_config(whole, tied, self.base_model)
+        mapper, config = self._format()
         run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
 
@@ -84,12 +82,17 @@ class AdapterExport:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
-        mapper = adapter_mapper(whole, tied)
         with averaged(self.average):
             write_stages(self._target, self.stages, mapper, complete, group, workspace, only_inputs=True)
         if workspace is not None and group.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
+
+    def _format(self) -> tuple[Mapper, dict[str, Any]]:
+        """What maps parameters to PEFT's tensors, and the `adapter_config.json`."""
+        whole = adapted_model(self.model, self.stages.local[0].adapters)
+        tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
+        return adapter_mapper(whole, tied), adapter_config(whole, tied, self.base_model)
 
     @property
     def _target(self) -> Path:

@@ -54,7 +54,7 @@ class Synchronize:
         loss = total / weight if weight > 0 else math.nan
         norm = exact_norm([gradients[name] for name in gradients if name in counted], self.reduce, sums.device)
         step.outputs |= {"loss": loss, "grad_norm": norm}
-        step.tokens = int(tokens)
+        step.tokens = round(tokens)
         step.skip_reason = step.skip_reason or _skip_reason(loss, norm, weight)
 
     def _divide_on_device(self, step: Step, sums: Tensor, gradients: dict[str, Tensor], counted: set[str]) -> None:
@@ -74,7 +74,7 @@ class Synchronize:
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)
         # Filled on the device: a copy of a number of the host's would wait for the device.
-        # Ranks that share rows out count the same tokens.
+        # Ranks that share rows out count the same tokens, each a part, which may not be a whole number.
         sums = torch.cat([sums, torch.full_like(sums[:1], tokens / self.mesh.size("context"))])
         self.mesh.group(*DATA).sum(sums)
         return sums
@@ -82,7 +82,7 @@ class Synchronize:
 
 def _late_values(copy: HostCopy) -> LateValues:
     loss, norm, weight, tokens = copy.read()["numbers"].tolist()
-    return LateValues({"loss": loss, "grad_norm": norm}, int(tokens), _skip_reason(loss, norm, weight))
+    return LateValues({"loss": loss, "grad_norm": norm}, round(tokens), _skip_reason(loss, norm, weight))
 
 
 def _skip_reason(loss: float, norm: float, weight: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TextIO
 
 import attrs
 
+from drawloom.components.listeners.summary import DIMENSIONS
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.regular_file import make_folder, open_to_append
@@ -18,12 +19,16 @@ from drawloom.graph.cli.terminal import Stream, print_text
 
 log = logging.getLogger("drawloom.run")
 
-FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
 
 def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
     """`log/rank-N.log` in the run folder; makes the folder `log`. A UserError if that is a link or a file."""
     return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
+
+
+def coordinates(mesh: Mesh) -> str:
+    """Where this rank is along each dimension of the mesh that has several, in brackets; empty for a single process."""
+    places = [f"{name} {mesh.index(name)}" for name in DIMENSIONS if mesh.size(name) > 1]
+    return f"[{', '.join(places)}] " if places else ""
 
 
 def open_log(path: Path) -> TextIO:
@@ -56,7 +61,7 @@ class RunLogging:
     Configures the loggers `drawloom` and `drawloom.run` and Python's warnings while the run is open.
 
     INFO messages of `drawloom.run`, such as step lines, go to standard output, messages from `level` up to standard
-    error, both on rank 0 only; every message goes to `log/rank-N.log`.
+    error, both on rank 0 only; every message goes to `log/rank-N.log`, with the rank's place in the mesh.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ()
@@ -75,7 +80,7 @@ class RunLogging:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file first: a message that fails on the terminal is in the file
-        self._add(top, _file(rank_log(self.folder, self.mesh)))
+        self._add(top, _file(rank_log(self.folder, self.mesh), coordinates(self.mesh)))
         if self.mesh.world.rank == 0:
             self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
             self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_not_run_line))
@@ -134,9 +139,9 @@ def is_not_run_line(record: logging.LogRecord) -> bool:
     return not is_run_line(record) and not getattr(record, "printed", False)
 
 
-def _file(path: Path) -> logging.Handler:
+def _file(path: Path, where: str) -> logging.Handler:
     handler = LogFile(path)
-    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {where}%(levelname)s %(name)s: %(message)s"))
     return handler
 
 

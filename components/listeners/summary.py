@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from drawloom.components.ports.data import PackedDataset, ValidationData
-from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.run import Batching, Event, EventKind, RunInfo, Step
 from drawloom.graph import Every, component
@@ -41,6 +41,7 @@ class RunSummary:
     validation: Every[ValidationData]
     batching: Every[Batching]
     precision: Every[Precision]
+    launches: Every[Processes]
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     _began: float = attrs.field(init=False, default=0.0)
@@ -107,6 +108,8 @@ class RunSummary:
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         sizes = [f"{name} {self.mesh.size(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1]
         processes = f"{self.mesh.world.size} process{'es' * (self.mesh.world.size > 1)}"
+        if (hosts := max((each.node_count for each in self.launches.values()), default=1)) > 1:
+            processes += f" on {hosts} hosts"
         return ", ".join([kind, f"{processes}: {' x '.join(sizes)}" if sizes else processes])
 
     def _summary(self) -> Iterator[tuple[str, str]]:

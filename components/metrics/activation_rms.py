@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.model import Stages
+from drawloom.components.ports.model import BatchContext, Stages
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError, component
@@ -33,6 +33,7 @@ class ActivationRms:
     _layers: list[int] = attrs.field(init=False, factory=list)
     _sums: Tensor = attrs.field(init=False, default=None)
     _hooks: list[Any] = attrs.field(init=False, factory=list)
+    _tokens: int = attrs.field(init=False, default=0)  # of the microbatch that a stage is given
 
     def open(self) -> None:
         """Learn the layers of all stages, and observe those of this rank; UserError if there are none."""
@@ -46,7 +47,8 @@ class ActivationRms:
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
-        self._hooks = [self._observe(module, self._layers.index(number)) for number, module in mine.items()]
+        self._hooks = [stage.module.register_forward_pre_hook(self._count) for stage in self.stages.local]
+        self._hooks += [self._observe(module, self._layers.index(number)) for number, module in mine.items()]
 
     def close(self) -> None:
         """Observe no layers any more."""
@@ -73,11 +75,16 @@ class ActivationRms:
             for layer, value, is_known in zip(self._layers, means.tolist(), known, strict=True)
         }
 
+    def _count(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
+        self._tokens = inputs[1].positions.numel()
+
     def _observe(self, module: nn.Module, place: int) -> Any:
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass adds to the sum and to the count alike.
             if torch.is_grad_enabled():
-                hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach()
+                hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
+                # The last ranks along `tensor` have rows that fill up what does not divide.
+                hidden = hidden[: max(self._tokens - self.mesh.index("tensor") * len(hidden), 0)]
                 self._sums[place, 0] += _sum_of_squares(hidden)
                 self._sums[place, 1] += hidden.numel()
 

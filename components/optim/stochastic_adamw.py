@@ -1,14 +1,16 @@
 """AdamW on bfloat16 weights with stochastic rounding, so that small updates accumulate."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
 from typing import Any, Literal
 
 import attrs
 import torch
 from torch import nn
 
+from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups, unmatched
-from drawloom.components.optim.torch_optimizer import shard_of
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters, gradient_of
@@ -17,7 +19,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
-from drawloom.kernels.adamw import PER_DRAW, AdamwEager, ParamState, step_scalars
+from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
 from drawloom.kernels.operation import why_no_triton
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -40,8 +42,8 @@ class StochasticAdamW:
 
     Groups with a rate or betas of their own take a launch each.
 
-    The noise depends on the run's seed, the parameter's name, the element's index in it and the number of the step:
-    data-parallel replicas stay equal, shards have noise of their own, and resuming is bit-exact.
+    The noise depends on the run's seed, the parameter's name, the element's index in it and the number of the step: it
+    is the same for any layout of ranks, and resuming is bit-exact.
     """
 
     parameters: Parameters
@@ -82,11 +84,11 @@ class StochasticAdamW:
         every = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in every for part in group["params"]}
         for name, parameter in self.parameters.named():
-            weight, shard = parameter.detach(), shard_of(slices[name], PER_DRAW)
+            weight = parameter.detach()
             exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
-            # An FSDP shard that is not one contiguous range of elements gets a key of its own.
-            key = shard.key(self.job.seed, "stochastic_adamw", name)
-            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, shard.first)
+            key = derive_seed(self.job.seed, "stochastic_adamw", name)
+            place = rows_of(slices[name])
+            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, *place)
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in every:
             kinds.setdefault((group["lr_factor"], group.get("betas", self.betas)), []).extend(group["params"])
@@ -165,3 +167,24 @@ class StochasticAdamW:
         from drawloom.kernels.triton.adamw import AdamwTriton
 
         return AdamwTriton
+
+
+def rows_of(place: TensorSlice | None) -> tuple[int, int, int]:
+    """
+    Where the elements of a slice are among those of the whole tensor; None is the whole.
+
+    They are rows: the index of the first element, how many each row has, and how far the beginnings of two are apart.
+    Raises UserError for a slice whose rows are not equally far apart.
+    """
+    if place is None or not place.numel:
+        return 0, ALL, 0
+    strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
+    first = sum(offset * stride for offset, stride in zip(place.offsets, strides, strict=True))
+    last = max((dim for dim, size in enumerate(place.shape) if place.size[dim] != size), default=0)
+    numbers_rows = [dim for dim in range(last) if place.size[dim] > 1]
+    if not numbers_rows:
+        return first, ALL, 0
+    if any(strides[dim] != strides[inner] * place.size[inner] for dim, inner in pairwise(numbers_rows)):
+        text = f"a slice of shape {place.size} at {place.offsets} of a tensor of shape {place.shape}"
+        raise UserError(f"optim.stochastic_adamw has no noise for {text}; take another mesh or optimizer")
+    return first, place.size[last] * strides[last], strides[numbers_rows[-1]]

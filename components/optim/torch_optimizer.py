@@ -4,11 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.parameter_groups import Group, param_groups, unmatched
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
@@ -52,44 +50,6 @@ def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, 
 def _copies(parts: dict[str, Any]) -> dict[str, Any]:
     """Copies of tensors, which the optimizer may change in place."""
     return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
-
-
-@attrs.frozen
-class LocalShard:
-    """
-    Which part of a parameter this rank holds.
-
-    A contiguous range of the parameter's elements begins at `first`; any other part is identified by its `offset`.
-    """
-
-    first: int = 0
-    offset: tuple[int, ...] = ()
-
-    def key(self, seed: int, *purpose: str) -> int:
-        """A seed for the noise of this part: that of the whole parameter if the part is a contiguous range of it."""
-        return derive_seed(seed, *purpose, *self.offset)
-
-
-def shard_of(place: TensorSlice | None, multiple: int) -> LocalShard:
-    """
-    Which part of a parameter a slice is; None is the whole.
-
-    A contiguous range that does not begin at a multiple of `multiple` elements is identified by its offset: elements
-    that share a draw of random bits must be on one rank.
-    """
-    if place is None:
-        return LocalShard()
-    first = 0
-    for size, offset in zip(place.shape, place.offsets, strict=True):
-        first = first * size + offset
-    whole = _is_contiguous_range(place.size, place.shape) and first % multiple == 0
-    return LocalShard(first) if whole else LocalShard(offset=place.offsets)
-
-
-def _is_contiguous_range(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a part of this shape is a contiguous range: all dimensions before the last divided one have size 1."""
-    divided = [place for place, (part, size) in enumerate(zip(shape, whole, strict=True)) if part != size]
-    return not divided or all(size == 1 for size in shape[: divided[-1]])
 
 
 @contextmanager

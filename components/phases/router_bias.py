@@ -24,6 +24,7 @@ class RouterBias:
 
     The tokens are those of the whole step, over all microbatches and ranks, so that replicas keep the same biases. A
     skipped step changes none. The biases are persistent buffers of the model, which checkpoints and exports have.
+    Adapters freeze the biases of the routers that they freeze; those of routers that they tune in full move.
     """
 
     stages: Stages
@@ -38,12 +39,18 @@ class RouterBias:
     _tokens: Tensor = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Count the tokens of routers with a bias; UserError if the model has none on any rank."""
-        found = routers_of(self.stages).values()
-        self._routers = [router for router in found if router.e_score_correction_bias is not None]
-        if not any(self.mesh.group("pipeline").gather_json(len(self._routers))):
+        """Count the tokens of routers with a bias that is not frozen; UserError if there is none on any rank."""
+        found = [each for each in routers_of(self.stages).values() if each.e_score_correction_bias is not None]
+        adapted = any(stage.adapters for stage in self.stages.local)
+        self._routers = [each for each in found if not adapted or _is_trained(each)]
+        counts = self.mesh.group("pipeline").gather_json([len(found), len(self._routers)])
+        if not any(movable for _, movable in counts):
             text = "no router of the model has a bias for phases.router_bias to change"
-            raise UserError(f'{text}; leave the phase out, or take a model with biases, such as "model.dots1"', 2)
+            remedy = 'take a model with biases, such as "model.dots1"'
+            if any(biased for biased, _ in counts):
+                text = "the adapters freeze every router, and with it the bias that phases.router_bias would change"
+                remedy = 'tune routers in full, by adapters.full_tuning with targets = ["mlp.gate"]'
+            raise UserError(f"{text}; leave the phase out, or {remedy}", 2)
         experts = self._routers[0].num_experts if self._routers else 0
         self._tokens = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=self.device.device)
         for router, tokens in zip(self._routers, self._tokens, strict=True):
@@ -75,6 +82,11 @@ class RouterBias:
         for router, each in zip(self._routers, change, strict=True):
             if router.e_score_correction_bias is not None:
                 router.e_score_correction_bias.add_(each)
+
+
+def _is_trained(router: ExpertRouter) -> bool:
+    """Whether something of a router is: adapters for PEFT hold the whole of it then, and else nothing."""
+    return any(each.requires_grad for each in router.parameters())
 
 
 def _adding_to(total: Tensor) -> Callable[[Tensor, Tensor], None]:

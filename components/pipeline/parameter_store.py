@@ -36,7 +36,7 @@ class ParameterStore:
     @classmethod
     def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """
-        Take over the real parameters of modules, all in `precision.parameter` and tied already.
+        Take over the real parameters of modules, all that are trained in `precision.parameter`, and tied already.
 
         Those that layers compute with in another dtype are replaced, in the modules, by copies; frozen ones keep
         nothing but the copy, for no optimizer needs more.

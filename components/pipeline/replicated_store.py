@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.buckets import BucketedSums
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.model import gradient_of
+from drawloom.components.ports.model import ReducedPart, gradient_of
 from drawloom.components.storage.pytree import leaves
 
 
@@ -60,6 +60,10 @@ class ReplicatedModule:
 
     def reduced(self) -> None:
         """Nothing: what was not sent is sent at the end of the step."""
+
+    def parts(self) -> list[ReducedPart]:
+        """The blocks, the last one first, for a pass for the weights alone, which calls no hook of a block's input."""
+        return [ReducedPart(set(map(id, block)), partial(self._send, block)) for block in reversed(self._blocks)]
 
     def reduce(self) -> None:
         """Send all gradients that have not been sent."""

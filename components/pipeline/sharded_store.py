@@ -22,7 +22,7 @@ from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore,
 from drawloom.components.pipeline.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, HeadLayer
+from drawloom.components.ports.model import LOSS, HeadLayer, ReducedPart
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapter_names
 
@@ -110,8 +110,7 @@ class ShardedModule:
 
     def begin(self) -> None:
         """Begin a step: the slices have changed, and no gradient is final before `reduce_next`."""
-        for unit in self.units:
-            unit.reshard()
+        self.reshard()
         self._reduce_in_backward(False)
 
     def unshard(self) -> None:
@@ -122,6 +121,9 @@ class ShardedModule:
     def reshard(self) -> None:
         """Free the gathered parameters."""
         for unit in self.units:
+            for group in _groups(unit):
+                # torch would take what was gathered and not used, by an evaluation without a layer, for a later step's.
+                group.wait_for_unshard()
             unit.reshard()
 
     def reduce_next(self, final: bool) -> None:
@@ -138,11 +140,15 @@ class ShardedModule:
         if self.by_microbatch:
             self._reduce_in_backward(False)
 
+    def parts(self) -> list[ReducedPart]:
+        """The units, for a pass for the weights alone, which runs no hook of torch's."""
+        # Heads first, which are large; what belongs to no block last, as the embedding's gradient is.
+        ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
+        weights = [{id(part.unsharded_param) for part in _parts(unit)} for unit in ordered]
+        return [ReducedPart(each, partial(_reduce, unit)) for each, unit in zip(weights, ordered, strict=True)]
+
     def reduce(self) -> None:
-        """Reduce all gradients now: after a pass for the weights alone, which runs no hook of torch's."""
-        for unit in reversed(self.units):
-            for group in _groups(unit):
-                group.post_backward()
+        """End a reduction of all parts."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def gathered_bytes(self) -> int:
@@ -312,6 +318,11 @@ def _groups(unit: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def _reduce(unit: Any) -> None:
+    for group in _groups(unit):
+        group.post_backward()
 
 
 def _parts(unit: Any) -> Iterator[Any]:

@@ -340,9 +340,11 @@ class MaterializedStages:
         self._of_experts |= of_experts.keys()
         share_rows(module, self.mesh.group("context"))
         self._splits |= split(module, TensorRanks(self.mesh.group("tensor"))) | of_experts
-        for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
+        for name, parameter in module.named_parameters():  # buffers keep the dtype that their module chose
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(self.precision.parameter)
+                # What is frozen is needed as layers compute with it alone, and so is read, and sharded, in that dtype.
+                kept = self.precision.parameter if parameter.requires_grad else compute_dtype(name, self.precision)
+                parameter.data = parameter.data.to(kept)
         return module
 
     def _build_for_compute(self, span: LayerRange) -> nn.Module:

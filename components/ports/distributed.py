@@ -158,6 +158,16 @@ class Processes(Protocol):
         """The number of processes on this machine."""
         ...
 
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine among those of the launch, from 0."""
+        ...
+
+    @property
+    def node_count(self) -> int:
+        """The number of machines of the launch."""
+        ...
+
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """
         Make a group for each of these sets of ranks; the one that this process is in.

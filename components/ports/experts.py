@@ -1,9 +1,9 @@
 """The ports of models with experts: operations, what brings tokens to their experts, and routers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.ports.model import Kernels, Stages
 from drawloom.graph import port
@@ -170,6 +170,10 @@ class ExpertRouter(Protocol):
 
     num_experts: int
     e_score_correction_bias: Tensor | None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its parameters, as of every module."""
+        ...
 
     def observe(self, observer: ObserveRouting) -> None:
         """Call `observer` in each forward pass of training from now on, once for a microbatch."""

@@ -1,6 +1,6 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -328,9 +328,21 @@ class Shards(Protocol):
         """That pass is done: later ones add up gradients on this rank."""
         ...
 
-    def reduce(self) -> None:
-        """Reduce all gradients now."""
+    def parts(self) -> Sequence["ReducedPart"]:
+        """Parts of the parameters, in the order in which all ranks reduce gradients that no hook of autograd tells."""
         ...
+
+    def reduce(self) -> None:
+        """Reduce the gradients that no part had, and end the reduction."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class ReducedPart:
+    """Parameters (by the ids of these tensors) whose gradients are reduced together; `reduce` begins that."""
+
+    parameters: Set[int]
+    reduce: Callable[[], None]
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -47,36 +48,51 @@ class LockedFolder:
         """Make and lock the folder, and check that this recipe may continue there; a UserError on all ranks if not."""
         try:
             self._compare_ranks()
-            run_on_rank0(self.mesh.world, self._acquire)
+            self._made = run_on_rank0(self.mesh.world, self._acquire)
         except BaseException:
             self.close()
             raise
 
     def after_restore(self) -> None:
         """Write the recipe and the files that it names: only now, or a resume that fails would replace them."""
+        self._made = False
         run_on_rank0(self.mesh.world, self._write)
 
     def on_failure(self, error: BaseException) -> None:
         """Note whether the run is refused before it has begun."""
-        # Other ranks may still be writing to their logs.
-        self._refused = self._made and self.mesh.world.size == 1 and isinstance(error, UserError)
+        self._refused = self._made and isinstance(error, UserError)
 
     def close(self) -> None:
         """Release the lock, and remove a folder that was made for a run that is refused before it has begun."""
         if self._refused:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def _acquire(self) -> None:
-        self._made = not self.folder.exists()
+    def _remove(self) -> None:
+        """Remove what is this rank's: others may still write to their logs, and the last one finds them empty."""
+        logs = self.folder / "log"
+        with suppress(OSError):
+            for path in self.folder.iterdir() if self.mesh.world.rank == 0 else ():
+                if path.is_dir() and path != logs:
+                    shutil.rmtree(path)
+                elif path != logs:
+                    path.unlink()
+            (logs / f"rank-{self.mesh.world.rank}.log").unlink(missing_ok=True)
+        for folder in (logs, self.folder):
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _acquire(self) -> bool:
+        """Whether the folder was made for this run."""
+        made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
+        return made
 
     def _write(self) -> None:
-        self._made = False
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.files_read().items():

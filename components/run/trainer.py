@@ -54,15 +54,28 @@ class Trainer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Settings of phases that name an output, their `names_outputs`, name a number that a phase may write."""
+        """
+        Settings of phases that name an output, their `names_outputs`, name a number that a phase may write; a warning
+        if none ever does.
+        """
         phases = node.neighbours("phases")
-        written = {value for phase in phases for value in _flow(phase.component).writes}
+        written = {
+            value
+            for phase in phases
+            if phase.settings.get("every") != "never"
+            for value in _flow(phase.component).writes
+        }
         for phase in phases:
             known = {*written, *(value.removesuffix("?") for value in _flow(phase.component).reads)} - NO_NUMBERS
             for key in getattr(phase.component, "names_outputs", ()):
-                if (value := phase.settings[key]) is not None and value not in known:
-                    text = f"no phase of [{node.name}] writes a number {value!r}"
+                value = phase.settings[key]
+                text = f"no phase of [{node.name}] writes a number {value!r}"
+                if value is not None and value not in known:
                     yield phase.problem(key, text, did_you_mean(value, known))
+                elif value is not None and value not in written:
+                    # No error: the recipe that this one extends may have the setting.
+                    hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
+                    yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""

@@ -204,9 +204,7 @@ class EdgeResolver:
         target = self.nodes[name]
         if not implements_any(target.spec.cls, field.ports):
             ports = " or ".join(port.__name__ for port in field.ports)
-            why = " and ".join(reason for port in field.ports for reason in mismatches(target.spec.cls, port)[:2])
-            text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
-            node.add_problem("DL314", text, "", path)
+            node.add_problem("DL314", f"{dotted(path)} needs a {ports}, but {_misfit(target, field)}", "", path)
             return False
         return True
 
@@ -237,7 +235,7 @@ class EdgeResolver:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node implements it"
             hint = "add a node that does"
             if (meant := self.nodes.get(field.name)) is not None:  # another component was written there
-                text += f": [{meant.name}] is {meant.spec.use!r}"
+                text += f", as {_misfit(meant, field)}"
                 hint = f"`drawloom list --fits {meant.name}` shows what does"
             return node.add_problem("DL316", text, hint)
         more = [f"{len(fitting) - MOST} more"] if len(fitting) > MOST else []
@@ -258,3 +256,9 @@ class EdgeResolver:
                     why = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {why}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')
+
+
+def _misfit(node: Node, field: Field) -> str:
+    """What a node is, and why that does not implement a field's port."""
+    why = " and ".join(reason for port in field.ports for reason in mismatches(node.spec.cls, port)[:2])
+    return f"[{node.name}] is {node.spec.use!r}: it {why}"

@@ -28,10 +28,10 @@ BLOCK = 512
 ALIGNMENT = 16
 """Bytes of a vectorized load; tensors that are not aligned to it are read element by element."""
 
-TABLE_COLUMNS = 8
+TABLE_COLUMNS = 10
 """
-Numbers in a row of the table: four addresses, the count of elements, key and first index of the noise, and the place of
-the weight among all.
+Numbers in a row of the table: four addresses, the count of elements, the place of the weight among all, and of the
+noise the key, the first index, and the width and the stride of rows.
 """
 
 
@@ -53,10 +53,16 @@ class AdamwTriton:
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
-    """The key by which weights share a launch: dtypes, device, alignment."""
+    """The key by which weights share a launch: dtypes, device, and what else the kernel is compiled for."""
+    what = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
+    return tuple(map(str, what))
+
+
+def _constants(param: ParamState) -> dict[str, bool]:
+    """What the kernel is compiled for: alignment, and how a weight lies in its parameter."""
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-    return str(param.weight.dtype), str(param.exp_avg.dtype), str(param.weight.device), str(aligned)
+    return {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs}
 
 
 class _FusedStep:
@@ -67,7 +73,7 @@ class _FusedStep:
             raise ValueError("weights, exp_avg and exp_avg_sq must be contiguous; use AdamwEager for others")
         self._params, self._places = params, places
         self._device = params[0].weight.device
-        self._aligned = _kind(params[0])[-1] == str(True)
+        self._constants = _constants(params[0])
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
@@ -108,7 +114,7 @@ class _FusedStep:
             weight_like,
             grads[0].view(-1)[:0],
             exp_avg_like,
-            ALIGNED=self._aligned,
+            **self._constants,
             PART=PART,
             BLOCK=BLOCK,
             TABLE_COLUMNS=TABLE_COLUMNS,
@@ -127,7 +133,8 @@ class _FusedStep:
 def _row(param: ParamState, grad: int, place: int) -> list[int]:
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in tensors)
-    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), param.key, param.first, place]
+    noise = param.key, param.first, param.width, param.stride
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), place, *noise]
 
 
 def _readable(grad: Tensor) -> Tensor:
@@ -141,7 +148,8 @@ def _readable(grad: Tensor) -> Tensor:
 @triton.jit
 def _kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
-    ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -158,9 +166,9 @@ def _kernel(
     count = tl.load(table + 4)
     if found_inf is not None:
         count = tl.where(tl.load(found_inf) == 0, count, 0)
-    key = tl.load(table + 5)
-    draw = tl.load(table + 6) // 2 + start // 2
-    scalars += tl.load(table + 7) * scalars_stride
+    scalars += tl.load(table + 5) * scalars_stride
+    key, first = tl.load(table + 6), tl.load(table + 7)
+    width, stride = tl.load(table + 8), tl.load(table + 9)
     lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     lr_decay = lr * tl.load(decays + row)
@@ -168,22 +176,33 @@ def _kernel(
     # fmt: off
     for block in range(0, tl.minimum(PART, count - start), BLOCK):
         place = start + block + tl.arange(0, BLOCK)
-        draws = draw + block // 2 + tl.arange(0, BLOCK // 2)
+        if PAIRS:  # a draw for two elements, which are neighbours
+            index = _index(start + block + 2 * tl.arange(0, BLOCK // 2), first, width, stride, ROWS)
+        else:
+            index = _index(place, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, exp_avg, exp_avg_sq, place, None, key, draws, noise_of,
+            _update(weight, grad, exp_avg, exp_avg_sq, place, None, key, index, noise_of, PAIRS,
                     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, exp_avg, exp_avg_sq, place, place < count, key, draws, noise_of,
+            _update(weight, grad, exp_avg, exp_avg_sq, place, place < count, key, index, noise_of, PAIRS,
                     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
 
 
 @triton.jit
+def _index(place, first, width, stride, ROWS: tl.constexpr):
+    """Where elements at these places of a weight are in its parameter."""
+    if ROWS:
+        place = place // width * stride + place % width
+    return first + place
+
+
+@triton.jit
 def _update(
-    weight, grad, exp_avg, exp_avg_sq, place, mask, key, draws, counter,
+    weight, grad, exp_avg, exp_avg_sq, place, mask, key, index, counter, PAIRS: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
-    """The AdamW step of the elements at these indices."""
+    """The AdamW step of the elements at these places, with noise of these indices: of each, or of the even ones."""
     old = tl.load(weight + place, mask=mask).to(tl.float32)
     g = tl.load(grad + place, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + place, mask=mask).to(tl.float32)
@@ -193,9 +212,10 @@ def _update(
     old = old - old * lr_decay
     new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
     if counter is not None:
-        for_weight, for_mean, for_square, _ = philox(key, draws, counter)
-        new = _rounded(new, for_weight, weight)
-        m, s = _rounded(m, for_mean, exp_avg), _rounded(s, for_square, exp_avg_sq)
+        for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
+        new = _rounded(new, for_weight, index, weight, PAIRS)
+        m = _rounded(m, for_mean, index, exp_avg, PAIRS)
+        s = _rounded(s, for_square, index, exp_avg_sq, PAIRS)
     # What is not rounded yet is rounded to the nearest.
     tl.store(weight + place, new.to(weight.dtype.element_ty), mask=mask)
     tl.store(exp_avg + place, m.to(exp_avg.dtype.element_ty), mask=mask)
@@ -203,8 +223,11 @@ def _update(
 
 
 @triton.jit
-def _rounded(x, word, pointer):
+def _rounded(x, word, index, pointer, PAIRS: tl.constexpr):
     """x in the pointer's dtype: float32 as it is, or stochastically rounded to bfloat16 with halves of the words."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        x = round_stochastically(x, halves(word))
+        if PAIRS:
+            x = round_stochastically(x, halves(word))
+        else:
+            x = round_stochastically(x, tl.where((index & 1) > 0, word >> 16, word & 0xFFFF))
     return x

@@ -37,8 +37,8 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
     [
         (1, {}),
         (1, {"recompute": ["selective"]}),
-        pytest.param(2, {}, marks=pytest.mark.gpu(2)),
-        pytest.param(2, {"recompute": ["blocks"]}, marks=pytest.mark.gpu(2)),
+        (2, {}),
+        (2, {"recompute": ["blocks"]}),
     ],
     ids=str,
 )

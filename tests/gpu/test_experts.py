@@ -17,7 +17,7 @@ from support.qwen3 import kernels_on
 
 TOKENS, CHOICES, WIDTH, EXPERTS, ROUNDS = 700, 4, 512, 16, 60
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.xdist_group("meshes")]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("meshes")]
 
 
 def _round(dispatcher: Dispatcher, number: int, rank: int) -> list[Tensor]:
@@ -39,7 +39,7 @@ def _round(dispatcher: Dispatcher, number: int, rank: int) -> list[Tensor]:
 
 def _rounds() -> list[list[float]]:
     """By round, the relative differences of each dispatcher's results from those of all-to-all collectives."""
-    device = ComputeDevice(kind="cuda")
+    device = ComputeDevice(kind="cuda", share=True)
     device.open()
     processes = TorchProcesses(device=device, timeout=60.0)
     processes.open()

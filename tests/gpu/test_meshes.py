@@ -9,13 +9,7 @@ import torch
 from support import pipelines
 from support.processes import run_ranks
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.xdist_group("pipelines"),
-    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and {GPUS} of this machine can be seen"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
 
 CASES: list[pipelines.Case] = [
     ("gpipe", 4, True, False, "tempered"),
@@ -50,8 +44,6 @@ def test_steps_over_nccl_are_those_of_one_process(
     ranks: int, sizes: Mapping[str, int], cases: list[pipelines.Case]
 ) -> None:
     """Losses, norms, gradients and weights of three steps equal one process's in float64, to 1e-10."""
-    if ranks > GPUS:
-        pytest.skip(f"needs {ranks} GPUs, and {GPUS} of this machine can be seen")
     alone = sorted({("gpipe", *case[1:]) for case in cases})
     (found,) = run_ranks(pipelines.steps, 1, alone, {}, "cuda", pipelines.FLOAT64, 3, timeout=120)
     whole = {case[1:]: each for case, each in zip(alone, found, strict=True)}

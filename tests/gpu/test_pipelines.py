@@ -12,13 +12,7 @@ from support import pipelines
 from support.processes import RanksFailed, run_ranks
 from support.runs import drawloom, series, struck, take_back, write_corpus
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.xdist_group("pipelines"),
-    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and {GPUS} of this machine can be seen"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
 
 LOSSES = {1: "dft", 5: "smoothed", 8: "tempered"}
 CASES: list[pipelines.Case] = [

@@ -13,7 +13,7 @@ from support.aborts import WHERE, ended, printed_lines
 from support.gpu import drawloom_run
 from support.runs import series, write_corpus
 
-pytestmark = pytest.mark.xdist_group("runs")  # some have seconds to end in
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("runs")]  # some have seconds to end in
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 COMMON = ("tiny.toml", "randomness.deterministic=true", "batch.micro_size=2", "trainer.steps=12")
@@ -29,9 +29,7 @@ KERNELS = (
 )
 """Sizes and a dtype with which GPUs take kernels of their own."""
 
-one_or_two = pytest.mark.parametrize(
-    "processes", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)], ids=["one GPU", "two GPUs"]
-)
+one_or_two = pytest.mark.parametrize("processes", [1, 2], ids=["one GPU", "two GPUs"])
 
 
 @pytest.fixture
@@ -88,7 +86,6 @@ def test_verify_resume_finds_no_difference(place: Path, processes: int) -> None:
 
 @pytest.mark.parametrize("mesh", ["mesh.data_replicate=2", "mesh.pipeline=2"])
 @pytest.mark.parametrize(("deed", "exit_code"), [("refuse", 2), ("refuse and hang", 2), ("fault", 1)])
-@pytest.mark.gpu(2)
 def test_a_rank_that_fails_ends_the_other(place: Path, deed: str, exit_code: int, mesh: str) -> None:
     """Within five seconds, though its device waits for the one that failed; one message says which, where and why."""
     failures, outcomes, seconds = ended(place, 2, deed, "model.num_hidden_layers=2", mesh)
@@ -100,7 +97,6 @@ def test_a_rank_that_fails_ends_the_other(place: Path, deed: str, exit_code: int
         assert printed_lines(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
 
 
-@pytest.mark.gpu(2)
 def test_a_rank_that_is_killed_ends_the_other(place: Path) -> None:
     """Over NCCL nothing breaks when a process is gone: the other one sees that it is, and names it."""
     _failures, _outcomes, seconds = ended(place, 2, "kill", "mesh.data_replicate=2")

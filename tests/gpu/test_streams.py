@@ -35,13 +35,12 @@ def assert_same(sizes: dict[str, int], ranks: int, cases: list[pipelines.Case], 
                         torch.testing.assert_close(tensor, theirs[what][name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_stages_in_streams_of_their_own_learn_the_same(ranks: int) -> None:
     """In float64 after two updates, under schedules with several stages a rank, tied weights too."""
     assert_same({}, ranks, CASES, {"dtypes": pipelines.FLOAT64, "taken": 3, "layers": 8, "lengths": (40, 3)})
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("kind", ["plain", "symmetric"])
 def test_experts_of_two_gpus_learn_the_same(kind: str) -> None:
     """While one stage's tokens travel, the other stage computes; with sharded dense weights."""

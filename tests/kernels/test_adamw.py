@@ -72,11 +72,40 @@ def test_noise_is_of_key_counter_and_place() -> None:
     assert torch.equal(after(1, 1)[300:500], after(1, 1, slice(300, 500)))
 
 
-def test_odd_first_index_and_mixed_state_dtypes_are_refused() -> None:
-    """An odd first index would share draws with another part; state of two dtypes is an error."""
+@pytest.mark.parametrize(
+    "part",
+    [
+        (slice(None), slice(4, 10)),
+        (slice(1, 6), slice(3, 10)),
+        (slice(2, 5), slice(0, 4)),
+        (slice(3, 7), slice(None)),
+        (slice(3, 4), slice(5, 8)),
+    ],
+    ids=["even columns", "odd columns", "columns of an odd width", "rows that begin between two", "a part of a row"],
+)
+@pytest.mark.parametrize("columns", [11, 12])
+def test_a_box_is_rounded_as_within_the_whole(part: tuple[slice, slice], columns: int) -> None:
+    """Any rows and columns have the bits of the whole, whether or not elements of one draw are in different parts."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(7, columns, generator=generator) for _ in range(2))
+
+    def after(weight: Tensor, gradient: Tensor, *place: int) -> list[Tensor]:
+        kept = weight.bfloat16(), torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
+        one = ParamState(*kept, 0.1, 7, *place)
+        for step in (1, 2):
+            AdamwEager([one]).step([gradient], step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
+        return [*kept]
+
+    whole = after(weight, gradient)
+    rows, across = part[0].indices(7), part[1].indices(columns)
+    place = rows[0] * columns + across[0], across[1] - across[0], columns
+    for found, expected in zip(after(weight[part].clone(), gradient[part], *place), whole, strict=True):
+        assert torch.equal(found, expected[part])
+
+
+def test_mixed_state_dtypes_are_refused() -> None:
+    """State of two dtypes is an error."""
     weight = torch.ones(4).bfloat16()
-    with pytest.raises(ValueError, match="first = 3 is odd"):
-        ParamState(weight, weight.clone(), weight.clone(), 0.0, 1, 3)
     with pytest.raises(ValueError, match="make them one dtype"):
         ParamState(weight, weight.clone(), torch.ones(4), 0.0, 1)
 

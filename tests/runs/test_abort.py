@@ -53,19 +53,20 @@ def test_a_bug_is_printed_once_with_its_traceback(place: Path) -> None:
     assert seconds < 5
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_killed_rank_is_named_once(place: Path, ranks: int) -> None:
-    """One of the others names it; no rank reports connection resets."""
-    failures, outcomes, seconds = ended(place, ranks, "kill")
+@pytest.mark.parametrize(("ranks", "words"), [(2, ()), (3, ()), (2, ("mesh.data_shard=2",))])
+def test_a_killed_rank_is_named_once(place: Path, ranks: int, words: tuple[str, ...]) -> None:
+    """One of the others names it; no rank reports connection resets, in our collectives or in those of FSDP."""
+    failures, outcomes, seconds = ended(place, ranks, "kill", *words)
     assert failures == {1: "died with exit code -9"} and {outcome.code for outcome in outcomes.values()} == {1}
     [line] = printed_lines(outcomes)
     assert re.fullmatch(r"rank 1 \(process \d+\) is gone: it was killed, or it crashed", line)
     assert seconds < 5
 
 
-def test_a_stopped_rank_is_named_once(place: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("mesh.data_shard=3",)])
+def test_a_stopped_rank_is_named_once(place: Path, words: tuple[str, ...]) -> None:
     """One of the others names it, when the limit of a step is over."""
-    failures, outcomes, seconds = ended(place, 3, "stop", *LIMITS)
+    failures, outcomes, seconds = ended(place, 3, "stop", *LIMITS, *words)
     assert failures == {1: "was not waited for"} and {outcome.code for outcome in outcomes.values()} == {1}
     [line] = [line for line in printed_lines(outcomes) if "is slow" not in line]
     assert "rank 1 does not answer" in line and "step 4, phase [" in line

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,20 +193,56 @@ def _lives(pid: int) -> bool:
         return False
 
 
+def _torchrun(folder: Path, how: Sequence[str], words: Sequence[str], **files: Any) -> "subprocess.Popen[bytes]":
+    """A torchrun that begins a run in a folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "drawloom", *words]
+    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    return subprocess.Popen(command, cwd=folder, env=environment, **files)
+
+
+def _wait_for(path: Path, name: str) -> None:
+    """Wait up to a minute for a file or folder in a folder."""
+    end = time.monotonic() + 60
+    while not list(path.glob(name)) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def test_two_torchruns_are_one_run(place: Path) -> None:
+    """
+    Each starts one of two ranks, as on two hosts. A killed rank is named with its host, and both end; one process goes
+    on from their checkpoint with the losses of a run that was not interrupted.
+    """
+    words = (*TWO, "trainer.steps=60", "evaluate.every='never'")
+    assert drawloom(place, *words, "run.name=straight")[0].code == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    how = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--node-rank"]
+    hosts, meshed = [], (*words, "mesh.data_shard=2")
+    for number in "01":
+        with (place / f"host-{number}").open("wb") as file:
+            hosts.append(_torchrun(place, [*how, number], meshed, stdout=file, stderr=file))
+    _wait_for(place / "runs/tiny/checkpoints", "step-8")
+    [worker] = _workers(hosts[1].pid)
+    os.kill(worker, signal.SIGKILL)
+    assert [host.wait(timeout=30) for host in hosts] == [1, 1]
+    printed = [(place / f"host-{number}").read_text("utf-8") for number in "01"]
+    assert "2 processes on 2 hosts: data_shard 2" in printed[0]
+    # Both are on this machine, so that rank 0 may be the first to see it: by the name of its own host.
+    assert sum(text.count(f"rank 1 (process {worker}, on host ") for text in printed) >= 1
+    assert " [data_shard 1] INFO" in (place / "runs/tiny/log/rank-1.log").read_text("utf-8")
+    taken = len(rows(place / "runs/tiny"))
+    assert taken < 60 and drawloom(place, *words, "mesh.data_shard=1")[0].code == 0
+    ours, theirs = (series(place / "runs" / name, "step", "loss", "grad_norm") for name in ("tiny", "straight"))
+    assert len(ours) == len(theirs) == 60
+    for mine, their in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(their, rel=1e-6)
+
+
 def test_workers_of_a_dead_torchrun_end_themselves(place: Path) -> None:
     """After torchrun is killed its workers end, the folder is unlocked, and the run resumes."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    with subprocess.Popen(
-        [*torchrun, "-m", "drawloom", *LONG, "checkpoint.every=1"],
-        cwd=place,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as agent:
-        end = time.monotonic() + 60
-        while not list((place / "runs/tiny/checkpoints").glob("step-*")) and time.monotonic() < end:
-            time.sleep(0.05)
+    words, silent = (*LONG, "checkpoint.every=1"), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with _torchrun(place, ["--standalone", "--nproc-per-node=2"], words, **silent) as agent:
+        _wait_for(place / "runs/tiny/checkpoints", "step-*")
         workers = _workers(agent.pid)
         agent.kill()
         agent.wait()

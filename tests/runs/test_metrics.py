@@ -11,6 +11,7 @@ extends = "./tiny.toml"
 
 [model]
 num_hidden_layers = 2
+num_key_value_heads = 2
 
 [loss]
 z_loss = 1e-3
@@ -51,16 +52,27 @@ phases = [
     "@checkpoint",
 ]
 
+[vars]
+length = 31
+
 [batch]
-micro_size = 2
+micro_size = 1
 """
 
 
 def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
-    """Replicas and stages have the metrics of one process, each step's, and layer norms that make the whole norm."""
+    """
+    Replicas, stages and parts of layers, whose tokens do not divide, have the metrics of one process, each step's, and
+    layer norms that make the whole norm.
+    """
     write_corpus(tmp_path)
     (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
-    layouts = {"one": (1, "mesh.pipeline=1"), "replicas": (2, "mesh.pipeline=1"), "stages": (2, "mesh.pipeline=2")}
+    layouts = {
+        "one": (1, "mesh.pipeline=1"),
+        "replicas": (2, "mesh.pipeline=1"),
+        "stages": (2, "mesh.pipeline=2"),
+        "parts": (2, "mesh.tensor=2"),
+    }
     found = {}
     for name, (ranks, word) in layouts.items():
         outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", word, ranks=ranks)
@@ -77,7 +89,7 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "weight_norm/1",
     }
     assert names <= set(found["one"][0])
-    for name in ("replicas", "stages"):
+    for name in ("replicas", "stages", "parts"):
         for one, other in zip(found["one"], found[name], strict=True):
             assert other == pytest.approx(one, rel=1e-4, abs=1e-6), name
     for row in found["one"]:

@@ -1,5 +1,6 @@
 """Errors while a run opens are placed where the wrong value is written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from support.runs import drawloom, write_corpus
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("words", "printed"),
     [
@@ -16,13 +18,17 @@ from support.runs import drawloom, write_corpus
     ],
 )
 def test_faults_of_a_corpus_and_of_weights_are_not_placed_in_a_shipped_recipe(
-    tmp_path: Path, words: list[str], printed: str
+    tmp_path: Path, words: list[str], printed: str, ranks: int
 ) -> None:
     """The place is in a recipe of one's own, or the command line, though [packing] was open; there is no run folder."""
     write_corpus(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "tiny.toml"\n\n[corpus]\npaths = ["gone/*"]\n', "utf-8")
-    (run,) = drawloom(tmp_path, "run", "tiny.toml" if words else "mine.toml", *words)
-    assert run.code != 0 and run.text.startswith(printed), run.text
+    recipe = "tiny.toml" if words else "mine.toml"
+    runs = drawloom(tmp_path, "run", recipe, "batch.micro_size=2", *words, ranks=ranks)
+    assert all(run.code for run in runs)
+    # A rank that fails alone says which it is.
+    text = "".join(run.text for run in runs)
+    assert re.match(f"(rank [01]: )?{re.escape(printed)}", text), text
     assert not list((tmp_path / "runs").glob("[!.]*"))
 
 

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from support.runs import drawloom, learned, take_back, write_corpus
 
+BIAS = "e_score_correction_bias"
 POSITIONS = 4 * 32
 """Of a step's rows, by tiny.toml."""
 
@@ -99,7 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def biases(run: Path) -> dict[str, Tensor]:
     """The biases of all routers in the export."""
     source = open_safetensors_folder(run / "export")
-    return {name: source.tensor(name) for name in source.specs() if name.endswith("e_score_correction_bias")}
+    return {name: source.tensor(name) for name in source.specs() if name.endswith(BIAS)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -134,3 +136,44 @@ def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
     assert learned(place / "runs/resumed") == learned(place / "runs/one")
     ours, theirs = biases(place / "runs/resumed"), biases(place / "runs/one")
     assert ours and all(ours[name].equal(bias) for name, bias in theirs.items())
+
+
+ADAPTED = """
+extends = "./routers.toml"
+
+[stages]
+adapters = ["@lora", "@gate"]
+
+[lora]
+use = "adapters.lora"
+targets = ["q_proj"]
+rank = 2
+alpha = 4.0
+
+[gate]
+use = "adapters.full_tuning"
+targets = ["layers.2.mlp.gate"]
+
+[adapter]
+use = "export.adapter"
+
+[trainer]
+steps = 5  # random routers swing: after an even number the biases are back at zero
+on_finish = ["@export", "@adapter"]
+"""
+
+
+def test_an_adapter_has_all_biases_that_have_moved(place: Path) -> None:
+    """Those of the router that is tuned in full: the other has the base's, zeros, in the merged export."""
+    (place / "adapted.toml").write_text(ADAPTED, "utf-8")
+    outcome = drawloom(place, "run", "adapted.toml", "run.name=adapted")[0]
+    assert outcome.code == 0, outcome.text
+    merged = biases(place / "runs/adapted")
+    moved = {name: bias for name, bias in merged.items() if bias.any()}
+    assert len(merged) == 2 and len(moved) == 1
+    adapter = load_file(place / "runs/adapted/adapter/adapter_model.safetensors")
+    assert [name for name in adapter if name.endswith(BIAS)] == [f"base_model.model.{name}" for name in moved]
+    assert all(adapter[f"base_model.model.{name}"].equal(bias) for name, bias in moved.items())
+    words = ("run.name=frozen", 'stages.adapters=["@lora"]')
+    outcome = drawloom(place, "run", "adapted.toml", *words)[0]
+    assert outcome.code == 2 and "the adapters freeze every router" in outcome.text

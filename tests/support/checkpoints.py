@@ -82,8 +82,8 @@ class SingleRankMesh:
 class SingleRankProcesses:
     """A launch of one process."""
 
-    rank = local_rank = 0
-    world_size = local_world_size = 1
+    rank = local_rank = node_rank = 0
+    world_size = local_world_size = node_count = 1
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """A group of one rank."""

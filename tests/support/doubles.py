@@ -1,6 +1,7 @@
 """Stand-ins for the device and the stages of a run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -23,11 +24,13 @@ class Machine:
 
 @attrs.frozen
 class Held:
-    """Stages of these modules."""
+    """Stages of these modules, into which adapters may have been injected."""
 
     modules: Sequence[nn.Module]
+    adapters: Sequence[Any] = ()
 
     @property
     def local(self) -> list[Stage]:
         span = LayerRange(0, 0, False, False)
-        return [Stage(number, len(self.modules), span, module) for number, module in enumerate(self.modules)]
+        count, adapters = len(self.modules), self.adapters
+        return [Stage(n, count, span, module, adapters=adapters) for n, module in enumerate(self.modules)]

@@ -227,7 +227,7 @@ def steps_on_meshes(
     second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
     `streams` among them is the executor's.
     """
-    device = ComputeDevice(kind=kind)
+    device = ComputeDevice(kind=kind, share=True)
     device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
@@ -279,7 +279,8 @@ def _steps(
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
-    this rank's loss and sums, its validation loss, and the norm of all gradients.
+    the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and the norm of all
+    gradients.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -342,6 +343,7 @@ def _steps(
         "grads": grads,
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},
         "slices": stages.state_slices(),
+        "moments": sum(part.numel() for of in optimizer.state_dict().values() for part in of.values() if part.ndim),
         "loss": float(losses.total) / mesh.size("tensor"),  # which these ranks have alike
         "sums": {key: float(value) for key, value in losses.sums.items()},
         "held_out": float(held_out.total),

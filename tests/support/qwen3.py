@@ -37,7 +37,7 @@ def cpu_kernels(**choices: Any) -> AutoKernels:
 def kernels_on(device: torch.device, **choices: Any) -> AutoKernels:
     """Kernels on a device, those that `auto` takes unless others are chosen."""
     kind: Any = device.type
-    compute: Any = ComputeDevice(kind=kind)
+    compute: Any = ComputeDevice(kind=kind, share=True)
     return AutoKernels(device=compute, **choices)
 
 

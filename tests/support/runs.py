@@ -34,6 +34,9 @@ validation_fraction = 0.2
 [vars]
 length = 32
 
+[device]
+share = true
+
 [model]
 num_hidden_layers = 1
 hidden_size = 16

@@ -494,6 +494,7 @@ UNOBSERVED = {
     ): "it needs ranks that shard: test_sharded_store.py has them",
     ("pipeline.circular.executor", "delayed"): "messages take no time on one rank: circular/test_timetable.py has them",
     ("pipeline.stages", "sync_each_microbatch"): "the same: test_sharded_store.py and tests/meshes/test_steps.py",
+    ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }
 """Settings whose effect can't be observed on a CPU, and why."""

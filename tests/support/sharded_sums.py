@@ -42,7 +42,7 @@ class Case:
 @contextmanager
 def opened(kind: Any) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
     """This rank's processes and device."""
-    device = ComputeDevice(kind=kind)
+    device = ComputeDevice(kind=kind, share=True)
     device.open()
     processes = TorchProcesses(device=device, timeout=60.0)
     processes.open()

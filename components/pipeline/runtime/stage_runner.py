@@ -120,11 +120,14 @@ class StageRunner:
         return back
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: accumulate the weight gradients; sharded ones are reduced if the program has said so."""
-        _split(self._in_flight.pop(microbatch)).backward_weight()
-        if self._reduces_next:
-            self._shards.reduce()
-            self._end_of_backward()
+        """W: accumulate the weight gradients; if the program has said so, each part is reduced once it is computed."""
+        split = _split(self._in_flight.pop(microbatch))
+        if not self._reduces_next:
+            split.backward_weight()
+            return
+        split.backward_weight(self._shards.parts())
+        self._shards.reduce()
+        self._end_of_backward()
 
     def unshard(self) -> None:
         """Start to gather the stage's sharded parameters."""

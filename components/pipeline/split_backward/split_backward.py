@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
+from drawloom.components.ports.model import ReducedPart
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 
@@ -80,9 +81,11 @@ class SplitBackward:
         # autograd.grad returned gradients for the differentiable inputs alone.
         return [next(found) if _differentiable(given) else None for given in inputs]
 
-    def backward_weight(self) -> None:
+    def backward_weight(self, parts: Sequence[ReducedPart] = ()) -> None:
         """
         W: accumulate the gradient of each leaf into its `.grad`; its hooks are called once.
+
+        Those of `parts` come first, part by part, and each is reduced while the next one is computed.
 
         Call it in the stream of the forward pass. Raises UserError if a tensor that a gradient needs was changed in
         place after I.
@@ -91,7 +94,11 @@ class SplitBackward:
         if deferred is None:
             raise RuntimeError("backward_weight has nothing to compute: call it once after each backward_input")
         try:
-            self._weights.add(deferred)
+            for part in parts:
+                self._weights.add([each for each in deferred if id(each.weight) in part.parameters])
+                part.reduce()
+            known = frozenset[int]().union(*(part.parameters for part in parts))
+            self._weights.add([each for each in deferred if id(each.weight) not in known])
         except BaseException as error:
             _clear(deferred)
             if not isinstance(error, ChangedInPlaceError):

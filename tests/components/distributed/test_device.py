@@ -1,5 +1,6 @@
 """The compute device."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ def refused(**settings: Any) -> list[Any]:
     return list(ComputeDevice.constraints(view))
 
 
+def patch_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """As many GPUs as that can be seen and opened, on any machine."""
+    for answer, function in ((True, "is_available"), (count, "device_count"), (0, "current_device")):
+        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.autograd, "backward", lambda _: None)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: 1.0)
+
+
+def patch_launch(monkeypatch: pytest.MonkeyPatch, **variables: int) -> None:
+    """torchrun's variables."""
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -46,10 +62,7 @@ def test_without_a_gpu_auto_is_the_cpu() -> None:
 def test_with_a_gpu_auto_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """With GPUs, auto is the GPU of the local rank and NCCL, or gloo if set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    patch_launch(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
     assert (ComputeDevice().device, ComputeDevice().backend) == (torch.device("cuda", 1), "nccl")
     assert ComputeDevice(backend="gloo").backend == "gloo"
 
@@ -62,11 +75,24 @@ def test_cuda_without_a_gpu_is_an_error() -> None:
 
 
 def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process never shares another's GPU."""
+    """A process shares another's GPU only if the recipe says so."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match="process 0 of this machine has no GPU, there are only 0"):
+    with pytest.raises(UserError, match=r"process 0 of this machine has no GPU, there are only 0; .* share = true"):
         ComputeDevice(kind="cuda").open()
+
+
+@pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom rank 5"), (4, 3, "mine")])
+def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes them for hosts while the device is open, but not where each has a GPU of its own."""
+    patch_gpus(monkeypatch, gpus)
+    patch_launch(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)
+    monkeypatch.setenv("NCCL_HOSTID", "mine")
+    device = ComputeDevice(kind="cuda", share=True)
+    device.open()
+    assert (device.device.index, os.environ["NCCL_HOSTID"]) == (index, host)
+    device.close()
+    assert os.environ["NCCL_HOSTID"] == "mine" and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
 
 
 def test_nccl_on_a_cpu_is_refused() -> None:
@@ -87,17 +113,12 @@ def test_tf32_on_a_cpu_is_refused() -> None:
 @pytest.mark.parametrize(("tf32", "name"), [(False, "ieee"), (True, "tf32")])
 def test_float32_products_are_set_and_restored(tf32: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU torch's products and ours are by TF32 if the recipe says so, whatever they were before."""
-    for answer, function in ((True, "is_available"), (1, "device_count"), (0, "current_device")):
-        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.autograd, "backward", lambda _: None)
+    patch_gpus(monkeypatch, 1)
     device = ComputeDevice(kind="cuda", tf32=tf32)
     for before in ("highest", "high"):
         torch.set_float32_matmul_precision(before)
         try:
-            with monkeypatch.context() as patch:
-                patch.setattr(torch, "ones", lambda *_, **__: 1.0)
-                device.open()
+            device.open()
             assert torch.backends.cuda.matmul.allow_tf32 is tf32 and input_precision() == name
             device.close()
             assert torch.get_float32_matmul_precision() == before

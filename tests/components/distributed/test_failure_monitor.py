@@ -118,7 +118,7 @@ def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]
 def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> FailureMonitor:
     """The monitor of rank 0 after its peer, rank 1, has ended in this way."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        zero = FailureMonitor(0, store, {1: process.pid})
+        zero = FailureMonitor(0, store, {1: process.pid}, where=", on host 1, deep")
         zero.open()
         zero.poll()
         assert zero.failure is None
@@ -130,10 +130,10 @@ def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> Fa
 
 
 def test_a_killed_peer_is_reported(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The next poll after its death reports a peer's rank and process id."""
+    """The next poll after its death reports a peer's rank, its process id, and the machine if there are several."""
     failure = _after(store, lambda process: process.kill()).failure
     assert failure is not None and failure.reporter == 0
-    assert failure.text.startswith("rank 1 (process ") and "is gone: it was killed" in failure.text
+    assert failure.text.startswith("rank 1 (process ") and ", on host 1, deep) is gone: it was killed" in failure.text
     assert capsys.readouterr().err.count("is gone") == 1
 
 

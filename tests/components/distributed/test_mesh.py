@@ -1,17 +1,23 @@
 """The mesh of real and of fake processes."""
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.ports.distributed import Group
+from drawloom.components.distributed.torchrun import Launch
+from drawloom.components.ports.distributed import SHARDS, Group
 from drawloom.graph import UserError
 from support.processes import RanksFailed, run_ranks
 
@@ -24,6 +30,8 @@ class FakeProcesses:
     rank: int = 0
     local_rank: int = 0
     local_world_size: int = 1
+    node_rank: int = 0
+    node_count: int = 1
     requests: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
@@ -106,6 +114,29 @@ def test_every_process_makes_the_same_groups() -> None:
     assert all(each == requests[0] for each in requests)
     assert dict(requests[0])["data_replicate"] == [[0, 1, 2, 3]]
     assert dict(requests[0])["tensor"] == [[0], [1], [2], [3]]
+
+
+def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, int]]:
+    """Seconds that a mesh of 1,024 ranks takes, torch's groups in it, and where this rank is; no other rank exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
+    processes._launch, processes._joined, processes._limit = Launch(rank, 1024, rank % 8, 8), True, timedelta(seconds=9)
+    began = time.monotonic()
+    mesh = RankMesh(processes=processes, **sizes)
+    mesh.open()
+    mesh.torch_mesh(("data_replicate",), SHARDS)
+    found = {name: mesh.index(name) for name in DIMENSIONS}
+    return time.monotonic() - began, len({*filter(None, processes._handles.values())}), found
+
+
+def test_a_thousand_ranks_take_no_time() -> None:
+    """A rank makes each group that it needs once, of its own dimensions alone, and knows where it is."""
+    sizes = {"pipeline": 4, "data_replicate": 4, "data_shard": 8, "context": 2, "tensor": 4}
+    seconds, groups, found = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
+    assert found == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}
+    assert groups == 7  # all; pipeline, data_replicate, context and tensor; and those of shards, and of data
+    assert seconds < 5
+    assert run_ranks(_of_many, 1, 777, {"data_shard": 512}, variables=False)[0][1] == 3
 
 
 def test_experts_divide_the_ranks_that_are_no_replicas() -> None:

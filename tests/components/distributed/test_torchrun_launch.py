@@ -17,7 +17,15 @@ TORCHRUN = {
 
 def test_ranks_are_read_from_the_variables() -> None:
     """Each number comes from its own variable."""
-    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "127.0.0.1", 29500)
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "127.0.0.1", 29500, node_rank=1, node_count=2)
+
+
+def test_machines_are_counted() -> None:
+    """They are torchrun's, which need not have as many workers each; without its variables they do."""
+    launch = read_launch(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
+    assert (launch.node_rank, launch.node_count) == (2, 3)
+    launch = read_launch(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "9"})
+    assert (launch.node_rank, launch.node_count) == (0, 3)
 
 
 def test_attempts_of_torchrun_are_distinguished() -> None:
@@ -30,7 +38,7 @@ def test_attempts_of_torchrun_are_distinguished() -> None:
 
 def test_without_variables_there_is_one_process() -> None:
     """MASTER_ADDR and MASTER_PORT alone, which some clusters set for every job, make no group."""
-    assert read_launch({"MASTER_ADDR": "host", "MASTER_PORT": "1", "HOME": "/"}) == Launch(0, 1, 0, 1)
+    assert read_launch({"MASTER_ADDR": "host", "MASTER_PORT": "1", "HOME": "/"}) == Launch()
 
 
 @pytest.mark.parametrize("missing", VARIABLES)

@@ -27,14 +27,21 @@ def full(*targets: str) -> FullTuning:
     return FullTuning(targets=list(targets))
 
 
-def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
-    """Write the base, the merged export and the adapter; gives the exporter."""
+def opened(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
+    """An exporter of a model with adapters."""
     stages: Any = OneStage(adapted(model, *adapters), adapters)
     mesh: Any = SimpleNamespace(world=world)
     run: Any = SimpleNamespace(folder=folder)
     exporter = AdapterExport(model=model, stages=stages, folder=run, mesh=mesh, base_model="base")
+    exporter.open()
+    return exporter
+
+
+def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
+    """Write the base, the merged export and the adapter; gives the exporter."""
+    exporter = opened(folder, world, model, *adapters)
     exporter.finish(3)
-    write_folder(folder / "export", model, stages)
+    write_folder(folder / "export", model, exporter.stages)
     write_folder(folder / "base", model, OneStage(adapted(model)))
     return exporter
 
@@ -133,7 +140,6 @@ def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path,
     ],
 )
 def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
-    """Nothing is written."""
+    """When the run begins, and not after its last step."""
     with pytest.raises(UserError, match=text):
-        export(tmp_path, one_rank.world, mixed(), *(make() for make in adapters))
-    assert not (tmp_path / "adapter").exists()
+        opened(tmp_path, one_rank.world, mixed(), *(make() for make in adapters))

@@ -50,6 +50,15 @@ def taken(weights: Weights, mesh: Any, total: float, weight: float, why: str = "
     return step
 
 
+class TwelveAlike:
+    """Twelve ranks that have the same numbers."""
+
+    def sum(self, tensor: Tensor) -> None:
+        one = tensor.clone()
+        for _ in range(11):
+            tensor += one
+
+
 both = pytest.mark.parametrize("norm", ["exact", "device"])
 
 
@@ -90,3 +99,12 @@ def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
     step = taken(Weights(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
     assert step.found_inf is None or step.found_inf == 1
     assert step.skip_reason == "a phase says so"
+
+
+@both
+def test_tokens_are_whole_numbers(mesh_of: Any, norm: str) -> None:
+    """Twelve context ranks count the same 7 tokens, a twelfth each: the sum is below 7 by rounding, and 7 count."""
+    mesh = mesh_of(sizes={"context": 12}, replicas=TwelveAlike())
+    step = taken(Weights(torch.tensor([1.0])), mesh, 1.0, 1.0, norm=norm)
+    step.settle()
+    assert step.tokens == 7

@@ -79,11 +79,12 @@ def test_the_file_has_everything(opened: Any, tmp_path: Path) -> None:
 def test_another_rank_writes_its_own_file_only(
     opened: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other ranks than 0 print nothing."""
-    opened(mesh=mesh_of(world=Second()))
+    """Other ranks than 0 print nothing; each line of a file says where its rank is along what the mesh divides."""
+    opened(mesh=mesh_of(world=Second(), sizes={"pipeline": 2, "tensor": 4}, indices={"pipeline": 1, "tensor": 3}))
     _say_everything()
     assert capsys.readouterr() == ("", "")
-    assert len(_lines(tmp_path / "log" / "rank-1.log")) == 4
+    lines = _lines(tmp_path / "log" / "rank-1.log")
+    assert len(lines) == 4 and lines[3] == "[pipeline 1, tensor 3] WARNING drawloom.run: skipped"
 
 
 def test_the_level_is_that_of_standard_error(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,13 @@ class Run:
 
 
 @attrs.frozen
+class TwoHosts:
+    """A launch on two machines."""
+
+    node_count: int = 2
+
+
+@attrs.frozen
 class Parts:
     """Sizes and dtypes."""
 
@@ -69,7 +76,9 @@ def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
     return RunSummary(job=Run(folder), mesh=mesh, device=build("distributed.device", kind="cpu"), **{**EMPTY, **parts})
 
 
-EMPTY: dict[str, Any] = {name: Every() for name in ("models", "data", "validation", "batching", "precision")}
+EMPTY: dict[str, Any] = {
+    name: Every() for name in ("models", "data", "validation", "batching", "precision", "launches")
+}
 
 
 def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Sequence[Step]) -> list[str]:
@@ -89,7 +98,12 @@ def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Seque
 def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) -> None:
     """Parameters are of the whole model, tokens of the corpus and of a step of all ranks, rows those evaluated."""
     model = dense()
-    parts = {"models": Every({"m": model}), "data": Every({"d": Rows()}), "validation": Every({"v": Validation()})}
+    parts: dict[str, Any] = {
+        "models": Every({"m": model}),
+        "data": Every({"d": Rows()}),
+        "validation": Every({"v": Validation()}),
+        "launches": Every({"p": TwoHosts()}),
+    }
     each = Every({"p": Parts()})
     made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=each, precision=each)
     count = sum(parameter.numel() for parameter in whole(model).parameters())
@@ -97,7 +111,7 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
         f"run     mine, in {tmp_path}",
         f"model   Qwen3ForCausalLM, {count:,} parameters, float32, computed in bfloat16",
         "data    800 tokens to learn from; 32 in a step; validation: 64 of 1,234 rows",
-        "device  cpu, 1 process: pipeline 2",
+        "device  cpu, 1 process on 2 hosts: pipeline 2",
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.metrics.activation_rms import ActivationRms
+from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.doubles import Held, Machine
@@ -21,10 +22,15 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(number): nn.Identity() for number in numbers})
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, shared: BatchContext) -> Tensor:
         for number, layer in self.layers.items():
             hidden = layer(hidden * (int(number) + 2))
         return hidden
+
+
+def of_tokens(count: int) -> BatchContext:
+    """What stages see of a microbatch of one row."""
+    return BatchContext(torch.arange(count)[None], torch.zeros(1, count, dtype=torch.int64))
 
 
 def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:
@@ -41,9 +47,9 @@ def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any,
     metric = opened(one_rank, first, last)
     inputs = [torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (1, 5)]
     for each in inputs:
-        last(first(each))
+        last(first(each, of_tokens(len(each))), of_tokens(len(each)))
     with torch.inference_mode():
-        first(inputs[0] * 100)
+        first(inputs[0] * 100, of_tokens(1))
     root = float(torch.cat(inputs).double().square().mean().sqrt())
     expected = {f"activation_rms/{layer}": size * root for layer, size in enumerate((2, 6, 24))}
     assert measured(metric, Step(1, 2)) == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
@@ -55,12 +61,23 @@ def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
     modules = [Layers([4]), Layers([4])]
     metrics = [opened(one_rank, module) for module in modules]
     for module, hidden in zip(modules, (torch.ones(3, 2), torch.full((1, 2), 2.0)), strict=True):
-        module(hidden)
+        module(hidden, of_tokens(len(hidden)))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
     found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
     assert found == pytest.approx({"activation_rms/4": 6 * ((3 * 1 + 1 * 4) / 4) ** 0.5})
-    modules[0](torch.full((1, 2), float("inf")))
+    modules[0](torch.full((1, 2), float("inf")), of_tokens(1))
     assert measured(metrics[0], Step(1, 1)) == {"activation_rms/4": None}
+
+
+def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
+    """Of 3 tokens over 4 ranks along `tensor`, the last has none of its own, whatever its row holds."""
+    modules = [Layers([0]) for _ in range(4)]
+    metrics = [opened(mesh_of(sizes={"tensor": 4}, indices={"tensor": n}), each) for n, each in enumerate(modules)]
+    for number, module in enumerate(modules):
+        module(torch.full((1, 2), number + 1.0), of_tokens(3))
+    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
+    assert found == pytest.approx({"activation_rms/0": 2 * ((1 + 4 + 9) / 3) ** 0.5})
 
 
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
@@ -68,7 +85,7 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
     module = Layers([0])
     metric = opened(one_rank, module)
     metric.close()
-    module(torch.ones(1, 2))
+    module(torch.ones(1, 2), of_tokens(1))
     assert measured(metric, Step(1, 1)) == {"activation_rms/0": None}
 
 

@@ -1,6 +1,7 @@
 """AdamW with stochastic rounding by parameter names."""
 
 import copy
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import attrs
 import pytest
 import torch
 import triton
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.optim.stochastic_adamw import StochasticAdamW
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW, rows_of
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
@@ -162,3 +166,21 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ComputeDevice, "device", torch.device("cpu"))
     with pytest.raises(UserError, match="implementation is 'triton', but Triton runs on GPUs"):
         made(Weights(), implementation="triton")
+
+
+@given(st.data())
+def test_rows_of_a_slice_are_where_it_is_in_the_whole(data: st.DataObject) -> None:
+    """A box of a tensor has the indices of its rows; one whose rows are not equally far apart is refused."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    offsets = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    size = tuple(data.draw(st.integers(1, length - at)) for length, at in zip(shape, offsets, strict=True))
+    place = TensorSlice(shape, offsets, size)
+    expected = torch.arange(prod(shape)).view(shape)[place.index()].flatten()
+    elements = torch.arange(place.numel)
+    try:
+        first, width, stride = rows_of(place)
+    except UserError:
+        begins = expected[torch.cat([torch.tensor([0]), (expected.diff() > 1).nonzero().flatten() + 1])]
+        assert len({*begins.diff().tolist()}) > 1
+    else:
+        assert torch.equal(first + elements // width * stride + elements % width, expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.model.decoder.router import Router, Routing
 from drawloom.components.phases.router_bias import RouterBias
 from drawloom.components.ports.run import Step
@@ -43,9 +44,9 @@ def bias_of(router: Router) -> list[float]:
     return router.e_score_correction_bias.tolist()
 
 
-def opened(held: Sequence[Router], mesh: Any, **settings: Any) -> RouterBias:
+def opened(held: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
     """The phase, opened."""
-    phase = RouterBias(stages=Held([nn.ModuleList(held)]), mesh=mesh, device=Machine(), **settings)
+    phase = RouterBias(stages=Held([nn.ModuleList(held)], adapters), mesh=mesh, device=Machine(), **settings)
     phase.open()
     return phase
 
@@ -120,3 +121,17 @@ def test_a_model_without_such_routers_is_refused(one_rank: Any) -> None:
     """Before the first step, in words."""
     with pytest.raises(UserError, match="no router of the model has a bias"):
         opened(routers(False), one_rank)
+
+
+def test_adapters_freeze_biases_with_their_routers(one_rank: Any) -> None:
+    """As an adapter for PEFT would lack them; a frozen router of a model without adapters keeps moving."""
+    for adapters, moved in (([FullTuning(targets=["mlp.gate"])], [0.0] * 4), ([], [-1.0, 1.0, 1.0, 1.0])):
+        frozen, tuned = held = routers(True, True)
+        frozen.requires_grad_(False)
+        phase = opened(held, one_rank, adapters, update_rate=1.0)
+        send(held, 4, 0, 0, 0)
+        phase.run_phase(Step(1, 1))
+        assert bias_of(frozen) == moved and bias_of(tuned) == [-1.0, 1.0, 1.0, 1.0]
+    tuned.requires_grad_(False)
+    with pytest.raises(UserError, match=r"the adapters freeze every router.*or tune routers in full"):
+        opened(held, one_rank, [FullTuning(targets=["norm"])])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
+from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.distributed import Pending
 
 
@@ -85,6 +86,25 @@ def test_blocks_are_sent_while_others_are_computed() -> None:
         ["layers.0.weight", "layers.1.weight", "layers.2.weight", "last.weight"],
     ]
     store.hand_over_gradients()
+    assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
+
+
+def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
+    """In W a block is sent as soon as its gradients are known, the last one first, before those of others are."""
+    module, group = Stack(), Twins()
+    shards = store_of(module, group, 1).modules[module]
+    split, x = SplitBackward(), torch.randn(4, 2)
+    with split.forward():
+        output = module(x)
+    split.backward_input([output], [torch.ones_like(output)], [x])
+    shards.reduce_next(final=True)
+    split.backward_weight(shards.parts())
+    assert [known for _, known in group.calls] == [
+        ["layers.2.weight"],
+        ["layers.1.weight", "layers.2.weight"],
+        ["layers.0.weight", "layers.1.weight", "layers.2.weight"],
+    ]
+    shards.finish()
     assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
 
 

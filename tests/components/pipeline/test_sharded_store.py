@@ -1,20 +1,27 @@
 """Parameters that ranks share out, and when each rank has them whole."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.parameter_store import is_dtensor
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.pipeline.shard_transfers import DirectReduceScatter
 from drawloom.components.pipeline.sharded_store import ShardedModule, _parts
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
+from support.adapted import lora
+from support.mutations import put
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -30,7 +37,12 @@ SIZES: dict[str, Any] = {
 
 
 def _stages(
-    mesh: RankMesh, device: ComputeDevice, reshard: bool | None, sync: bool = False, **precision: Any
+    mesh: RankMesh,
+    device: ComputeDevice,
+    reshard: bool | None,
+    sync: bool = False,
+    adapters: Sequence[Any] = (),
+    **precision: Any,
 ) -> MaterializedStages:
     stages = MaterializedStages(
         model=Qwen3Dense(kernels=cpu_kernels(), **SIZES),
@@ -42,6 +54,7 @@ def _stages(
         job=pipelines.Job(),
         reshard_after_forward=reshard,
         sync_each_microbatch=sync,
+        adapters=list(adapters),
     )
     stages.open()
     return stages
@@ -182,6 +195,47 @@ def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None
         assert not any(found["rest"])
 
 
+def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
+    """Of each reduction in W: how many gradients of whole weights there are besides, and whether what is sent is 0."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    found: list[tuple[int, bool]] = []
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        stages = _stages(mesh, device, True)
+        [stage] = stages.local
+        shards: Any = stage.shards
+        runner = StageRunner(stage, stages.loss, {}, split=True)
+        scatter = DirectReduceScatter.__call__
+
+        def look(self: Any, **how: Any) -> None:
+            left = [part.unsharded_param.grad for unit in shards.units for part in _parts(unit)]
+            sent = how["input_tensor"].listed.tensors
+            found.append((sum(each is not None for each in left), any(not each.any() for each in sent)))
+            scatter(self, **how)
+
+        put(DirectReduceScatter, "__call__", look)
+        stages.cast_weights()
+        [batch] = pipelines.batches(1)
+        tokens, context = stages.loss.inputs(batch)
+        runner.forward(0, tokens, context, batch)
+        runner.backward_input(0, None)
+        runner.reduce_next(final=True)
+        runner.backward_weight(0)
+        return found
+    finally:
+        processes.close()
+
+
+def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
+    """Head, three blocks, and the rest are reduced once each, with their gradients, before those of later ones."""
+    for found in run_ranks(_reduced_in_a_pass_for_the_weights, 2):
+        assert found == [(0, False)] * 5
+
+
 def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
     """The first block waits for the embedding and itself; the head, which is large, is used last."""
     started: list[str] = []
@@ -192,3 +246,66 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
     blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
     ShardedModule(unit("embedding"), [unit("head")], blocks, by_block=False).unshard()
     assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
+
+
+def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
+    """Logits of doubled weights: without a gather before the change, and with one that no pass has used."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    found = []
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        for gathered in (False, True):
+            [stage] = (stages := _stages(mesh, device, reshard)).local
+            shards: Any = stage.shards
+            tokens = torch.arange(6).view(1, 6)
+            context = BatchContext(tokens, torch.zeros_like(tokens))
+            stages.cast_weights()
+            with torch.no_grad():
+                if gathered:
+                    shards.unshard()
+                for _, parameter in stages.named():
+                    parameter.mul_(2)
+                stages.cast_weights()
+                shards.unshard()
+                found.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
+        return found
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None:
+    """As for a layer that an evaluation leaves out: the next step computes with the weights of then."""
+    for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
+        assert without.equal(with_one)
+
+
+def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
+    """What a rank keeps of each parameter in mixed precision, and whether it is trained."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
+        mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
+        [stage] = _stages(mesh, device, True, adapters=adapters, **mixed).local
+        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
+    finally:
+        processes.close()
+
+
+def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
+    """In slices as in one process: no optimizer needs more of them; those that are not cast keep their dtype."""
+    [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
+    assert sharded == [alone, alone]
+    for name, (dtype, trained) in alone.items():
+        wide = trained or name.endswith("norm.weight") or name.startswith("loss.")
+        assert dtype == (torch.float32 if wide else torch.bfloat16), name
+    assert {trained for _, trained in alone.values()} == {False, True}

@@ -330,3 +330,12 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
             Recipe.load("first_run", f"checkpoint.best={name}").check()
     for name in numbers:
         Recipe.load("first_run", f"checkpoint.best={name}").check()
+
+
+@pytest.mark.parametrize("words", [["evaluate.every=never"], ["edit.trainer.phases.remove=['@evaluate']"]])
+def test_a_best_one_by_a_number_that_is_never_written_is_warned_of(words: list[str]) -> None:
+    """Without an evaluation, or with one that never runs, no validation loss says which checkpoint is best."""
+    text = "no phase of [trainer] writes a number 'validation_loss', so that 'best' does nothing"
+    warned = [problem.text for problem in Recipe.load("first_run", *words).check()]
+    assert text in warned
+    assert text not in [problem.text for problem in Recipe.load("first_run", "evaluate.every=last").check()]

@@ -36,11 +36,12 @@ def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project)
 
 
 def test_another_component_in_the_place_of_the_one_that_is_needed_is_named(shop: Shop, project: Project) -> None:
-    """Where no node implements a port, the problem names the node with the edge's name, which may have been changed."""
+    """Where no node implements a port: that with the edge's name, which may have been changed, and what it lacks."""
     graph = shop('[store]\nuse = "servers.loop"\npages = ["@page"]')
     [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
-    assert (
-        problem.text == "'pages.plain' needs a Store for 'store', and no node implements it: [store] is 'servers.loop'"
+    assert problem.text == (
+        "'pages.plain' needs a Store for 'store', and no node implements it, as [store] is 'servers.loop': "
+        "it has no get() and has no put()"
     )
     assert problem.hint == "`drawloom list --fits store` shows what does"
     alone = project.graph(MergedRecipe.of({"page": {"use": "pages.plain", "title": "Shop"}}))

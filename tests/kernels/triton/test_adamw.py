@@ -97,6 +97,19 @@ def test_several_programs_for_a_weight() -> None:
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("place", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
+def test_parts_of_a_parameter(place: tuple[int, ...]) -> None:
+    """Rows of any width and distance, some of them behind 2^33 elements, have the noise of the eager step."""
+    ours, theirs = twins([((700,), NARROW, NARROW), ((30, 25), NARROW, WIDE)])
+    ours, theirs = ([ParamState(*_fields(each), *place) for each in of] for of in (ours, theirs))
+    step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"])
+    assert_same_bits(ours, theirs)
+
+
+def _fields(of: ParamState) -> tuple[Any, ...]:
+    return of.weight, of.exp_avg, of.exp_avg_sq, of.weight_decay, of.key
+
+
 @pytest.mark.parametrize("noise", [2**40, None])
 def test_weights_without_dimensions(noise: int | None) -> None:
     """A number alone is a weight, too, also the first one of its kind; two steps change it as the eager ones do."""
