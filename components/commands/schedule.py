@@ -35,6 +35,7 @@ from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import nearest
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
+from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
 
@@ -77,11 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
+OTHERS = "recipe", "words", "overlay", "ranks", "microbatches", "stages_per_rank", "forward_only", "compare"
+"""Options with which a simulation would not be of what a run has done."""
+
+
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print one schedule, or a comparison of all."""
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
-        if options.recipe or options.compare:
+        if any(getattr(options, name) for name in OTHERS):
             raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
         options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
@@ -147,7 +152,8 @@ def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
 
 
 def _is_recipe(name: str, project: Project) -> bool:
-    return name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
+    is_run = (Path(name) / LOCK).is_file()
+    return is_run or name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
 
 
 def _near(name: str, project: Project) -> str | None:

@@ -6,7 +6,7 @@ Expert parallelism has no ranks of its own: it sees those of a replica of a pipe
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -54,24 +54,31 @@ class Layout:
         return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
 
 
-def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
+def start(ranks: int) -> str:
+    """How to start this many processes."""
+    return f"start it with `torchrun --nproc-per-node {ranks} -m drawloom run RECIPE`"
+
+
+def resolve_shape(
+    sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = start
+) -> Layout:
     """
     The layout of `world_size` ranks; a dimension of size "auto" is `world_size` divided by the others.
 
-    Raises UserError if the sizes do not fit.
+    Raises UserError if the sizes do not fit, with the `remedy` for a number of ranks that does.
     """
     fixed = {name: size for name, size in sizes.items() if isinstance(size, int)}
     product = math.prod(fixed.values())
     if len(fixed) < len(sizes) and world_size % product:
         raise UserError(
             f"the mesh needs a multiple of {_written(fixed)} = {product} processes, and there are {world_size}; "
-            f"start it with {command(product)}",
+            f"{remedy(product)}",
             exit_code=2,
         )
     if len(fixed) == len(sizes) and product != world_size:
         raise UserError(
             f"the mesh {_written(fixed)} = {product} needs {product} processes, and there are {world_size}; "
-            f"start it with {command(product)}",
+            f"{remedy(product)}",
             exit_code=2,
         )
     layout = Layout({name: size if isinstance(size, int) else world_size // product for name, size in sizes.items()})
@@ -88,11 +95,6 @@ def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | Non
     divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
     what = f"expert = {expert} does not divide {' × '.join(EXPERT_DIVIDES)} = {ranks}"
     return what, f"write {'one of ' if ranks > 1 else ''}{', '.join(divisors)}"
-
-
-def command(world_size: int) -> str:
-    """The command line that starts this many processes."""
-    return f"`torchrun --nproc-per-node {world_size} -m drawloom run RECIPE`"
 
 
 def _written(sizes: Mapping[str, int]) -> str:

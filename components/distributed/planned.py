@@ -78,7 +78,7 @@ class PlannedMesh:
         The mesh of a recipe's settings with this number of ranks, seen from rank 0; UserError if they don't fit.
         """
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
-        return cls(resolve_shape(sizes, settings.get("expert", 1), ranks))
+        return cls(resolve_shape(sizes, settings.get("expert", 1), ranks, lambda number: f"write --ranks {number}"))
 
     @property
     def world(self) -> Group:

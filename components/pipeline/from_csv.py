@@ -58,7 +58,7 @@ class FromCsv:
 def read_file(path: Path) -> Program:
     """The program in a CSV file; UserError if it can't be read or is not valid."""
     try:
-        program = read_csv(path.read_text("utf-8"))
+        program = read_csv(path.read_text("utf-8-sig"))  # spreadsheets write a byte order mark
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:

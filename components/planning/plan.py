@@ -16,7 +16,7 @@ from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, Deadlock
 from drawloom.components.planning.attention import Attended, Rows, attended
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.rank_view import RankView, link
+from drawloom.components.planning.rank_view import Elements, RankView, link
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
 from drawloom.components.planning.step_time import StepTime, cost_table, step_time
 from drawloom.components.planning.timeline import Peak, peak_of
@@ -81,6 +81,7 @@ class Plan:
     rows: Rows
     microbatches: int
     layers: int
+    elements: Mapping[int, Elements]
     costs: Mapping[int, StageCosts]
     table: CostTable
     memory: Sequence[RankMemory]
@@ -218,6 +219,7 @@ class Planner:
             rows=of_documents,
             microbatches=microbatches,
             layers=self._layers,
+            elements={stage: each for view in views for stage, each in view.elements.items()},
             costs=costs,
             table=table,
             memory=memory,

@@ -64,11 +64,14 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[Found]:
 
     A mesh is tried with little recomputation first, and with more only if it does not fit, and with larger microbatches
     while they fit and are faster; tensors are divided further while that is faster. The fastest pipeline is tried with
-    `pipeline.schedules.auto`, too. The number of rows in a step stays as it is.
+    `pipeline.schedules.auto`, too. The number of rows in a step stays as it is. If no mesh suits the recipe, UserError
+    has the first reason.
     """
     searched = _Search(Nodes.of(recipe), device, ranks)
     every = list(searched.found())
     every += searched.with_auto(every)
+    if not every and searched.problem:
+        raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
     fitting = sorted((found for found in every if found.plan.fits), key=_order)
     return (fitting or sorted(every, key=lambda found: max(found.plan.peak_memory_bytes)))[:MOST]
 
@@ -88,6 +91,7 @@ class _Search:
     cache: PlanCache = attrs.field(factory=PlanCache)
     too_large: list[tuple[int, dict[str, Any]]] = attrs.field(factory=list)
     best: float = math.inf
+    problem: str = ""
 
     def found(self) -> Iterator[Found]:
         """All plans that are worth a look; if nothing fits, those of the meshes that take least."""
@@ -175,7 +179,8 @@ class _Search:
             return Found(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
         except TooLarge:
             raise
-        except (RecipeError, UserError):
+        except (RecipeError, UserError) as error:
+            self.problem = self.problem or str(error)
             return None
 
 
@@ -184,11 +189,12 @@ def _schedules(mesh: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[dict[str, Any]]:
-    """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest."""
+    """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest; contexts stay."""
+    context = nodes.mesh_settings.get("context", 1)
     for pipeline in _divisors(ranks, 8):
-        if ranks % (tensor * pipeline):
+        rest, over = divmod(ranks, tensor * pipeline * context)
+        if over:
             continue
-        rest = ranks // (tensor * pipeline)
         for shard in sorted({1, min(rest, device.per_host), rest}):
             if rest % shard:
                 continue

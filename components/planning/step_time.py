@@ -19,10 +19,10 @@ class StepTime:
     Seconds of a step by part.
 
     `compute` are those of the busiest rank in forward and backward passes, among them `sending`, in collectives inside
-    of layers; `bubble` are those in which it waits. `reference` are those of forward passes without adapters, if the loss
-    compares the model with that. `gather` are those of parameters that are gathered and `sync` of
-    gradients that are summed, as far as no pass hides them; `update` is all that changes weights, as far as the host,
-    where it is slower than the device, does not issue the next step's passes meanwhile.
+    of layers; `bubble` are those in which it waits. `reference` are those of forward passes without adapters, if the
+    loss compares the model with that. `gather` are those of parameters that are gathered and `sync` of gradients that
+    are summed, as far as no pass hides them; `update` is all that changes weights, as far as the host, where it is
+    slower than the device, does not issue the next step's passes meanwhile.
     """
 
     compute: float

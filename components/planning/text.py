@@ -7,6 +7,7 @@ from typing import Any
 
 from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.planning.plan import Plan, RankMemory
+from drawloom.components.ports.program import OPS
 from drawloom.components.storage.byte_size import byte_size, unit_of
 
 
@@ -22,6 +23,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "device_memory_bytes": plan.device.memory,
         "peak_memory_bytes": plan.peak_memory_bytes,
         "memory": [_rank_data(memory) for memory in plan.memory],
+        "stages": [_stage_data(plan, stage) for stage in range(plan.program.stages)],
         "step_seconds": plan.time.seconds,
         "seconds": plan.time.as_data(),
         "tokens_per_second": plan.tokens_per_second,
@@ -40,6 +42,19 @@ def _rank_data(memory: RankMemory) -> dict[str, Any]:
         "buffers": dict(memory.buffers),
         "peak": memory.peak,
         "when": memory.when,
+    }
+
+
+def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
+    """A stage: elements on a rank, and for one microbatch seconds by pass and the bytes held until the backward one."""
+    costs, elements = plan.costs[stage], plan.elements[stage]
+    return {
+        "pipeline_rank": plan.program.stage_to_rank[stage],
+        "parameters": elements.all,
+        "trained_parameters": elements.trained,
+        "seconds": {op: float(plan.table.lengths[stage, OPS.index(op)]) for op in costs.passes},
+        "activations": dict(costs.passes["F"].held),
+        "sent_bytes": costs.sent,
     }
 
 
@@ -74,7 +89,8 @@ def _parts(plan: Plan) -> str:
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
     shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
-    return ", ".join(f"{name} {seconds / plan.time.seconds:.1%}" for name, seconds in shown.items() if seconds)
+    percent = {name: f"{seconds / plan.time.seconds:.1%}" for name, seconds in shown.items()}
+    return ", ".join(f"{name} {part}" for name, part in percent.items() if part != "0.0%")
 
 
 KINDS = ("parameters", "masters", "compute_copies", "optimizer_state")

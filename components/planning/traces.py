@@ -69,7 +69,7 @@ def measured(folder: Path, program: Program) -> Measured:
     Of ranks that have the same stages, the first one counts.
     """
     program = with_whole_backwards(program)
-    paths = _newest(folder)
+    paths = _newest(folder, program.ranks)
     ranks = [_actions(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
     for rank, found in enumerate(ranks):
@@ -82,8 +82,8 @@ def measured(folder: Path, program: Program) -> Measured:
     return Measured(program, times[:, 0], times[:, 1])
 
 
-def _newest(folder: Path) -> Sequence[Path]:
-    """The files of the newest trace, by rank."""
+def _newest(folder: Path, multiple: int) -> Sequence[Path]:
+    """The files of the newest trace that all ranks have written, by rank; a multiple of the ranks of a pipeline."""
     traces: dict[tuple[int, int], dict[int, Path]] = {}
     for path in (folder / "traces").glob("*.json.gz"):
         if found := FILE.fullmatch(path.name):
@@ -92,7 +92,12 @@ def _newest(folder: Path) -> Sequence[Path]:
     if not traces:
         text = "it has no traces; let its recipe extend with_profiler, or add the node listeners.profiler"
         raise UserError(f"{folder}: {text}, and run some steps", 2)
-    newest = traces[max(traces)]
+    # Of a run that was killed while it wrote one, some ranks have not.
+    most = max(map(len, traces.values()))
+    newest = traces[max(steps for steps, files in traces.items() if len(files) == most)]
+    if most % multiple or max(newest) >= most:
+        text = f"it has traces of rank {', '.join(map(str, sorted(newest)))} alone"
+        raise UserError(f"{folder}: {text}; run it again until all ranks have written one", 2)
     return [newest[rank] for rank in sorted(newest)]
 
 
@@ -107,7 +112,7 @@ def _actions(path: Path) -> dict[str, Span]:
         spans = sorted((*_span(event, base), event["name"]) for event in ranges)
         launched = _launched(events, base)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} can't be read as a trace: {error}; trace the run again") from error
+        raise UserError(f"{path} can't be read as a trace: {error}; remove it, or trace the run again") from error
     start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
     waits = [(begin, end) for begin, end, name in spans if name == WAIT and begin >= start]
     found: dict[str, Span] = {}

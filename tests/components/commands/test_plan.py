@@ -51,6 +51,19 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
     assert 0 < found["mfu"] < 1
 
 
+def test_stages_add_up_to_ranks(capsys: Capture) -> None:
+    """Their parameters are what ranks hold, and their passes what the busiest computes."""
+    words = ("pipeline", "--device", "cpu", "schedule.use=pipeline.schedules.interleaved_1f1b")
+    found = data(capsys, *words, "model.num_hidden_layers=5")
+    ranks = [[each for each in found["stages"] if each["pipeline_rank"] == rank] for rank in (0, 1)]
+    for memory, stages in zip(found["memory"], ranks, strict=True):
+        assert sum(4 * stage["parameters"] for stage in stages) == memory["kept"]["parameters"]
+        assert sum(4 * stage["trained_parameters"] for stage in stages) == memory["gradients"]
+    seconds = [sum(stage["seconds"]["F"] + stage["seconds"]["B"] for stage in stages) for stages in ranks]
+    assert max(seconds) * found["microbatches"] == pytest.approx(found["seconds"]["compute"])
+    assert all(sum(stage["activations"].values()) > stage["sent_bytes"] for stage in found["stages"])
+
+
 def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
     """In words and by the exit status, with what would help."""
     said = printed(capsys, *EXPERTS, "--ranks", "16", *WHOLE, "stages.sync_each_microbatch=false", code=1)
@@ -65,6 +78,12 @@ def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
     assert [line.split()[0] for line in lines[:6]] == ["device", "step", "memory", "time", "speed", "run"]
     assert lines[7].split()[1:] == ["rank", "0", "rank", "1"]
     assert lines[-1].startswith("in ")
+
+
+def test_parts_of_a_step_that_round_to_nothing_are_left_out(capsys: Capture) -> None:
+    """A rank without others has no bubble, whatever sums of its passes differ by."""
+    time = printed(capsys, "first_run", "--device", "h200", "batch.micro_size=1").splitlines()[3]
+    assert time.endswith("a step: passes 100.0%")
 
 
 HEAD = {"head_dim": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from drawloom import Recipe
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule
@@ -153,6 +154,14 @@ def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
     assert found == printed(capsys, *words)
 
 
+def test_a_run_is_a_recipe(capsys: Capture, tmp_path: Path) -> None:
+    """All schedules are compared on its ranks and microbatches, and it has its own number of ranks."""
+    (tmp_path / "recipe.lock.toml").write_text(Recipe.load("pipeline").resolved())
+    found = data(capsys, "--compare", str(tmp_path))
+    assert {(item["ranks"], item["microbatches"]) for item in found} == {(2, 8)}
+    assert "a recipe has its own number of ranks" in printed(capsys, str(tmp_path), "--ranks", "4", code=2)
+
+
 def test_a_comparison_is_of_one_model(capsys: Capture) -> None:
     """Stages share the costs of a rank's layers: every schedule has the same work, on each number of ranks."""
     found = data(capsys, "--compare", "--ranks", "2,4", "--microbatches", "4,8", "--costs", "F=2,I=2,W=2")
@@ -205,6 +214,8 @@ def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys:
         (["gpipe", "--ranks", "2,4", "--microbatches", "4"], "several are compared; add --compare"),
         (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "plan"], "--costs plan is the plan of a recipe"),
         (["first_run", "--run", "."], "--run draws the schedule of its own recipe"),
+        (["--run", ".", "--microbatches", "3"], "--run draws the schedule of its own recipe"),
+        (["--run", ".", "schedule.use=pipeline.schedules.gpipe"], "--run draws the schedule of its own recipe"),
         (
             ["mine.toml", "--ranks", "2", "--microbatches", "4"],
             "a recipe has its own number of ranks; leave --ranks out",

@@ -24,6 +24,13 @@ def test_a_file_is_a_schedule(path: Path) -> None:
     assert texts(table.program(4, 8).rank_program(2)) == texts(schedule("dual_pipe_v").program(4, 8).rank_program(2))
 
 
+def test_a_file_of_a_spreadsheet_is_read(path: Path) -> None:
+    """It begins with a byte order mark."""
+    wanted = FromCsv(path=path).program(4, 8)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert write_csv(FromCsv(path=path).program(4, 8)) == write_csv(wanted)
+
+
 def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:
     """Another number of ranks or microbatches than the file's is an error that names the file's."""
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 4 ranks, not 2"):

@@ -12,6 +12,7 @@ from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.plan import PlanCache, TooLarge, plan
 from drawloom.components.planning.search import _shortened, search, search_text
 from drawloom.components.planning.text import as_data
+from drawloom.graph import UserError
 
 RECIPE = Recipe.load(
     "first_run",
@@ -94,6 +95,14 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
 
 
+def test_rows_are_divided_as_the_recipe_says() -> None:
+    """Among as many ranks in every mesh; the others are what is tried."""
+    every = search(RECIPE.with_values({"mesh": {"context": 2}}), device_model("cpu"), 4)
+    sizes = {tuple(each.plan.mesh.size(name) for name in ("context", "pipeline", "data_shard")) for each in every}
+    assert {(2, 1, 2), (2, 2, 1), (2, 1, 1)} <= sizes
+    assert {size[0] for size in sizes} == {2}
+
+
 def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
     """Also lists of lists, and several of one setting, whose short values stay."""
     every = ", ".join(["0.125"] * 12)
@@ -104,8 +113,12 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
 
 
 def test_ranks_that_suit_no_mesh_are_told() -> None:
-    """Instead of an empty table."""
+    """Instead of an empty table; with the reason, if there is another one than the number of rows in a step."""
     assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
+    circular = {"schedule": "pipeline.schedules.circular", "executor": "pipeline.circular.executor"}
+    recipe = RECIPE.with_values({name: {"use": use} for name, use in circular.items()})
+    with pytest.raises(UserError, match=r"no mesh of 2 ranks suits the recipe: .* embedding and head on every rank"):
+        search(recipe, device_model("cpu"), 2)
 
 
 def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:

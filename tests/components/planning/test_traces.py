@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: P
     found = measured(tmp_path, read_program("0: 0F0 0B0\n"))
     assert (found.start * 1e6).round(3).tolist() == [0, 22]
     assert (found.end * 1e6).round(3).tolist() == [20, 51]
+
+
+def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path) -> None:
+    """Of a run that was killed meanwhile: the newest of all ranks counts, and if there is none that is said."""
+    for rank, spans in enumerate(RANKS):
+        write(tmp_path, rank, spans)
+    found, whole = measured(tmp_path, PROGRAM), tmp_path / "traces/steps-3-4-rank-0.json.gz"
+    for later in (tmp_path / "traces/steps-7-8-rank-0.json.gz", tmp_path / "traces/steps-9-9-rank-1.json.gz"):
+        shutil.copy(whole, later)
+    assert measured(tmp_path, PROGRAM).end.tolist() == found.end.tolist()
+    for rank in (0, 1):
+        (tmp_path / f"traces/steps-3-4-rank-{rank}.json.gz").unlink()
+    with pytest.raises(UserError, match="has traces of rank 1 alone; run it again until all ranks"):
+        measured(tmp_path, PROGRAM)
 
 
 def test_what_is_no_trace_of_the_program_is_told(tmp_path: Path) -> None:
