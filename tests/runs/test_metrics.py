@@ -63,9 +63,9 @@ micro_size = 1
 
 def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
     """
-    Replicas, stages, and ranks that share rows and matrices, whose tokens do not divide, have the metrics of one process, each step's.
+    Replicas, stages, and ranks that share rows and matrices have the metrics of one process, each step's.
 
-    Layer norms make the whole norm.
+    Tokens do not divide by the ranks that share matrices. Layer norms make the whole norm.
     """
     write_corpus(tmp_path)
     (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
