@@ -38,10 +38,12 @@ class ReplicatedModule:
     _all: list[nn.Parameter] = attrs.field(factory=list)
     _reduces: bool = False
 
-    def add(self, trained: Iterable[nn.Parameter], blocks: Sequence[nn.Module]) -> None:
-        """Sum the gradients of these parameters, of which some are in blocks."""
+    def add(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Sum the gradients of these parameters of a module, of which some are in blocks."""
         self._all = list(trained)
-        known = set(self._all)
+        # A weight with several names, as of layers that share it, is final at the end only.
+        times = Counter(each for _, each in module.named_parameters(remove_duplicate=False))
+        known = {each for each in self._all if times[each] == 1}
         for number, block in enumerate(blocks):
             self._blocks.append([each for each in block.parameters() if each in known])
             block.register_forward_pre_hook(partial(self._watch, number))
@@ -124,7 +126,7 @@ class ReplicatedStore(ParameterStore):
             trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
             own = {name: each for name, each in trained if times[name] == 1 and name not in apart}
             store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
-            store.modules[module].add(own.values(), blocks(module))
+            store.modules[module].add(own.values(), module, blocks(module))
             store.summed |= own.keys()
         return store
 

@@ -336,6 +336,7 @@ class MaterializedStages:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
+        refuse_shared(module)
         of_experts = share_experts(module, self.mesh.group("expert"), self.dispatcher)
         self._of_experts |= of_experts.keys()
         share_rows(module, self.mesh.group("context"))
@@ -372,6 +373,16 @@ class MaterializedStages:
     def _shards_of_experts(self) -> int:
         """How many ranks have the same experts, other than replicas."""
         return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
+
+
+def refuse_shared(module: nn.Module) -> None:
+    """UserError for a parameter of two modules: on the meta device it has no memory, and would get one for each."""
+    owners: dict[nn.Parameter, str] = {}
+    for path, part in module.named_modules():
+        for leaf, parameter in part.named_parameters(prefix=path, recurse=False):
+            if (first := owners.setdefault(parameter, leaf)) != leaf:
+                text = f"{first} and {leaf} are one parameter of two modules, which would be two parameters in a run"
+                raise UserError(f"{text}; let one module hold it, and both layers that module", exit_code=2)
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

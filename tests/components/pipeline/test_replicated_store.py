@@ -108,6 +108,22 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
     assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
 
 
+def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
+    """A weight of several layers, or of one and of what is before them, has a gradient of each, and is sent at last."""
+    module, plain, group = Stack(), Stack(), Twins()
+    for each in (module, plain):
+        each.layers[2] = each.layers[0]
+        each.layers[1].weight = each.first.weight
+    store, x = store_of(module, group, 1), torch.randn(4, 2)
+    store.modules[module].reduce_next(final=True)
+    module(x).sum().backward()
+    plain(x).sum().backward()
+    store.hand_over_gradients()
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, 2 * other.grad)
+
+
 def test_copies_are_summed_in_the_wider_dtype() -> None:
     """With narrow compute copies, sums are in `reduce`, and become the gradients of the masters."""
     module, group = Stack(), Twins()

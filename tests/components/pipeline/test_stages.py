@@ -139,6 +139,30 @@ def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: 
     assert [stage.count for stage in stages.local] == [2 * per_rank] * per_rank
 
 
+class Shares:
+    """A transform: two layers have one parameter, or one module."""
+
+    def __init__(self, module: bool) -> None:
+        self.module = module
+
+    def transform(self, module: Any) -> nn.Module:
+        if self.module:
+            module["3"] = module["1"]
+        else:
+            module["3"].weight = module["1"].weight
+        return module  # type: ignore[no-any-return]
+
+
+def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
+    """Memory would make it two, of which a checkpoint has one; a module of two layers stays one."""
+    with pytest.raises(UserError, match=r"^1\.weight and 3\.weight are one parameter of two modules"):
+        made(one_rank, job, Blueprint(), transforms=[Shares(module=False)])
+    stages = made(one_rank, job, Blueprint(), transforms=[Shares(module=True)])
+    assert [name for name, _ in stages.named()] == ["0.weight", "1.weight", "2.weight"]
+    layers: Any = stages.local[0].module
+    assert layers["3"].weight is layers["1"].weight is stages.named()[1][1]
+
+
 def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
     """What a transform froze is neither trained nor saved: the state says what it follows from."""
     stages = made(one_rank, job, Blueprint(), transforms=[Freeze()])
