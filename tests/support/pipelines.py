@@ -362,7 +362,7 @@ def _steps(
         "norm": float(step.outputs["grad_norm"]),
         "norms": [
             float(clip(max_norm=1.0, norm_type=p, targets=[targets])._norm())
-            for p, targets in ((1.0, "*"), (3.0, "*layers.[123].*"), (math.inf, "*"))
+            for p, targets in ((1.0, "*"), (3.0, "*layers.*"), (math.inf, "*"))
         ],
     }
 
