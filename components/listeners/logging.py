@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TextIO
@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, TextIO
 import attrs
 
 from drawloom.components.listeners.summary import DIMENSIONS
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.regular_file import make_folder, open_to_append
-from drawloom.graph import UserError, component, setting
+from drawloom.graph import Every, UserError, component, setting
 from drawloom.graph.cli.terminal import Stream, print_text
 
 log = logging.getLogger("drawloom.run")
@@ -25,9 +25,10 @@ def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
     return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
 
 
-def coordinates(mesh: Mesh) -> str:
-    """Where this rank is along each dimension of the mesh that has several, in brackets; empty for a single process."""
-    places = [f"{name} {mesh.index(name)}" for name in DIMENSIONS if mesh.size(name) > 1]
+def coordinates(mesh: Mesh, launches: Iterable[Processes]) -> str:
+    """This rank's host and its place along each dimension, of those that are several; empty for a single process."""
+    places = [f"host {each.node_rank}" for each in launches if each.node_count > 1]
+    places += [f"{name} {mesh.index(name)}" for name in DIMENSIONS if mesh.size(name) > 1]
     return f"[{', '.join(places)}] " if places else ""
 
 
@@ -61,13 +62,14 @@ class RunLogging:
     Configures the loggers `drawloom` and `drawloom.run` and Python's warnings while the run is open.
 
     INFO messages of `drawloom.run`, such as step lines, go to standard output, messages from `level` up to standard
-    error, both on rank 0 only; every message goes to `log/rank-N.log`, with the rank's place in the mesh.
+    error, both on rank 0 only; every message goes to `log/rank-N.log`, with the rank's host and place in the mesh.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ()
 
     folder: RunFolder
     mesh: Mesh
+    launches: Every[Processes]
     level: Literal["debug", "info", "warning", "error"] = setting(
         default="warning", doc="lowest level of messages on standard error"
     )
@@ -80,7 +82,7 @@ class RunLogging:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file first: a message that fails on the terminal is in the file
-        self._add(top, _file(rank_log(self.folder, self.mesh), coordinates(self.mesh)))
+        self._add(top, _file(rank_log(self.folder, self.mesh), coordinates(self.mesh, self.launches.values())))
         if self.mesh.world.rank == 0:
             self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
             self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_not_run_line))

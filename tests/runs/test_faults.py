@@ -229,7 +229,7 @@ def test_two_torchruns_are_one_run(place: Path) -> None:
     assert "2 processes on 2 hosts: data_shard 2" in printed[0]
     # Both are on this machine, so that rank 0 may be the first to see it: by the name of its own host.
     assert sum(text.count(f"rank 1 (process {worker}, on host ") for text in printed) >= 1
-    assert " [data_shard 1] INFO" in (place / "runs/tiny/log/rank-1.log").read_text("utf-8")
+    assert " [host 1, data_shard 1] INFO" in (place / "runs/tiny/log/rank-1.log").read_text("utf-8")
     taken = len(rows(place / "runs/tiny"))
     assert taken < 60 and drawloom(place, *words, "mesh.data_shard=1")[0].code == 0
     ours, theirs = (series(place / "runs" / name, "step", "loss", "grad_norm") for name in ("tiny", "straight"))

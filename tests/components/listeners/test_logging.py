@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from drawloom.components.listeners.logging import RunLogging
+from drawloom.graph import Every
 
 
 @attrs.frozen
@@ -35,7 +36,7 @@ def opened(tmp_path: Path, one_rank: Any) -> Iterator[Callable[..., RunLogging]]
     made: list[RunLogging] = []
 
     def opened(**changes: Any) -> RunLogging:
-        made.append(RunLogging(**{"folder": Folder(tmp_path), "mesh": one_rank} | changes))
+        made.append(RunLogging(**{"folder": Folder(tmp_path), "mesh": one_rank, "launches": Every()} | changes))
         made[-1].open()
         return made[-1]
 

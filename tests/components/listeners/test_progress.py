@@ -14,6 +14,7 @@ from rich.console import Console
 from drawloom.components.listeners.logging import RunLogging
 from drawloom.components.listeners.progress import ProgressBar
 from drawloom.components.ports.run import Event, LateValues, Step
+from drawloom.graph import Every
 from support.doubles import Machine
 
 
@@ -132,7 +133,7 @@ def test_step_lines_are_hidden_while_the_bar_is_shown(
     bar: ProgressBar, screen: io.StringIO, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other lines and warnings appear above the bar; the log has all; step lines return after the last step."""
-    logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
+    logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank, launches=Every())
     logs.open()
     log = logging.getLogger("drawloom.run")
     bar.on_event(Event("step_started", Step(1, 2)))
@@ -153,7 +154,7 @@ def test_after_close_step_lines_are_printed_again(
 ) -> None:
     """Standard output and error are restored, and step lines are printed."""
     before = sys.stdout, sys.stderr
-    logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
+    logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank, launches=Every())
     logs.open()
     bar.on_event(Event("step_started", Step(1, 2)))
     bar.close()
