@@ -221,10 +221,10 @@ def test_two_torchruns_are_one_run(place: Path) -> None:
     for number in "01":
         with (place / f"host-{number}").open("wb") as file:
             hosts.append(_torchrun(place, [*how, number], meshed, stdout=file, stderr=file))
-    _wait_for(place / "runs/tiny/checkpoints", "step-8")
+    _wait_for(place / "runs/tiny/checkpoints", "step-*")
     [worker] = _workers(hosts[1].pid)
     os.kill(worker, signal.SIGKILL)
-    assert [host.wait(timeout=30) for host in hosts] == [1, 1]
+    assert [host.wait(timeout=60) for host in hosts] == [1, 1]
     printed = [(place / f"host-{number}").read_text("utf-8") for number in "01"]
     assert "2 processes on 2 hosts: data_shard 2" in printed[0]
     # Both are on this machine, so that rank 0 may be the first to see it: by the name of its own host.
