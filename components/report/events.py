@@ -19,7 +19,8 @@ LONGEST_TEXT = 500  # letters of an event
 
 Kind = Literal["started", "resumed", "killed", "stopped", "skipped", "recipe", "warning", "error", "ended"]
 
-LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) (drawloom[.\w]*): (.*)")
+# Of several ranks each line has the rank's place in brackets (`listeners.logging`).
+LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} (?:\[[\w, ]+\] )?([A-Z]+) (drawloom[.\w]*): (.*)")
 STEP = re.compile(r"step (\d{1,15})/(\d{1,15})(  | skipped: )")
 STOPPED = re.compile(r"stopped by .* after (?:step (\d{1,15})|training)")
 RESUMED = re.compile(r"resuming after step (\d{1,15})")

@@ -13,7 +13,10 @@ import attrs
 import pytest
 
 from drawloom.components.listeners.logging import RunLogging
+from drawloom.components.ports.distributed import Processes
+from drawloom.components.report.events import parse_log
 from drawloom.graph import Every
+from drawloom.graph.testing import fake
 
 
 @attrs.frozen
@@ -80,12 +83,18 @@ def test_the_file_has_everything(opened: Any, tmp_path: Path) -> None:
 def test_another_rank_writes_its_own_file_only(
     opened: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other ranks than 0 print nothing; each line of a file says where its rank is along what the mesh divides."""
-    opened(mesh=mesh_of(world=Second(), sizes={"pipeline": 2, "tensor": 4}, indices={"pipeline": 1, "tensor": 3}))
+    """
+    Other ranks than 0 print nothing; each line of a file says on which host its rank is, and where along what the mesh
+    divides. Reports read these lines as any.
+    """
+    mesh = mesh_of(world=Second(), sizes={"pipeline": 2, "tensor": 4}, indices={"pipeline": 1, "tensor": 3})
+    opened(mesh=mesh, launches={"processes": fake(Processes, node_rank=1, node_count=2)})
     _say_everything()
     assert capsys.readouterr() == ("", "")
     lines = _lines(tmp_path / "log" / "rank-1.log")
-    assert len(lines) == 4 and lines[3] == "[pipeline 1, tensor 3] WARNING drawloom.run: skipped"
+    assert len(lines) == 4 and lines[3] == "[host 1, pipeline 1, tensor 3] WARNING drawloom.run: skipped"
+    read = parse_log((tmp_path / "log" / "rank-1.log").read_text("utf-8").splitlines())
+    assert [(event.kind, event.text) for event in read.events] == [("warning", "skipped")]
 
 
 def test_the_level_is_that_of_standard_error(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
