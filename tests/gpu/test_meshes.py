@@ -1,4 +1,4 @@
-"""Sharded parameters over NCCL: two or four processes, a GPU each."""
+"""Sharded parameters over NCCL: two or four processes, each on a GPU of its own, or in turns on one."""
 
 from collections.abc import Mapping
 from typing import Any

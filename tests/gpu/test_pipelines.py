@@ -1,4 +1,4 @@
-"""Pipelines over NCCL: two processes, a GPU each."""
+"""Pipelines over NCCL: two processes, each on a GPU of its own, or in turns on one."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""What ranks with shards send one another over NCCL: two processes, a GPU each."""
+"""What ranks with shards send one another over NCCL: two processes, each on a GPU of its own, or in turns on one."""
 
 import pytest
 
