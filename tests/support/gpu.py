@@ -28,7 +28,7 @@ def drawloom_run(
     folder: Path, *words: str, processes: int = 1, command: str = "run", kill_after: int | None = None
 ) -> Ended:
     """
-    Run `drawloom COMMAND WORDS` in a folder, by torchrun if in several processes, which take turns where there are fewer GPUs.
+    Run `drawloom COMMAND WORDS` in a folder, by torchrun if in several processes.
 
     With `kill_after` all its processes are killed (SIGKILL) once its run, whose name stands in `run.name=NAME`, has
     written down so many steps. AssertionError if it ended before that, or does not end in time.
