@@ -1,10 +1,10 @@
 """Plans a recipe: what each rank holds, and how long a step takes, without processes, memory or data."""
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -20,12 +20,14 @@ from drawloom.components.planning.rank_view import Elements, RankView, link
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
 from drawloom.components.planning.step_time import StepTime, cost_table, step_time
 from drawloom.components.planning.timeline import Peak, peak_of
-from drawloom.components.ports.flops import ForwardFlops, UpdateFlops
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import memory_by_kind
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
+
+T = TypeVar("T")
 
 WITHIN_STAGES = ("tensor", "context", "expert")
 """Dimensions of the mesh along which ranks exchange activations inside of a stage."""
@@ -126,11 +128,19 @@ class PlanCache:
     What plans of one recipe have in common, if they differ in mesh, sizes, schedule and recomputation alone.
 
     `views` are those of ranks, by mesh, and by the ranks and the layers of stages. Whether shards are reduced early
-    must follow from the mesh.
+    must follow from the mesh. `known` is what else all of them have in common.
     """
 
     recordings: Recordings = attrs.field(factory=dict)
     views: dict[Hashable, list[RankView]] = attrs.field(factory=dict)
+    known: dict[str, Any] = attrs.field(factory=dict)
+
+    def once(self, what: str, find: Callable[[], T]) -> T:
+        """What `find` gives for the first of the plans: it is the same for all, and takes long to find."""
+        if what not in self.known:
+            self.known[what] = find()
+        found: T = self.known[what]
+        return found
 
 
 class TooLarge(UserError):
@@ -243,7 +253,9 @@ class Planner:
 
     def _rows(self, count: int) -> Rows:
         """The rows of a microbatch."""
-        return Rows(count, self.nodes.length, self.nodes.document_length)
+        # A store of many shards may be opened for it.
+        document = self.cache.once("document length", lambda: self.nodes.document_length)
+        return Rows(count, self.nodes.length, document)
 
     def _attended(self, rows: Rows) -> Attended:
         """What attention looks at: cuDNN computes whole rows that are all here, unless the recipe names another."""
@@ -256,12 +268,10 @@ class Planner:
     @cached_property
     def _counted(self) -> ForwardFlops | None:
         """The operations of the model, if it counts them."""
-        recordings = self.cache.recordings
-        if ForwardFlops not in recordings:  # to count them takes as long as to build the model
-            model = self.objects[self.nodes.model]
-            recordings[ForwardFlops] = model.forward_flops() if self.nodes.counts_flops else None
-        found: ForwardFlops | None = recordings[ForwardFlops]
-        return found
+        if not self.nodes.counts_flops:
+            return None
+        model: CountsFlops = self.objects[self.nodes.model]
+        return self.cache.once("operations", model.forward_flops)  # takes as long as to build the model
 
     def _views(self, program: Program) -> list[RankView]:
         schedule = self.objects[self.nodes.schedule]

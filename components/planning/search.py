@@ -118,7 +118,7 @@ class _Search:
         ends = [key for key in ENDS if nodes.settings(nodes.stages).get(key)]
         stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0), "recompute": "none"}
         values = {**fastest.values, nodes.stages: stages}
-        cache = PlanCache(self.cache.recordings)  # without the costs of the ends, stages have other layers
+        cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages have other layers
         try:
             planned = Planned(nodes.recipe.with_values(values), device, cache)
             costs = planned.slices(fastest.values[nodes.mesh]["pipeline"])

@@ -97,13 +97,12 @@ def step_time(
     compute = max(busy)
     longest = busy.index(compute)
     device, host = (_sum(program, costs, longest, what) for what in ("seconds", "host"))
-    forwards = forward_only(program.stage_to_rank, program.microbatches)
     hidden = [_last_backward(program, lengths, rank) for rank in range(program.ranks)]
     return StepTime(
         compute=compute,
         sending=_sum(program, costs, longest, "sending"),
         bubble=max(0.0, time(program, table).makespan - compute),
-        reference=time(forwards, table).makespan if reference else 0.0,
+        reference=_forwards(program, table) if reference else 0.0,
         gather=max(each.once for each in exchanges),
         sync=max(max(0.0, each.reduced - last) for each, last in zip(exchanges, hidden, strict=True)),
         update=max(0.0, max(each.update for each in exchanges) - max(0.0, host - device)),
@@ -122,3 +121,8 @@ def _sum(program: Program, costs: Mapping[int, StageCosts], rank: int, what: str
     rows = program.rows(rank)
     pairs = zip(program.stage[rows].tolist(), program.op[rows].tolist(), strict=True)
     return math.fsum(getattr(costs[stage].passes[OPS[op]], what) for stage, op in pairs)
+
+
+def _forwards(program: Program, table: CostTable) -> float:
+    """Seconds of a forward pass of each microbatch, without backward passes."""
+    return time(forward_only(program.stage_to_rank, program.microbatches), table).makespan
