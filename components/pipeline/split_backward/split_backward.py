@@ -94,11 +94,11 @@ class SplitBackward:
         if deferred is None:
             raise RuntimeError("backward_weight has nothing to compute: call it once after each backward_input")
         try:
-            for part in parts:
-                self._weights.add([each for each in deferred if id(each.weight) in part.parameters])
+            *of_parts, of_none = _by_part(deferred, parts)
+            for part, gradients in zip(parts, of_parts, strict=True):
+                self._weights.add(gradients)
                 part.reduce()
-            known = frozenset[int]().union(*(part.parameters for part in parts))
-            self._weights.add([each for each in deferred if id(each.weight) not in known])
+            self._weights.add(of_none)
         except BaseException as error:
             _clear(deferred)
             if not isinstance(error, ChangedInPlaceError):
@@ -135,6 +135,15 @@ def _roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None)
 
 def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart]) -> list[list[DeferredGrad]]:
+    """The gradients of each part's parameters, and last those of parameters that are in none."""
+    place = {parameter: number for number, part in enumerate(parts) for parameter in part.parameters}
+    found: list[list[DeferredGrad]] = [[] for _ in range(len(parts) + 1)]
+    for each in deferred:
+        found[place.get(id(each.weight), -1)].append(each)
+    return found
 
 
 def _clear(deferred: Iterable[DeferredGrad]) -> None:
