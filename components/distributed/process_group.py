@@ -216,18 +216,20 @@ def peer_errors(monitor: HangMonitor, operation: str, name: str, ranks: Sequence
     try:
         yield
     except RuntimeError as error:
-        raise _meant(error, f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})", monitor) from error
+        raise _peer_error(
+            error, f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})", monitor
+        ) from error
     finally:
         monitor.blocked_in = None
 
 
-def explained(error: Exception, monitor: HangMonitor) -> Exception:
+def with_diagnosis(error: Exception, monitor: HangMonitor) -> Exception:
     """A UserError with a diagnosis for an error of gloo or NCCL in a collective that torch calls, as FSDP2; else it."""
     is_of_peers = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-    return _meant(error, "a collective", monitor) if is_of_peers else error
+    return _peer_error(error, "a collective", monitor) if is_of_peers else error
 
 
-def _meant(error: Exception, what: str, monitor: HangMonitor) -> UserError:
+def _peer_error(error: Exception, what: str, monitor: HangMonitor) -> UserError:
     cause = monitor.diagnose() or "most likely another process stopped"
     said = str(error).strip().splitlines()[0]
     return UserError(f"{what} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {said}")

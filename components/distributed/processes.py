@@ -18,7 +18,7 @@ from drawloom.components.distributed.failure_monitor import FailureMonitor, conn
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, explained, peer_errors
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors, with_diagnosis
 from drawloom.components.distributed.torchrun import Launch, machine, read_launch
 from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
@@ -111,7 +111,7 @@ class TorchProcesses:
         if not isinstance(error, Exception):
             return None
         if self._failures is not None:
-            error = explained(error, self._monitor)
+            error = with_diagnosis(error, self._monitor)
             return SystemExit(self._failures.report_exception(error, self._monitor.location).exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
             # Python prints the traceback on the terminal

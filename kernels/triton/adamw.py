@@ -59,7 +59,7 @@ def _kind(param: ParamState) -> tuple[str, ...]:
 
 
 def _constants(param: ParamState) -> dict[str, bool]:
-    """What the kernel is compiled for: alignment, and how a weight lies in its parameter."""
+    """The kernel's compile-time constants: whether loads are aligned, and which noise belongs to which elements."""
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     return {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs}

@@ -13,7 +13,11 @@ SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}
 SHARD_LEGEND = "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far"
 
 COLUMNS, BY_ACTION = 10_000, 10
-"""The most columns of a timeline, or so many for each action of a rank: hours between seconds would have more."""
+"""
+The most columns of a timeline: COLUMNS, or BY_ACTION for each action of a rank, if that is more.
+
+Where some actions take seconds and others hours, a column for each second would be gigabytes of text.
+"""
 
 
 def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | None = None) -> str:
