@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.experts.symmetric import SymmetricExperts
 from drawloom.components.ports.experts import Dispatcher
+from support.joined import joined
 from support.processes import run_ranks
 from support.qwen3 import kernels_on
 
@@ -39,11 +38,7 @@ def _round(dispatcher: Dispatcher, number: int, rank: int) -> list[Tensor]:
 
 def _rounds() -> list[list[float]]:
     """By round, the relative differences of each dispatcher's results from those of all-to-all collectives."""
-    device = ComputeDevice(kind="cuda", share=True)
-    device.open()
-    processes = TorchProcesses(device=device, timeout=60.0)
-    processes.open()
-    try:
+    with joined("cuda", timeout=60.0) as (processes, device):
         mesh = RankMesh(processes=processes, data_shard=2, expert=2)
         mesh.open()
         common: Any = {"kernels": kernels_on(device.device), "mesh": mesh}
@@ -57,8 +52,6 @@ def _rounds() -> list[list[float]]:
                 pairs = zip(ours, wanted, strict=True)
                 found.append([float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs])
         return found
-    finally:
-        processes.close()
 
 
 def test_tokens_are_exchanged_as_by_collectives_round_after_round() -> None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.rng import generator
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.loss.next_token import NextToken
@@ -29,6 +27,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from support import pipelines
 from support.checkpoints import checkpointer
+from support.joined import joined
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -106,12 +105,8 @@ def _stepped(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, An
 
 def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[dict[str, Any]]:
     """Of each folder, on its mesh: take a step and save, or restore; this rank's state afterwards."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
     found = []
-    try:
+    with joined() as (processes, device):
         for folder, sizes, saves in folders:
             mesh = RankMesh(processes=processes, **{"data_replicate": 1, **sizes})
             mesh.open()
@@ -130,8 +125,6 @@ def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> lis
             if saves:
                 found[-1] |= _stepped(nodes["stages"], mesh, device)
         return found
-    finally:
-        processes.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.experts.symmetric import SymmetricExperts
@@ -40,6 +38,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
+from support.joined import joined
 from support.qwen3 import cpu_kernels
 
 TRAINING = [
@@ -238,11 +237,7 @@ def steps_on_meshes(
     second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
     `streams` among them is the executor's.
     """
-    device = ComputeDevice(kind=kind, share=True)
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
-    try:
+    with joined(kind) as (processes, device):
         found = []
         for cases, sizes, lengths in meshes:
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
@@ -257,8 +252,6 @@ def steps_on_meshes(
                 ]
             )
         return found
-    finally:
-        processes.close()
 
 
 def _adapters() -> list[Adapter]:

@@ -1,7 +1,5 @@
 """Steps of a model on ranks with shards, and what one process has for the rows of each of them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -17,6 +15,7 @@ from drawloom.components.pipeline import shard_transfers
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
+from support.joined import joined
 from support.qwen3 import kernels_on
 
 Rows = tuple[Tensor, dict[str, Tensor]]
@@ -37,19 +36,6 @@ class Case:
         """One row (1, length) of tokens."""
         generator = torch.Generator().manual_seed(100 * step + rank)
         return torch.randint(self.sizes["vocab_size"], (1, self.length), generator=generator)
-
-
-@contextmanager
-def opened(kind: Any) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
-    """This rank's processes and device."""
-    device = ComputeDevice(kind=kind, share=True)
-    device.open()
-    processes = TorchProcesses(device=device, timeout=60.0)
-    processes.open()
-    try:
-        yield processes, device
-    finally:
-        processes.close()
 
 
 def _stages(case: Case, processes: TorchProcesses, device: ComputeDevice, **settings: Any) -> MaterializedStages:
@@ -86,7 +72,7 @@ def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
 def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows]]:
     """By step, logits of this rank's rows without a gather by the program, and with it, with gradients' slices."""
     shard_transfers.SMALL = small
-    with opened(case.kind) as (processes, device):
+    with joined(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device, reshard_after_forward=by_block)
         shards: Any = stages.local[0].shards
         found = []
@@ -107,7 +93,7 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
 
 def alone(case: Case, ranks: int) -> list[list[Rows]]:
     """By step and rank, logits and gradients of one process, for the rows of that rank."""
-    with opened(case.kind) as (processes, device):
+    with joined(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device)
         found = []
         for step in range(case.steps):

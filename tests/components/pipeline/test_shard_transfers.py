@@ -10,8 +10,9 @@ from torch import Tensor
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.pipeline import shard_transfers
 from drawloom.components.pipeline.shard_transfers import DirectReduceScatter, StandIn, sent_dtype
+from support.joined import joined
 from support.processes import run_ranks
-from support.sharded_sums import Case, alone, assert_same, on_shards, opened, slice_of
+from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -45,7 +46,7 @@ def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
     shard_transfers.SMALL = small
-    with opened("cpu") as (processes, _):
+    with joined() as (processes, _):
         ranks, scatter = processes.world_size, DirectReduceScatter()
         how: Any = {"dtype": dtype, "device": torch.device("cpu")}
         gradients = _gradients(processes.rank, dtype)

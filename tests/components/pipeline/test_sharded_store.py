@@ -11,7 +11,6 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.parameter_store import is_dtensor
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -21,6 +20,7 @@ from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
 from support.adapted import lora
+from support.joined import mesh_along
 from support.mutations import put
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
@@ -62,13 +62,7 @@ def _stages(
 
 def _looked_at() -> list[dict[str, Any]]:
     """What a rank holds, and whether a layer's parameters are slices after a forward, by setting."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
-    try:
-        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
-        mesh.open()
+    with mesh_along("data_shard") as (mesh, device):
         found = []
         mixed = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
         cases: list[tuple[bool | None, dict[str, Any]]] = [(None, {}), (False, {}), (True, mixed)]
@@ -93,8 +87,6 @@ def _looked_at() -> list[dict[str, Any]]:
                 }
             )
         return found
-    finally:
-        processes.close()
 
 
 def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
@@ -118,13 +110,7 @@ def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
 
 def _gradients_between() -> dict[bool, list[list[int]]]:
     """By setting and microbatch of a step: elements of gradients that are whole, and that are in slices."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
-    try:
-        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
-        mesh.open()
+    with mesh_along("data_shard") as (mesh, device):
         found: dict[bool, list[list[int]]] = {}
         for sync in (False, True):
             stages = _stages(mesh, device, False, sync)
@@ -144,8 +130,6 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                 sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _parts(unit)]
                 found[sync].append([sum(whole), sum(sliced)])
         return found
-    finally:
-        processes.close()
 
 
 def _numel(grad: Any) -> int:
@@ -161,14 +145,8 @@ def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_
 
 def _reduced_with_the_head() -> dict[str, list[bool]]:
     """Which gradients are in slices when the last block's backward pass begins: those of a head, and of the rest."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
     found: dict[str, list[bool]] = {}
-    try:
-        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
-        mesh.open()
+    with mesh_along("data_shard") as (mesh, device):
         [stage] = (stages := _stages(mesh, device, True)).local
         shards: Any = stage.shards
         [head] = shards.heads
@@ -184,8 +162,6 @@ def _reduced_with_the_head() -> dict[str, list[bool]]:
         context = BatchContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
         return found
-    finally:
-        processes.close()
 
 
 def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None:
@@ -197,14 +173,8 @@ def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None
 
 def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
     """Of each reduction in W: how many gradients of whole weights there are besides, and whether what is sent is 0."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
     found: list[tuple[int, bool]] = []
-    try:
-        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
-        mesh.open()
+    with mesh_along("data_shard") as (mesh, device):
         stages = _stages(mesh, device, True)
         [stage] = stages.local
         shards: Any = stage.shards
@@ -226,8 +196,6 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
         runner.reduce_next(final=True)
         runner.backward_weight(0)
         return found
-    finally:
-        processes.close()
 
 
 def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
@@ -250,14 +218,8 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
 
 def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
     """Logits of doubled weights: without a gather before the change, and with one that no pass has used."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
     found = []
-    try:
-        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
-        mesh.open()
+    with mesh_along("data_shard") as (mesh, device):
         for gathered in (False, True):
             [stage] = (stages := _stages(mesh, device, reshard)).local
             shards: Any = stage.shards
@@ -273,8 +235,6 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
                 shards.unshard()
                 found.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
         return found
-    finally:
-        processes.close()
 
 
 @pytest.mark.parametrize("reshard", [False, True])
@@ -286,19 +246,11 @@ def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None
 
 def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
     """What a rank keeps of each parameter in mixed precision, and whether it is trained."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
-    try:
-        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
-        mesh.open()
+    with mesh_along("data_shard") as (mesh, device):
         adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
         mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
         [stage] = _stages(mesh, device, True, adapters=adapters, **mixed).local
         return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
-    finally:
-        processes.close()
 
 
 def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:

@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.circular import executor as circular
@@ -19,6 +16,7 @@ from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.program import flat
 from drawloom.graph import UserError
 from support import pipelines
+from support.joined import mesh_along
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -29,13 +27,7 @@ Work = tuple[str, int, int]
 
 def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list[Any]:
     """What `use` makes of an executor of four layers and of this rank, for each value of its setting `delayed`."""
-    device = ComputeDevice(kind="cpu")
-    device.open()
-    processes = TorchProcesses(device=device, timeout=30.0)
-    processes.open()
-    try:
-        mesh = RankMesh(processes=processes, pipeline=processes.world_size)
-        mesh.open()
+    with mesh_along("pipeline") as (mesh, device):
         sizes: dict[str, Any] = {
             "num_hidden_layers": 4,
             "vocab_size": pipelines.VOCABULARY,
@@ -59,8 +51,6 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
             for _, parameter in stages.named():
                 parameter.grad = None
         return found
-    finally:
-        processes.close()
 
 
 def works(executor: CircularExecutor, _rank: int) -> list[Work]:

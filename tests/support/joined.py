@@ -1,0 +1,31 @@
+"""This process as a rank of a mesh, for functions that `support.processes` runs in several."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+
+
+@contextmanager
+def joined(kind: Any = "cpu", timeout: float = 30.0) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
+    """The processes of the launch and this one's device; GPUs are shared where there are too few."""
+    device = ComputeDevice(kind=kind, share=True)
+    device.open()
+    processes = TorchProcesses(device=device, timeout=timeout)
+    processes.open()
+    try:
+        yield processes, device
+    finally:
+        processes.close()
+
+
+@contextmanager
+def mesh_along(dimension: str) -> Iterator[tuple[RankMesh, ComputeDevice]]:
+    """A mesh with all processes along one dimension, and this one's device, a CPU."""
+    with joined() as (processes, device):
+        mesh = RankMesh(processes=processes, **{"data_replicate": 1, dimension: processes.world_size})
+        mesh.open()
+        yield mesh, device
