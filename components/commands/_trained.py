@@ -11,8 +11,8 @@ import tomli
 from drawloom.components.checkpoint.manifest import FOLDER, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.commands._recipes import only
-from drawloom.components.ports.model import AveragedWeights, Stages
 from drawloom.components.ports.run import FILES
+from drawloom.components.ports.stages import AveragedWeights, Stages
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK

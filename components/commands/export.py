@@ -6,7 +6,8 @@ from pathlib import Path
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.model import Model, Stages
+from drawloom.components.ports.model import Model
+from drawloom.components.ports.stages import Stages
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 

@@ -15,8 +15,9 @@ from drawloom.components.export.hf_writer import STATE, exported_step
 from drawloom.components.export.shard_writer import write_stages
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import AveragedWeights, Model, Stages, averaged
+from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunFolder
+from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.storage.safetensors.reader import INDEX, open_safetensors_folder

@@ -11,7 +11,8 @@ from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.export.shard_writer import held, write_stages
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import Model, Stages
+from drawloom.components.ports.model import Model
+from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.adapted import HEAD, MergeError, adapted_model, merge_error, merge_mapper
 from drawloom.components.weights.mapper import sequential

@@ -11,8 +11,9 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.hf_writer import exported_step, write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import AveragedWeights, Model, Stages, averaged
+from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunFolder
+from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting

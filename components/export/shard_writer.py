@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import Stages
 from drawloom.components.ports.slices import ModelParameter
+from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.durable_files import TempFolder, begin_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Reduce
-from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import SpreadParameters, gradient_of
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.kernels.scale import scale
 

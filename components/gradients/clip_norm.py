@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, component, setting
 from drawloom.kernels.scale import scale
 

@@ -1,7 +1,7 @@
 """Gradient clipping by value."""
 
-from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, component, setting
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from drawloom.components.distributed.device import HostCopy
 from drawloom.components.gradients.norm import exact_norm
 from drawloom.components.ports.distributed import DATA, Mesh, Reduce
-from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import LateValues, Step
+from drawloom.components.ports.stages import SpreadParameters, gradient_of
 from drawloom.graph import component, setting
 from drawloom.kernels.scale import scale
 

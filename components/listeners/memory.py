@@ -11,9 +11,9 @@ import torch
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryUser, memory_by_kind
-from drawloom.components.ports.model import Stages
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, Event, EventKind
+from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import Every, UserError, component
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import Event, RunFolder, Step
+from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.regular_file import make_folder
 from drawloom.graph import Every, at_least, component, setting
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.model import BatchContext, Stages
+from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError, component
 

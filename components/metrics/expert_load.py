@@ -9,8 +9,8 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.experts import ExpertRouter, routers_of
-from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, component, setting
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -10,8 +10,8 @@ from torch import Tensor
 from drawloom.components.distributed.device_model import peak_of, products_in
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
-from drawloom.components.ports.model import LOSS, Stages
 from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.graph import Every, above, component, setting
 
 SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice

@@ -14,8 +14,8 @@ from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonal
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import DATA, Group, Mesh
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import Parameters, gradient_of
 from drawloom.graph import above, at_least, between, component, setting
 
 Adjustment = Literal["original", "match_rms_adamw"]

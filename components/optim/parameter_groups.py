@@ -8,7 +8,7 @@ import attrs
 from torch import nn
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import KeyPath

@@ -6,8 +6,8 @@ import torch
 from drawloom.components.optim.parameter_groups import Group
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, at_least, between, component, setting
 
 

@@ -13,9 +13,9 @@ from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups, unmatched
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import Parameters, gradient_of
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from drawloom.components.optim.parameter_groups import Group, param_groups, unmatched
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem
 from drawloom.graph.build.node import NodeView
 

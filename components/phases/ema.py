@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import between, component, setting
 
 

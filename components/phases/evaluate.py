@@ -6,9 +6,9 @@ import torch
 
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import DATA, Mesh
-from drawloom.components.ports.model import AveragedWeights, averaged
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
+from drawloom.components.ports.stages import AveragedWeights, averaged
 from drawloom.graph import component, setting
 
 

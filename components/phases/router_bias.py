@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import DATA, Device, Mesh
 from drawloom.components.ports.experts import ExpertRouter, routers_of
-from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, at_least, component, setting
 
 

@@ -21,9 +21,10 @@ from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
-from drawloom.components.ports.model import BatchContext, Finish, Head, Stage, StageInputs, TrainableStages
+from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule
 from drawloom.components.ports.program import Action, Program, flat
+from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.pipeline.parameter_store import is_dtensor
 from drawloom.components.pipeline.sharded_store import local_part, slice_of
-from drawloom.components.ports.model import LOSS, Model
+from drawloom.components.ports.model import Model
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import LOSS
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
 from drawloom.components.weights.load import folder_fingerprint, load_folder
 from drawloom.graph import UserError

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, Shards
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import LOSS, Shards
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """The blocks of a stage's module, each of which is gathered and reduced by itself."""

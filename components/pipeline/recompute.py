@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.components.ports.model import Recompute
+from drawloom.components.ports.stages import Recompute
 from drawloom.kernels.recompute import Selective, rerun
 
 _every: ContextVar[int] = ContextVar("every", default=0)

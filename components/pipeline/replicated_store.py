@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.buckets import BucketedSums
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.model import ReducedPart, gradient_of
+from drawloom.components.ports.stages import ReducedPart, gradient_of
 from drawloom.components.storage.pytree import leaves
 
 

@@ -22,8 +22,9 @@ from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore,
 from drawloom.components.pipeline.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, HeadLayer, ReducedPart
+from drawloom.components.ports.model import HeadLayer
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import LOSS, ReducedPart
 from drawloom.components.weights.adapted import adapter_names
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.pipeline.runtime.layer_partition import build_schedule
 from drawloom.components.ports.distributed import SHARDS
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.pipeline import PartitioningSchedule
+from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError
 from drawloom.graph.build.node import NodeView

@@ -14,8 +14,8 @@ from drawloom.components.pipeline.parameter_store import ParameterStore
 from drawloom.components.pipeline.sharded_store import ShardedStore
 from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, Stage, gradient_of
 from drawloom.components.ports.slices import RankSlice, TensorSlice
+from drawloom.components.ports.stages import LOSS, Stage, gradient_of
 from drawloom.components.weights.load import persistent_buffers
 
 

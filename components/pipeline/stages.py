@@ -45,10 +45,11 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Recompute, Stage, Transform
+from drawloom.components.ports.model import BatchContext, LayerRange, Model
 from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice
+from drawloom.components.ports.stages import LOSS, Recompute, Stage, Transform
 from drawloom.components.weights.adapted import adapted_model, inject
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView

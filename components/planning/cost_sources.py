@@ -20,8 +20,8 @@ from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import peak_of
 from drawloom.components.planning.traces import Measured
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 

@@ -14,9 +14,10 @@ from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import MemoryUser
-from drawloom.components.ports.model import Kernels, TrainableStages
+from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import Batching, Restorer
+from drawloom.components.ports.stages import TrainableStages
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Recipe

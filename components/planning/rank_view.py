@@ -14,7 +14,7 @@ from drawloom.components.pipeline.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import Exchange
 from drawloom.components.ports.distributed import DATA, SHARDS
-from drawloom.components.ports.model import Stage
+from drawloom.components.ports.stages import Stage
 
 
 @attrs.frozen

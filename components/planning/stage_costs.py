@@ -25,8 +25,8 @@ from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import Links, Part, Recorder
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import Recompute, Stage
 from drawloom.components.ports.pipeline import Loss, Referenced
+from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.kernels.deferred_grads import fused_on_meta
 

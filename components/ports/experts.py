@@ -5,7 +5,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import Kernels, Stages
+from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.stages import Stages
 from drawloom.graph import port
 
 

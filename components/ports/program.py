@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.model import Recompute
+from drawloom.components.ports.stages import Recompute
 
 Op = Literal["F", "B", "I", "W"]
 MessageOp = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]

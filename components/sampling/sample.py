@@ -6,9 +6,9 @@ from pathlib import Path
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import AveragedWeights, averaged
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
+from drawloom.components.ports.stages import AveragedWeights, averaged
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError, above, at_least, component, setting

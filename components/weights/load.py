@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import LOSS
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.safetensors.header import format_names

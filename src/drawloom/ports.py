@@ -58,8 +58,6 @@ from drawloom.components.ports.experts import (
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
-    LOSS,
-    AveragedWeights,
     BatchContext,
     Finish,
     Head,
@@ -68,20 +66,8 @@ from drawloom.components.ports.model import (
     Kernels,
     LayerRange,
     Model,
-    Parameters,
-    Recompute,
-    ReducedPart,
     RowPart,
-    Shards,
-    SpreadParameters,
-    Stage,
-    StageInputs,
-    Stages,
-    TrainableStages,
-    Transform,
     VocabularyPart,
-    averaged,
-    gradient_of,
 )
 from drawloom.components.ports.pipeline import (
     Executor,
@@ -147,6 +133,22 @@ from drawloom.components.ports.slices import (
     TensorSlice,
     gather_shares,
     rank_shares,
+)
+from drawloom.components.ports.stages import (
+    LOSS,
+    AveragedWeights,
+    Parameters,
+    Recompute,
+    ReducedPart,
+    Shards,
+    SpreadParameters,
+    Stage,
+    StageInputs,
+    Stages,
+    TrainableStages,
+    Transform,
+    averaged,
+    gradient_of,
 )
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup

@@ -23,8 +23,8 @@ from drawloom.components.pipeline.program.list_scheduling import peak_activation
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.program.timing import time as timed
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, published
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.stages import Recompute
 
 RANKS, ROUNDS, LAST, LATENCIES, MEMORIES = (
     (2, 4, 8, 16),

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.program import flat
+from drawloom.components.ports.stages import Stage
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from drawloom.kernels.deferred_grads import MatrixProduct

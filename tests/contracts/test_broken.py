@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_that_keep_shapes_do
-from drawloom.components.ports.model import BatchContext, LayerRange, Transform
+from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Step
+from drawloom.components.ports.stages import Transform
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import component
 from drawloom.graph.testing import BrokenContract, check_port

@@ -22,9 +22,9 @@ from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.phases.ema import WeightAverage
 from drawloom.components.pipeline.stages import MaterializedStages
-from drawloom.components.ports.model import gradient_of
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import gradient_of
 from support import pipelines
 from support.checkpoints import checkpointer
 from support.joined import joined

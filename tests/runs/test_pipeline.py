@@ -67,7 +67,7 @@ HELD = '''"""A final task that writes down which layers each stage holds."""
 
 from pathlib import Path
 
-from drawloom.components.ports.model import Stages
+from drawloom.components.ports.stages import Stages
 from drawloom.graph import component
 
 

@@ -11,7 +11,8 @@ from drawloom.components.adapters.lora import Lora
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.adapters import Adapter, Fill
-from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.adapted import fill_adapters, inject
 from support.qwen3 import whole
 

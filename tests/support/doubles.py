@@ -7,7 +7,8 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.stages import Stage
 
 
 @attrs.frozen

@@ -28,8 +28,9 @@ from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Batch, Examples, MeasuredRows, MovableData, PackedDataset, RowSource
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.model import BatchContext, Head, LayerRange, Stage, Stages
+from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
+from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake
 from support import chat

@@ -31,10 +31,11 @@ from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
+from drawloom.components.ports.model import BatchContext, Head, HiddenStates
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Recompute
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, Task
 from drawloom.components.pipeline.program.recomputation import ONE_OF, Held, Options, Recomputed, ways
 from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.components.ports.stages import Recompute
 
 Sizes = tuple[int, ...]
 """How many slices each stage has."""

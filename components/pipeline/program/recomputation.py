@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import BACKWARD_INPUT, FORWARD, Program
+from drawloom.components.ports.stages import Recompute
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

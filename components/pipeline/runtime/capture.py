@@ -25,9 +25,10 @@ from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record,
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, as_input, detach, floating
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, Stage
+from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import Loss
 from drawloom.components.ports.program import Action
+from drawloom.components.ports.stages import Stage
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.graph import UserError
 

@@ -13,8 +13,9 @@ from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch, tenso
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, StageInputs
+from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import Action
+from drawloom.components.ports.stages import StageInputs
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
 

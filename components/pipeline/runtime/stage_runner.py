@@ -12,8 +12,9 @@ from drawloom.components.pipeline.recompute import recomputing
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, Head, Shards, Stage
+from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import Loss, Losses
+from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.kernels.deferred_grads import Accumulation
 

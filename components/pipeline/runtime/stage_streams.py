@@ -13,8 +13,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.model import Stage
 from drawloom.components.ports.program import Action
+from drawloom.components.ports.stages import Stage
 
 Operation = Callable[[Action], None]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
-from drawloom.components.ports.model import ReducedPart
+from drawloom.components.ports.stages import ReducedPart
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 

@@ -53,8 +53,8 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
-from drawloom.components.ports.model import Recompute  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
+from drawloom.components.ports.stages import Recompute  # noqa: E402
 from support import pipelines  # noqa: E402
 
 LENGTH = 12 if TINY else 4096

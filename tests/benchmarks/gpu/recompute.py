@@ -42,8 +42,8 @@ from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.recompute import recomputing  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
-from drawloom.components.ports.model import Recompute  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
+from drawloom.components.ports.stages import Recompute  # noqa: E402
 from support import pipelines  # noqa: E402
 
 GPU = torch.cuda.is_available()

@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.commands import _trained
-from drawloom.components.ports.model import Stages
+from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError
 from support.checkpoints import save_steps, state_of
 

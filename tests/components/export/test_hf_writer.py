@@ -15,7 +15,8 @@ from torch import nn
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.stages import Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import load_folder
 from drawloom.graph import UserError

@@ -14,8 +14,9 @@ from torch import nn
 
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hugging_face import HuggingFaceExport
-from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.run import FinalTask
+from drawloom.components.ports.stages import Stage
 from drawloom.graph.types.port_match import mismatches
 from support.processes import run_ranks
 from support.qwen3 import dense, whole

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from drawloom.components.export.shard_writer import choose_owners, held, holding
-from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.graph import UserError

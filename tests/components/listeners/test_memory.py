@@ -10,8 +10,8 @@ import torch
 
 from drawloom.components.listeners.memory import MemoryReport, is_out_of_memory
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.run import Event
+from drawloom.components.ports.stages import Recompute
 from drawloom.graph import Every, UserError
 from support.doubles import Machine
 

@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.listeners import profiler as listener
 from drawloom.components.listeners.profiler import Profiler
-from drawloom.components.ports.model import LayerRange, Stage, Stages
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
 from support.doubles import Machine

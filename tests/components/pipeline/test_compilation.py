@@ -10,7 +10,8 @@ import drawloom
 from drawloom.components.pipeline.compilation import compile_blocks
 from drawloom.components.pipeline.recompute import make_recomputable, recomputing
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.ports.model import BatchContext, Head, LayerRange, Recompute
+from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.stages import Recompute
 from support.qwen3 import cpu_kernels, dense, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer

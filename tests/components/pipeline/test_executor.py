@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange
 from drawloom.components.ports.program import Action, Op, Program
+from drawloom.components.ports.stages import Stage
 from support import pipelines
 from support.doubles import Machine
 from support.processes import run_ranks

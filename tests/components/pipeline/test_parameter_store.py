@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.parameter_store import ParameterStore
-from drawloom.components.ports.model import gradient_of
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import gradient_of
 from support import pipelines
 from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks

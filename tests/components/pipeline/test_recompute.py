@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from drawloom.components.pipeline import recompute
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy, recomputing
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
-from drawloom.components.ports.model import BatchContext, Head, LayerRange, Recompute
+from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.stages import Recompute
 from drawloom.kernels.recompute import rerun
 from support import pipelines
 from support.pipelines import Recomputing, schedule

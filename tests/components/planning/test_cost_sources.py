@@ -11,7 +11,7 @@ from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.cost_sources import Cut, Planned, Traced, Units
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.traces import Measured
-from drawloom.components.ports.model import Recompute
+from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from support.plans import RECIPE
 from support.schedules import schedule

@@ -15,8 +15,9 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange
 from drawloom.components.ports.program import Action, Program
+from drawloom.components.ports.stages import Stage
 from support import pipelines
 from support.processes import RanksFailed, run_ranks
 

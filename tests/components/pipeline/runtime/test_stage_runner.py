@@ -14,8 +14,9 @@ from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, sum_losses
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange
 from drawloom.components.ports.program import Action, Program, flat
+from drawloom.components.ports.stages import Stage
 from support import pipelines
 from support.split_passes import taken
 from support.split_stages import STAGES, WIDTH, Parts

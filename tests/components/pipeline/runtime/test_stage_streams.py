@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
-from drawloom.components.ports.model import Stage
 from drawloom.components.ports.program import Action, flat
+from drawloom.components.ports.stages import Stage
 
 MAIN = "main"
 

@@ -17,8 +17,8 @@ from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, published
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.program import Program, flat
+from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 
 
