@@ -51,7 +51,7 @@ class Checkpointer:
     error training continues, up to `failures` failed saves in a row.
     """
 
-    names_outputs: ClassVar[tuple[str, ...]] = ("best",)
+    number_settings: ClassVar[tuple[str, ...]] = ("best",)
 
     folder: RunFolder
     mesh: Mesh

@@ -17,7 +17,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Stateful, Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
-from drawloom.components.storage.pytree import transform, transform_with_path
+from drawloom.components.state.trees import transform, transform_with_path
 from drawloom.components.storage.state_tree import Tree, pack
 
 
@@ -106,10 +106,8 @@ def _has(node: str, entry: str, place: list[list[int]] | None, held: Mapping[str
 
 
 def _values(step: Step) -> dict[str, float | None]:
-    """The numbers among a step's outputs, None for one that is not finite; a skipped step has no loss."""
-    step.settle()
-    numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
-    values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+    """Return the numbers of a step by name, None for one that is not finite; a skipped step has no loss."""
+    values = {name: number if math.isfinite(number) else None for name, number in step.state.numbers().items()}
     return values | {"loss": None} if step.skip_reason else values
 
 

@@ -12,7 +12,7 @@ from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.components.ports.data import Batch, PackedDataset, has_pairs
-from drawloom.components.ports.pipeline import Executor, Loss
+from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, state_of_batches, sum_losses
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -43,9 +43,12 @@ def main(options: argparse.Namespace, project: Project) -> int:
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
         total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
         for batches in _batches(rows, split, run.get(Batching).micro_size):
-            losses = run.get(Executor).evaluate(iter(batches))
-            total, weight = total + float(losses.total), weight + float(losses.weight)
-            nats = nats + float(losses.sums["cross_entropy"]) if "cross_entropy" in losses.sums else math.nan
+            state = state_of_batches(batches)
+            run.get(Executor).evaluate(state)
+            sums = [float(number) for number in sum_losses(state)]
+            total, weight = total + sums[0], weight + sums[1]
+            named = state[LOSSES]["sums"]
+            nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
             text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
         unit = "pairs" if has_pairs(type(rows)) else "tokens"
     results = f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"

@@ -170,7 +170,7 @@ def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[
                 phase.run_phase(step)
         except KeyError as error:
             raise UserError(f"the learning rate follows from {error}, which only a run has", 2) from error
-        found.append(float(step.outputs.get("lr_factor", 1.0)))
+        found.append(float(step.state.get("lr_factor", 1.0)))
     return found
 
 

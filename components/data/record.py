@@ -38,7 +38,7 @@ class Record:
         if self._path is None or step.index <= self._newest:
             self._path = self._begin(step.index)
         self._newest = step.index
-        digests = [digest for batch in step.outputs["batches"] for digest in row_digests(batch)]
+        digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
         row = {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
         with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,15 +1,14 @@
-"""The device that this process computes on, the communication backend of its ranks, and copies for the host."""
+"""The device that this process computes on, and the communication backend of its ranks."""
 
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
 import attrs
 import torch
-from torch import Tensor
 
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, at_least, component, setting
@@ -134,32 +133,3 @@ class ComputeDevice:
     def _let_ranks_share(self) -> None:
         self._variables_before = {name: os.environ.get(name) for name in SHARING}
         os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARING.items()}
-
-
-@attrs.frozen
-class HostCopy:
-    """Tensors of any shapes by name, on their way from the device to the CPU; `arrived` is None if they are there."""
-
-    tensors: Mapping[str, Tensor]
-    arrived: torch.cuda.Event | None = None
-
-    @classmethod
-    def start(cls, tensors: Mapping[str, Tensor]) -> "HostCopy":
-        """
-        Enqueue copies of tensors of any shape on the current stream.
-
-        Those on the CPU are not copied, and must not change.
-        """
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            return cls(tensors)
-        # A copy that does not block goes to pinned memory, which torch allocates for it.
-        host = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return cls(host, arrived)
-
-    def read(self) -> Mapping[str, Tensor]:
-        """The tensors, of any shape, on the CPU; waits for this copy, not for what was enqueued after it."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.tensors

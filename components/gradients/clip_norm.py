@@ -1,7 +1,6 @@
 """Gradient clipping by total norm."""
 
 import torch
-from torch import Tensor
 
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters
@@ -17,11 +16,8 @@ class ClipNorm:
     max_norm: float = setting(check=above(0), doc="the largest total 2-norm that is let through")
 
     def run_phase(self, step: Step) -> None:
-        """Scale gradients by max_norm / norm if that is below 1; the output `grad_norm` stays that before clipping."""
+        """Scale gradients by max_norm / norm if that is below 1; `grad_norm` stays the norm before clipping."""
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, for a norm of 0.
-        factor = self.max_norm / (step.outputs["grad_norm"] + 1e-6)
-        found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
-        if isinstance(factor, Tensor):
-            scale(found, torch.where(factor < 1, factor, 1.0))
-        elif factor < 1 and found:  # a pipeline rank whose parameters are all frozen has none
-            torch._foreach_mul_(found, factor)
+        factor = self.max_norm / (step.state["grad_norm"] + 1e-6)
+        gradients = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
+        scale(gradients, torch.where(factor < 1, factor, 1.0))

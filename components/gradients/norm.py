@@ -20,13 +20,14 @@ DIGIT = 32  # bits; 2**21 ranks can add theirs before 53 bits are full
 DIGITS = 68  # for the largest float64, 2**1024, times as many parameters as there may be
 
 
-def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device) -> float:
+def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device) -> Tensor:
     """
-    The 2-norm of these gradients (any shape) on a device, and those of other ranks.
+    Return the 2-norm, float64 (), of these gradients (any shape) on a device and of the other ranks' gradients.
 
     Gradients may be slices: each element of a model's gradients counts on one of the ranks.
     """
-    return _exact_root(reduce.total(_exact_sum(gradients, device)))
+    root = _exact_root(reduce.total(_exact_sum(gradients, device)))
+    return torch.tensor(root, dtype=torch.float64, device=device)
 
 
 def _norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

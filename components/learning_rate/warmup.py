@@ -34,7 +34,7 @@ class AfterWarmup:
 
     def run_phase(self, step: Step) -> None:
         """Set the output `lr_factor` of this step."""
-        step.outputs["lr_factor"] = self.factor(step.index - 1, step.total)
+        step.state["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""

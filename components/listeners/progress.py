@@ -83,9 +83,9 @@ class ProgressBar:
         now = self.clock()
         before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
         # On a GPU the host does not know this step's loss yet; it is no reason to wait.
-        self._shown = self._ended if step.settled or step.last else before
-        if "validation_loss" in step.outputs:
-            self._values["validation_loss"] = f"val {step.outputs['validation_loss']:.4f}"
+        self._shown = self._ended if step.state.is_on_host or step.last else before
+        if "validation_loss" in step.state:
+            self._values["validation_loss"] = f"val {step.state.number('validation_loss'):.4f}"
         self._bar.update(self._task, completed=step.index)
         if now - self._refreshed >= REFRESH:
             self._refreshed = now
@@ -98,7 +98,6 @@ class ProgressBar:
         """Put the values of a step into the bar; only when it is refreshed, which is not after each fast step."""
         if self._shown is not None:
             step, seconds = self._shown
-            step.settle()
             self._values |= values_of(step)
             self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
             self._values["memory"] = f"{self.device.memory() / 1e6:,.0f} MB"
@@ -110,10 +109,11 @@ SHOWN = ("loss", "validation_loss", "lr", "memory", "speed")
 
 def values_of(step: Step) -> dict[str, str]:
     """Loss and learning rate of a step, as far as it has them; what it lacks stays shown from an earlier one."""
-    found = {} if "loss" not in step.outputs else {"loss": f"loss {float(step.outputs['loss']):.4f}"}
+    state = step.state
+    loss = {"loss": f"loss {state.number('loss'):.4f}"} if "loss" in state else {}
     skipped = {"loss": "loss skipped"} if step.skip_reason else {}
-    rate = {} if "lr" not in step.outputs else {"lr": f"lr {step.outputs['lr']:#.2g}"}
-    return {**found, **skipped, **rate}
+    rate = {"lr": f"lr {state.number('lr'):#.2g}"} if "lr" in state else {}
+    return {**loss, **skipped, **rate}
 
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:

@@ -84,9 +84,10 @@ class RunSummary:
             self._tokens += each.tokens if each is not None else 0
 
     def _keep_best(self, step: Step) -> None:
-        loss = step.outputs.get("validation_loss")
-        if loss is not None and float(loss) < self._best.get("loss", float("inf")):
-            self._best = {"loss": float(loss), "step": step.index}
+        if "validation_loss" in step.state:
+            loss = step.state.number("validation_loss")
+            if loss < self._best.get("loss", float("inf")):
+                self._best = {"loss": loss, "step": step.index}
 
     def _header(self) -> Iterator[tuple[str, str]]:
         yield "run", f"{self.job.name}, in {self.job.path}"

@@ -12,7 +12,7 @@ from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
-from drawloom.components.storage.pytree import leaves
+from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError, component
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")

@@ -23,5 +23,5 @@ class Learning:
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Floats; a skipped step has no loss, and says `skipped`."""
-        values: dict[str, Value] = {name: float(step.outputs[name]) for name in NAMES if name in step.outputs}
+        values: dict[str, Value] = {name: step.state.number(name) for name in NAMES if name in step.state}
         return {"loss": None, **values} | {"loss": None, "skipped": True} if step.skip_reason else values

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import by_microbatch, losses_of, total_of
+from drawloom.components.metrics.named_sums import losses_of, mean_by_microbatch, total_of, weight_of
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
@@ -37,9 +37,9 @@ class Mean:
         if (losses := losses_of(step)) is None:
             return {}
         if self.per == "microbatch":
-            means = by_microbatch(losses, self.of, self.mesh)
+            means = mean_by_microbatch(losses, self.of, self.mesh)
             return {"total": means.nansum(), "count": (~means.isnan()).sum()}
-        return {"total": total_of(losses, self.of), "count": losses.weight}
+        return {"total": total_of(losses, self.of), "count": weight_of(losses)}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """The mean; None if it is not finite, or if all weights of the step are 0."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import losses_of, total_of
+from drawloom.components.metrics.named_sums import losses_of, total_of, weight_of
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -24,13 +24,13 @@ class Perplexity:
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Nats and weights of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
         losses = losses_of(step)
-        return {} if losses is None else {"total": total_of(losses, self.of), "weight": losses.weight}
+        return {} if losses is None else {"total": total_of(losses, self.of), "weight": weight_of(losses)}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """None where there was no token; infinite ones are None, too."""
         values: dict[str, Value] = {"perplexity": _exp(float(totals["total"] / totals["weight"]))}
-        if "validation_loss" in step.outputs:
-            values["validation_perplexity"] = _exp(step.outputs["validation_loss"])
+        if "validation_loss" in step.state:
+            values["validation_perplexity"] = _exp(step.state.number("validation_loss"))
         return values
 
 

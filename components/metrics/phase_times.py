@@ -28,7 +28,7 @@ class PhaseTimes:
 
     device: Device
     phases: Every[Phase]
-    observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "phase_ended")
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "data_loaded", "phase_ended")
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
@@ -38,9 +38,10 @@ class PhaseTimes:
 
     def on_event(self, event: Event) -> None:
         """Mark the beginning and the end of phases, and where data is loaded."""
-        if event.kind == "step_started" and event.step is not None:
+        if event.kind == "step_started":
             self._marks = []
-            event.step.on_data_loaded = lambda: self._mark(DATA)
+        elif event.kind == "data_loaded":
+            self._mark(DATA)
         elif event.kind == "phase_started":
             self._mark("")
         elif event.kind == "phase_ended":

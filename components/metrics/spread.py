@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import by_microbatch, losses_of
+from drawloom.components.metrics.named_sums import losses_of, mean_by_microbatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Problem, at_least, component, setting
@@ -54,7 +54,7 @@ class Spread:
         """
         if (losses := losses_of(step)) is None:
             return {}
-        means = by_microbatch(losses, self.of, self.mesh)
+        means = mean_by_microbatch(losses, self.of, self.mesh)
         least, greatest = means.nan_to_num(nan=float("inf")).min(), means.nan_to_num(nan=float("-inf")).max()
         if not self.quantiles:
             return {"min": least, "max": greatest}

@@ -79,7 +79,7 @@ class Utilization:
         self._seconds = max(self.clock() - step.started - step.excluded_seconds, SHORTEST)
         if self._flops is None or self.mesh.index("pipeline"):
             return {}
-        batches = step.outputs["batches"]
+        batches = step.state["batches"]
         pairs = [sum(attended_pairs(each.document_ids, window) for each in batches) for window in self._flops.per_pair]
         positions = float(sum(each.tokens.numel() for each in batches))
         return {

@@ -10,7 +10,7 @@ from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, at_least, component, setting
 
 
-@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class Adam(TorchOptimizer):
     """Adam, with weight decay as a part of the gradient; norms and biases do not decay."""
 

@@ -11,7 +11,7 @@ from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, at_least, component, setting
 
 
-@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class AdamW(TorchOptimizer):
     """AdamW; norms and biases do not decay."""
 

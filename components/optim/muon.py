@@ -21,7 +21,7 @@ from drawloom.graph import above, at_least, between, component, setting
 Adjustment = Literal["original", "match_rms_adamw"]
 
 
-@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class Muon(TorchOptimizer):
     """
     Muon for the matrices of layers, and AdamW for the rest: embeddings, the head, norms and biases.

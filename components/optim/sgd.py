@@ -2,16 +2,16 @@
 
 import attrs
 import torch
+from torch import Tensor
 
 from drawloom.components.optim.parameter_groups import Group
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, at_least, between, component, setting
 
 
-@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class SGD(TorchOptimizer):
     """SGD with momentum; norms and biases do not decay."""
 
@@ -35,11 +35,10 @@ class SGD(TorchOptimizer):
         groups = self._param_groups()
         self._optimizers = [torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)]
 
-    def run_phase(self, step: Step) -> None:
-        """Update the weights unless the step is skipped, and clear the gradients."""
-        if step.found_inf is not None and self.momentum:
+    def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
+        if skip is not None and self.momentum:
             self._fill_buffers()
-        super().run_phase(step)
+        super()._update(optimizer, lr, skip)
 
     def _fill_buffers(self) -> None:
         """Zeros where torch has no running mean yet: in a first step that is skipped it would leave them unfilled."""

@@ -1,13 +1,14 @@
 """AdamW on bfloat16 weights with stochastic rounding, so that small updates accumulate."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups, unmatched
@@ -35,7 +36,7 @@ class _Launch:
     betas: tuple[float, float]
 
 
-@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
     AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
@@ -99,20 +100,20 @@ class StochasticAdamW:
 
     def run_phase(self, step: Step) -> None:
         """
-        Update the weights unless the step is skipped, clear the gradients, and put `lr` into the step's outputs.
+        Update the weights unless the step is skipped, clear the gradients, and write the learning rate as `lr`.
 
-        Each group has the rate of the step times a factor of its own.
+        Each group multiplies the learning rate by a factor of its own.
         """
-        step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
-        number = self._steps_taken() + 1
-        if step.found_inf is not None or not step.skip_reason:
-            for launch in self._launches:
-                scalars = step_scalars(step.outputs["lr"] * launch.lr_factor, launch.betas, self.eps, number)
-                gradients = [gradient_of(part) for part in launch.parameters]
-                launch.stepper.step(gradients, scalars, number, step.found_inf)
+        step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
+        step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
         self._last = step
         for _, parameter in self.parameters.named():
             parameter.grad = None
+
+    def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
+        for launch in self._launches:
+            scalars = step_scalars(lr * launch.lr_factor, launch.betas, self.eps, number)
+            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
 
     def _states(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named()}

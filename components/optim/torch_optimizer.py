@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,23 +104,22 @@ class TorchOptimizer:
 
     def run_phase(self, step: Step) -> None:
         """
-        Update the weights unless the step is skipped, which the device may decide, and clear the gradients.
+        Update the weights unless the step is skipped, and clear the gradients.
 
-        The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`, and
-        each group has it times a factor of its own.
+        The learning rate, written as `lr`, is the base learning rate times `lr_factor` (1 without one). Each group
+        multiplies it by a factor of its own.
         """
-        step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
-        if step.found_inf is not None or not step.skip_reason:
-            for optimizer in self._optimizers:
-                self._update(optimizer, step)
+        step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
+        for optimizer in self._optimizers:
+            step.apply_update(partial(self._update, optimizer, lr))
         for _, parameter in self.parameters.named():
             parameter.grad = None
 
-    def _update(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
+    def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = step.outputs["lr"] * group["lr_factor"]
-        # The name under which torch's fused optimizers read it, as GradScaler sets it.
-        optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
+            group["lr"] = lr * group["lr_factor"]
+        # GradScaler's name for the flag, which torch's fused optimizers read.
+        optimizer.found_inf = skip  # type: ignore[attr-defined]
         # torch's fused optimizers take one dtype for weights and gradients; ours say that they take others.
         wide = hasattr(optimizer, "takes_wide_gradients")
         with nullcontext() if wide else _narrow_gradients(optimizer):

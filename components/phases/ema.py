@@ -15,7 +15,7 @@ from drawloom.components.ports.stages import Parameters
 from drawloom.graph import between, component, setting
 
 
-@component(reads=("weights",))
+@component(reads=("weights", "skip?"))
 class WeightAverage:
     """
     Keeps an average of the trained weights: `decay` times itself and 1 - `decay` times the weights, after each step.
@@ -32,16 +32,20 @@ class WeightAverage:
 
     @torch.no_grad()
     def run_phase(self, step: Step) -> None:
-        """Move the average, unless the step is skipped, which the device may decide."""
+        """Move the average, unless the step is skipped."""
         if not self._averages:
             self._averages = {name: _widened(part.detach().clone()) for name, part in self.parameters.named()}
-        elif step.found_inf is not None or not step.skip_reason:
-            for name, parameter in self.parameters.named():
-                average = self._averages[name]
-                share: Any = 1 - self.decay
-                if step.found_inf is not None:
-                    share = (share * (1 - step.found_inf.double())).to(average.dtype)
-                average.lerp_(parameter.to(average.dtype), share)
+        else:
+            step.apply_update(self._move)
+
+    def _move(self, skip: Tensor | None) -> None:
+        """Move the average; a flag `skip`, float32 () on the device, of 1 changes nothing."""
+        for name, parameter in self.parameters.named():
+            average = self._averages[name]
+            share: Any = 1 - self.decay
+            if skip is not None:
+                share = (share * (1 - skip.double())).to(average.dtype)
+            average.lerp_(parameter.to(average.dtype), share)
 
     def averages(self) -> Mapping[str, Tensor]:
         """The averages (any shape, at least float32) of this rank's slices by parameter; none before the first step."""

@@ -2,11 +2,9 @@
 
 import time
 
-import torch
-
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import DATA, Mesh
-from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.components.ports.stages import AveragedWeights, averaged
 from drawloom.graph import component, setting
@@ -32,12 +30,13 @@ class Evaluate:
             return
         began = time.monotonic()
         with averaged(self.average):
-            losses = self.executor.evaluate(self.data.batches())
+            state = state_of_batches(self.data.batches())
+            self.executor.evaluate(state)
         # sums and not means are reduced: ranks may have different numbers of tokens
-        sums = torch.stack([losses.total, losses.weight])
+        sums = sum_losses(state)
         self.mesh.group("pipeline").sum(sums)
         self.mesh.group(*DATA).sum(sums)
         total, weight = sums.tolist()
         if weight > 0:
-            step.outputs["validation_loss"] = total / weight
+            step.state["validation_loss"] = total / weight
         step.excluded_seconds += time.monotonic() - began

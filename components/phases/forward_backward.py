@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from drawloom.components.ports.data import TrainingData, has_pairs
-from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.pipeline import STEP_SPECS, Executor
+from drawloom.components.ports.run import Event, Events, Step
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
 
@@ -16,6 +16,7 @@ class ForwardBackward:
 
     data: TrainingData
     executor: Executor
+    events: Events
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -32,7 +33,7 @@ class ForwardBackward:
     def run_phase(self, step: Step) -> None:
         """Load the step's microbatches, and run the pipeline program on them."""
         microbatches = self.data.next_step()
-        step.on_data_loaded()
-        step.tokens = sum(batch.token_count for batch in microbatches)
-        step.outputs["batches"] = microbatches
-        step.outputs["losses"] = self.executor.train(microbatches)
+        self.events.emit(Event("data_loaded", step))
+        step.state.split(len(microbatches), STEP_SPECS)
+        step.state["batches"] = microbatches
+        self.executor.train(step.state)

@@ -20,7 +20,7 @@ LEAST_DEVIATION = 0.01
 log = logging.getLogger("drawloom.run")
 
 
-@component(reads=("loss",), changes=("gradients",))
+@component(reads=("loss",), changes=("gradients", "skip"))
 class LossSpikes:
     """
     Warns of a loss that is far above those of the steps before; with `go_back` the run returns to its last checkpoint.
@@ -58,7 +58,7 @@ class LossSpikes:
             self._times += 1
             self._position = self.data.position
             step.goes_back = True
-            step.skip_reason = f"{spike}; the run goes back, time {self._times} of {self.go_back}"
+            step.skip(f"{spike}; the run goes back, time {self._times} of {self.go_back}")
 
     def after_restore(self) -> None:
         """Where the run went back: have the data continue behind the step that spiked."""
@@ -77,16 +77,15 @@ class LossSpikes:
         self._times = max(self._times, int(state["times"]))
 
     def _warn(self, wait: bool) -> None:
-        """Look at the steps whose losses the host knows, or at all."""
-        while self._late and (wait or self._late[0].settled):
+        """Compare the steps whose losses are on the host, or all with `wait`."""
+        while self._late and (wait or self._late[0].state.is_on_host):
             step = self._late.pop(0)
             if not step.skip_reason and (spike := self._spike(step)):
                 log.warning("step %d: %s", step.index, spike)
 
     def _spike(self, step: Step) -> str:
         """The sentence for a step whose loss is a spike; empty for another loss, with which later ones are compared."""
-        step.settle()
-        loss, spike = float(step.outputs["loss"]), ""
+        loss, spike = step.state.number("loss"), ""
         if len(self._losses) >= self.window:
             mean, deviation = fmean(self._losses), pstdev(self._losses)
             if loss > mean + self.deviations * max(deviation, LEAST_DEVIATION * abs(mean)):

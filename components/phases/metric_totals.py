@@ -2,42 +2,27 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device import HostCopy
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+from drawloom.components.ports.run import METRIC_TOTALS, Accumulator, Metric, Step, Value
 
 OPS = ("sum", "max", "min")
 
 
-@attrs.frozen
-class Measured:
-    """A step and its totals by op, float64 (numbers,), on their way from the device to the CPU."""
-
-    step: Step
-    packed: HostCopy
-
-    @property
-    def late(self) -> bool:
-        """Whether the host would have to wait for a device."""
-        return self.packed.arrived is not None or not self.step.settled
-
-    def values(self, metrics: Sequence[Metric]) -> dict[str, Value]:
-        """What each metric makes of its totals, once they are on the CPU."""
-        self.step.settle()
-        left = {op: iter(_unpacked(metrics, op, packed)) for op, packed in self.packed.read().items()}
-        found: dict[str, Value] = {}
-        for metric in metrics:
-            totals = {name: next(left[each.op]) for name, each in metric.accumulators.items()}
-            found |= metric.compute(totals, self.step)
-        return found
+def compute_values(metrics: Sequence[Metric], step: Step) -> dict[str, Value]:
+    """Return the values of all metrics of a measured step; waits until the totals are on the host."""
+    rest = {op: iter(_unpacked(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()}
+    values: dict[str, Value] = {}
+    for metric in metrics:
+        totals = {name: next(rest[accumulator.op]) for name, accumulator in metric.accumulators.items()}
+        values |= metric.compute(totals, step)
+    return values
 
 
-def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> Measured:
-    """Take every metric's part of this rank and combine the parts of all; on a GPU the host does not wait for it."""
+def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
+    """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
     parts = [(metric.accumulators, metric.update(step)) for metric in metrics]
     packed = {op: torch.cat(found) for op in OPS if (found := [*_packed(parts, op, mesh, device.device)])}
     for op, tensor in packed.items():
@@ -48,7 +33,7 @@ def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -
         else:
             mesh.world.max(tensor.neg_())
             tensor.neg_()
-    return Measured(step, HostCopy.start(packed))
+    step.state[METRIC_TOTALS] = packed
 
 
 def _packed(

@@ -7,15 +7,15 @@ from datetime import timedelta
 
 import attrs
 
-from drawloom.components.phases.metric_totals import Measured, measure
+from drawloom.components.phases.metric_totals import compute_values, measure
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Cadence, Metric, Step, Tracker, Value, check_cadence, due
+from drawloom.components.ports.run import METRIC_TOTALS, Cadence, Metric, Step, Tracker, Value, check_cadence, due
 from drawloom.graph import component, setting
 
 log = logging.getLogger("drawloom.run")
 
 
-@component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), impact="safe")
+@component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), writes=(METRIC_TOTALS,), impact="safe")
 class Report:
     """
     Collects every metric of a step, hands them to every tracker, and logs step lines.
@@ -38,7 +38,7 @@ class Report:
     _second: Step | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
     _dropped: set[int] = attrs.field(init=False, factory=set)
-    _waiting: Measured | None = attrs.field(init=False, default=None)
+    _waiting: Step | None = attrs.field(init=False, default=None)
     # A checkpoint that is written in the background flushes from its own thread.
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
@@ -53,8 +53,9 @@ class Report:
         elif self._second is None:
             self._second = step
         self._newest = step.index
-        self._waiting = measured = measure(self.metrics, step, self.mesh, self.device)
-        if not measured.late or step.last:
+        measure(self.metrics, step, self.mesh, self.device)
+        self._waiting = step
+        if step.state.is_on_host or step.last:
             self._write_waiting()
 
     def flush(self) -> None:
@@ -70,9 +71,9 @@ class Report:
 
     def _write_waiting(self) -> None:
         with self._lock:
-            measured, self._waiting = self._waiting, None
-            if measured is not None:
-                self._write(measured.step, measured.values(self.metrics))
+            step, self._waiting = self._waiting, None
+            if step is not None:
+                self._write(step, compute_values(self.metrics, step))
 
     def _write(self, step: Step, values: Mapping[str, Value]) -> None:
         self._each(lambda tracker: tracker.track(step.index, values))

@@ -17,7 +17,7 @@ from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, at_least, component, setting
 
 
-@component(changes=("weights",))
+@component(reads=("skip?",), changes=("weights",))
 class RouterBias:
     """
     Moves the bias of each expert by `update_rate`: up if it had fewer tokens than the mean of its layer, down if more.
@@ -68,17 +68,16 @@ class RouterBias:
             # These ranks have the same routers, and see other tokens.
             self.mesh.group(*DATA).sum(self._tokens)
             self.mesh.group("tensor").sum(self._tokens)
-            self._move(step)
+            step.apply_update(self._move)
             self._tokens.zero_()
 
-    def _move(self, step: Step) -> None:
-        if step.found_inf is None and step.skip_reason:
-            return
+    def _move(self, skip: Tensor | None) -> None:
+        """Change the biases; a flag `skip`, float32 () on the device, of 1 changes nothing."""
         # In whole numbers, so that equal loads are equal: experts * (mean - load).
         missing = self._tokens.sum(1, keepdim=True) - self._tokens.shape[1] * self._tokens
         change = missing.sign() * self.update_rate
-        if step.found_inf is not None:
-            change = change * (1 - step.found_inf)  # the host does not know yet whether the step is skipped
+        if skip is not None:
+            change = change * (1 - skip)
         for router, each in zip(self._routers, change, strict=True):
             if router.e_score_correction_bias is not None:
                 router.e_score_correction_bias.add_(each)

@@ -16,15 +16,16 @@ from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
-from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, sum_losses
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, Finish, Head
-from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule
+from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
+from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
@@ -100,15 +101,14 @@ class Executor:
         """The rank that runs each stage."""
         return self.schedule.stage_to_rank(self.mesh.size("pipeline"))
 
-    def train(self, microbatches: Sequence[Batch]) -> Losses:
-        """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
-        training = self._training_of(len(microbatches))
+    def train(self, state: StepState) -> None:
+        """Run the forward and backward passes of the state's batches, and write its losses."""
+        training = self._training_of(state.microbatches)
         self.stages.cast_weights()
-        losses: dict[int, LossSums] = {}
-        inputs = self._with_references(microbatches)
+        inputs = self._with_references(state["batches"])
         if self._captures is not None:
             inputs = self._captures.alike(inputs)
-        runner = self._runner(inputs, losses, training.stages, training.split)
+        runner = self._runner(inputs, state, training.stages, training.split)
         runner.streams = self._streams
         if self._captures is None:
             runner.run(training.actions)
@@ -117,17 +117,22 @@ class Executor:
             runner.run(training.actions)
             self._captures.end()
         self.stages.hand_over_gradients()
-        return sum_losses(losses, self.device.device)
+        self._complete_losses(state)
 
-    def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
-        """Forward of every microbatch; nothing is kept of them but their losses."""
+    def evaluate(self, state: StepState) -> None:
+        """Run the forward passes of the state's batches, and write its losses; nothing else is kept."""
         self.stages.cast_weights()
-        losses: dict[int, LossSums] = {}
-        runner = self._runner(self._with_references(microbatches), losses, self.stages.local)
+        runner = self._runner(self._with_references(state["batches"]), state, self.stages.local)
         # Cheaper than no_grad, as tensors get no version counters.
         with torch.inference_mode():
-            runner.run(self._forward_program(len(runner.microbatches)))
-        return sum_losses(losses, self.device.device)
+            runner.run(self._forward_program(state.microbatches))
+        self._complete_losses(state)
+
+    def _complete_losses(self, state: StepState) -> None:
+        """Write the losses of 0 microbatches on ranks without the last stage, and where there was no microbatch."""
+        if not state.microbatches_present(LOSSES):
+            none = torch.zeros(0, device=self.device.device)
+            state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""
@@ -168,7 +173,7 @@ class Executor:
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
         """Forward of every microbatch, without gradients; what each is finished with is handed out."""
-        runner = self._runner(inputs, {}, self.stages.local)
+        runner = self._runner(inputs, StepState(), self.stages.local)
         runner.each_output = each_output
         with torch.inference_mode():
             runner.run(self._forward_program(len(inputs)))
@@ -192,13 +197,13 @@ class Executor:
     def _runner(
         self,
         inputs: Sequence[MicrobatchInputs],
-        losses: dict[int, LossSums],
+        state: StepState,
         local: Sequence[Stage],
         split: Set[int] = frozenset(),
     ) -> ProgramRunner:
-        """A runner that leaves the losses of microbatches in `losses`."""
+        """Return a runner that writes the losses of microbatches into `state`."""
         new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
-        stages = {stage.index: new(stage, losses=losses, split=stage.index in split) for stage in local}
+        stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
     def _inputs(self, batch: Batch) -> MicrobatchInputs:

@@ -18,7 +18,7 @@ from drawloom.components.distributed.buckets import BucketedSums
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.stages import ReducedPart, gradient_of
-from drawloom.components.storage.pytree import leaves
+from drawloom.components.state.trees import leaves
 
 
 @attrs.define(eq=False)

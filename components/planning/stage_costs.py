@@ -27,7 +27,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
-from drawloom.components.storage.pytree import leaves, transform
+from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import fused_on_meta
 
 Passes = dict[str, Part]
@@ -113,7 +113,7 @@ class StageMeter:
     def _passes(self, stage: Stage, split: bool) -> Passes:
         """Forward and backward of one microbatch, recorded; `split`, I and W alone."""
         tokens, shared, batch = self._batch()
-        runner = StageRunner(stage, self.loss, {}, split=split)
+        runner = StageRunner(stage, self.loss, split=split)
         recorder, found = Recorder(self.device, self.links, self.attended), {}
         for parameter in stage.module.parameters():
             if parameter.requires_grad:

@@ -1,53 +1,18 @@
-"""Schedules, programs, their executor, and the state of a step: whole, or by microbatch."""
+"""Schedules, programs, their executor, and the losses that it writes into the state of a step."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
 
-import attrs
+import torch
 from torch import Tensor
 
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Head
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.run import METRIC_TOTALS
+from drawloom.components.state.specs import Replicate, SpecTree, Stack
+from drawloom.components.state.step_state import StepState
 from drawloom.graph import port
-
-
-@attrs.frozen
-class Shard:
-    """Each microbatch has a slice of a tensor along `dim`, or some items of a list."""
-
-    dim: int = 0
-
-
-@attrs.frozen
-class Stack:
-    """The microbatches' tensors are stacked along a new dimension `dim`, or each has one item of a list."""
-
-    dim: int = 0
-
-
-@attrs.frozen
-class Replicate:
-    """Each microbatch has the same value."""
-
-
-SpecTree = Any
-"""A Shard, Stack or Replicate for a whole tree, or a tree of the same structure with one of these at each leaf."""
-
-
-class PipelineState(Protocol):
-    """
-    Values of a step by name: a view of the whole batch, or of one microbatch.
-
-    A value written in one view can be read in all; a name is in a view if it can be read there. A value that can't be
-    cut or joined raises ValueError, and a missing one KeyError, with the name.
-    """
-
-    def __getitem__(self, key: str) -> Any: ...
-
-    def __setitem__(self, key: str, value: Any) -> None: ...
-
-    def __contains__(self, key: str) -> bool: ...
 
 
 @port
@@ -85,19 +50,30 @@ class PartitioningSchedule(Protocol):
         ...
 
 
-@attrs.frozen
-class Losses:
-    """
-    What a pass over microbatches gave on this rank: float64 sums of weighted losses, of their weights, and named ones.
+LOSSES = "losses"
+"""
+The name of the losses in the state of a step, and in the state of an evaluation.
 
-    On the rank of the last stage `by_microbatch` has them, too: `loss` and `weight` of shape (microbatches,), and
-    `sums`, a dict of tensors (microbatches, ...) by name. Other ranks have zeros, and no named sums.
-    """
+A microbatch's value is a dict: `loss`, the sum of its weighted losses, and `weight`, the sum of the weights, both of
+shape (), and `sums`, a dict of further sums (...) by name. In the global view they are stacked: (microbatches, ...).
+Ranks without the last stage have the losses of 0 microbatches.
+"""
 
-    total: Tensor
-    weight: Tensor
-    sums: Mapping[str, Tensor] = attrs.field(factory=dict)
-    by_microbatch: Mapping[str, Any] | None = None
+STEP_SPECS: Mapping[str, SpecTree] = {"batches": Stack(), LOSSES: Stack(), METRIC_TOTALS: Replicate()}
+"""How the values of a step that are not numbers are divided into microbatches."""
+
+
+def state_of_batches(batches: Iterable[Batch]) -> StepState:
+    """Return the state of a pass over microbatches, such as an evaluation: their `batches`, with room for losses."""
+    listed = list(batches)
+    return StepState({"batches": listed}, microbatches=len(listed), specs=STEP_SPECS)
+
+
+def sum_losses(state: StepState) -> Tensor:
+    """Return the sums over this rank's microbatches of the weighted losses and of their weights, float64 (2,)."""
+    losses = state[LOSSES]
+    # A step may have thousands of microbatches: float32 would add up their losses with visible rounding.
+    return torch.stack([losses[name].double().sum() for name in ("loss", "weight")])
 
 
 @port
@@ -149,12 +125,16 @@ class Referenced(Protocol):
 class Executor(Protocol):
     """Runs the schedule's program on this rank's stages."""
 
-    def train(self, microbatches: Sequence[Batch]) -> Losses:
-        """Forward and backward; gradients of the sum of losses are added to the parameters'."""
+    def train(self, state: StepState) -> None:
+        """
+        Run the forward and backward passes of `batches`, a list of one Batch for each microbatch of the state.
+
+        Adds the gradients of the sum of losses to the parameters' gradients, and writes `losses` into the state.
+        """
         ...
 
-    def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
-        """Forward only, nothing kept."""
+    def evaluate(self, state: StepState) -> None:
+        """Run the forward passes of `batches`, and write `losses` into the state; nothing else is kept."""
         ...
 
 

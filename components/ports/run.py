@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
+from torch import Tensor
 
+from drawloom.components.state.step_state import StepState
 from drawloom.graph import port
 
 
@@ -41,17 +43,8 @@ class RunFolder(Protocol):
         ...
 
 
-@attrs.frozen
-class LateValues:
-    """What a device has computed of a step: outputs as numbers, the tokens on all ranks, and why it is skipped."""
-
-    outputs: Mapping[str, float]
-    tokens: int
-    skip_reason: str
-
-
-NO_NUMBERS = frozenset({"batches", "gradients", "local_gradients", "losses", "weights"})
-"""What phases declare to read, write or change that is no number; all else are outputs that checkpoints record."""
+def _as_state(values: "StepState | Mapping[str, Any]") -> StepState:
+    return values if isinstance(values, StepState) else StepState(values)
 
 
 @attrs.define
@@ -59,28 +52,22 @@ class Step:
     """
     One optimizer step on its way through the phases: `index` from 1, of `total`.
 
-    `outputs` holds the values that phases declare to write and read. `tokens` counts the tokens of this step on all
-    ranks, padding left out. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start
-    on the monotonic clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving).
-    `on_data_loaded` is called when the step's data has been loaded. A phase that sets `goes_back`, on all ranks, has
-    the run continue from its newest checkpoint after this step, which is skipped.
+    `state` has the values that phases declare to read and write; a mapping of values may be given in its place.
+    `started` is the start on the monotonic clock; `excluded_seconds` of the time since then were not spent on training
+    (evaluation, saving). A phase that sets `goes_back`, on all ranks, has the run continue from its newest checkpoint
+    after this step, which is skipped.
 
-    On a GPU the host issues the update before it knows whether to skip it. Then `found_inf`, a float32 () on the
-    device, is 1 where it is to be skipped, `loss` and `grad_norm` of the outputs are float64 () there, and `late` waits
-    for the numbers, which the host reads a step later: by `settle`, or in `tokens` or `skip_reason`.
+    Whether the update is skipped is `skip` in the state, float32 () on the device of the gradients: 1 if it is, else 0.
+    On a GPU the host issues the update before it knows that number.
     """
 
     index: int
     total: int
-    _tokens: int = 0
-    _skip_reason: str = ""
+    state: StepState = attrs.field(factory=StepState, converter=_as_state)
     started: float = attrs.field(factory=time.monotonic)
     excluded_seconds: float = 0.0
-    outputs: dict[str, Any] = attrs.field(factory=dict)
-    found_inf: torch.Tensor | None = None
-    late: Callable[[], LateValues] | None = None
-    on_data_loaded: Callable[[], object] = lambda: None
     goes_back: bool = False
+    _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
 
     @property
     def last(self) -> bool:
@@ -89,39 +76,43 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """The tokens of this step on all ranks; those of this rank before they are summed."""
-        self.settle()
-        return self._tokens
+        """The tokens of this step on all ranks, without padding; 0 before they are counted. Waits for their copy."""
+        return round(self.state.number("tokens")) if "tokens" in self.state else 0
 
-    @tokens.setter
-    def tokens(self, tokens: int) -> None:
-        self._tokens = tokens
+    def skip_if(self, condition: Tensor, reason: Callable[[], str]) -> None:
+        """
+        Skip the update if a condition, bool () on any device, is true.
+
+        `reason` is called when the host knows the state's numbers; it returns a sentence, or "" if it does not apply.
+        """
+        flag = condition.float()
+        before = self.state.get("skip")
+        self.state["skip"] = flag if before is None else torch.maximum(before, flag)
+        self._skip_reasons.append(reason)
+
+    def skip(self, reason: str) -> None:
+        """Skip the update."""
+        self.skip_if(torch.ones((), dtype=torch.bool), lambda: reason)
 
     @property
     def skip_reason(self) -> str:
-        """Why the update is skipped; empty if it is applied."""
-        self.settle()
-        return self._skip_reason
+        """Why the update is skipped; empty if it is applied. Waits for the copy of the numbers that decide it."""
+        if "skip" not in self.state or not self.state.number("skip"):
+            return ""
+        return next(filter(None, (reason() for reason in self._skip_reasons)), "a phase skipped it")
 
-    @skip_reason.setter
-    def skip_reason(self, reason: str) -> None:
-        self._skip_reason = reason
-        if self.found_inf is not None and reason:
-            self.found_inf.fill_(1)
+    def apply_update(self, update: Callable[[Tensor | None], object]) -> None:
+        """
+        Apply an update of the step, such as the optimizer's, unless the step is skipped.
 
-    @property
-    def settled(self) -> bool:
-        """Whether the host knows all values of this step."""
-        return self.late is None
-
-    def settle(self) -> None:
-        """Wait for the values that a device computes, and put them into the step; may be called in any thread."""
-        if (late := self.late) is not None:
-            found = late()
-            self.outputs |= found.outputs
-            self._tokens = found.tokens
-            self._skip_reason = self._skip_reason or found.skip_reason
-            self.late = None
+        `update` gets None if the host knows that the step is not skipped. On a GPU it gets the flag `skip`, float32 ()
+        there, and changes nothing where that is 1; the host does not wait.
+        """
+        flag: Tensor | None = self.state.get("skip")
+        if flag is not None and self.state.is_remote(flag):
+            update(flag)
+        elif flag is None or not flag.item():
+            update(None)
 
 
 @port
@@ -131,6 +122,13 @@ class Phase(Protocol):
     def run_phase(self, step: Step) -> None:
         """Run this phase of a step."""
         ...
+
+
+@runtime_checkable
+class NamesNumbers(Protocol):
+    """A phase's class some of whose settings are names of numbers in the state, such as `checkpoint.best`."""
+
+    number_settings: ClassVar[tuple[str, ...]]
 
 
 # all arithmetic with batch sizes is behind this port, so that no component divides by the world size itself
@@ -195,6 +193,7 @@ EventKind = Literal[
     "run_started",
     "step_started",
     "phase_started",
+    "data_loaded",
     "phase_ended",
     "step_ended",
     "saving_started",
@@ -232,6 +231,10 @@ class Events(Protocol):
     def emit(self, event: Event) -> None:
         """Send an event to the listeners that observe its kind."""
         ...
+
+
+METRIC_TOTALS = "metric_totals"
+"""The name of the totals of all metrics in the state of a step: a dict by op of float64 tensors (numbers,)."""
 
 
 Value = float | bool | None

@@ -205,6 +205,10 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+IN_PARAMETERS = frozenset({"weights", "local_gradients", "gradients"})
+"""Values of a step's dataflow that phases find in the port Parameters, and not in the state of the step."""
+
+
 @port
 class SpreadParameters(Parameters, Protocol):
     """The parameters of a model over pipeline ranks; some, such as a tied embedding, are on several ranks."""

@@ -8,13 +8,14 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import (
-    NO_NUMBERS,
     AfterRestore,
     Event,
     Events,
     FinalTask,
     Listener,
+    NamesNumbers,
     Phase,
     Randomness,
     Restorer,
@@ -22,7 +23,9 @@ from drawloom.components.ports.run import (
     Step,
     Stop,
 )
-from drawloom.graph import Every, Ordered, UserError, at_least, component, setting
+from drawloom.components.ports.stages import IN_PARAMETERS
+from drawloom.components.run.skipped_steps import SkippedSteps
+from drawloom.graph import Every, Ordered, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.component import Flow, Traits
 from drawloom.graph.problems import Problem, did_you_mean
@@ -48,16 +51,13 @@ class Trainer:
         default=100, impact="safe", check=at_least(1), doc="steps skipped in a row after which the run stops"
     )
 
-    _skipped: int = attrs.field(init=False, default=0)
-    _skip_reason: str = attrs.field(init=False, default="")
-    _uncounted: Step | None = attrs.field(init=False, default=None)
+    _skipped: SkippedSteps = attrs.field(
+        init=False, default=attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True)
+    )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """
-        Settings of phases that name an output, their `names_outputs`, name a number that a phase may write; a warning
-        if none ever does.
-        """
+        """Report settings that name a number of the step which no phase writes."""
         phases = node.neighbours("phases")
         written = {
             value
@@ -66,8 +66,9 @@ class Trainer:
             for value in _flow(phase.component).writes
         }
         for phase in phases:
-            known = {*written, *(value.removesuffix("?") for value in _flow(phase.component).reads)} - NO_NUMBERS
-            for key in getattr(phase.component, "names_outputs", ()):
+            reads = (value.removesuffix("?") for value in _flow(phase.component).reads)
+            known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
+            for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
                 value = phase.settings[key]
                 text = f"no phase of [{node.name}] writes a number {value!r}"
                 if value is not None and value not in known:
@@ -97,7 +98,7 @@ class Trainer:
         self.stop.raise_at_once()
         self._finish(last)
         self.events.emit(Event("run_ended"))
-        self._fail_if_skipped()
+        self._skipped.fail_at_the_end()
 
     def _after_restore(self) -> None:
         for node in self.restored.values():
@@ -134,44 +135,15 @@ class Trainer:
             if self.checkpointer and changes_weights(phase):
                 self.checkpointer.staged()
             phase.run_phase(step)
-            # Only now: a GPU that has this step's first phase to do is not idle while the host reads of the last step.
-            self._count_skipped()
+            # The GPU has this step's first phase to compute while the host reads the numbers of the last step.
+            self._skipped.read()
             self.events.emit(Event("phase_ended", step, name))
+        step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
-        self._uncounted = step
-        signal = self.stop.agreed()
-        if signal or step.settled or step.last:
-            self._count_skipped()
-        if signal:
+        self._skipped.add(step)
+        if signal := self.stop.agreed():
+            self._skipped.read()
             self._stop(step, signal)
-
-    def _count_skipped(self) -> None:
-        """
-        Count the step that ended last, if it is not counted; wait for its values if a device computes them.
-
-        Raises a UserError after `max_skipped_steps` in a row, before a later step changes weights. All ranks skip the
-        same steps.
-        """
-        step, self._uncounted = self._uncounted, None
-        if step is None:
-            return
-        self._skipped = self._skipped + 1 if step.skip_reason else 0
-        self._skip_reason = step.skip_reason
-        if self._skipped >= self.max_skipped_steps:
-            raise UserError(
-                f"{self._skipped} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
-                "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
-                "lower the learning rate or clip more, and start the run again"
-            )
-
-    def _fail_if_skipped(self) -> None:
-        """Raise a UserError if the run ends with skipped steps: what it has learned is not what its steps suggest."""
-        if self._skipped:
-            many = "step was" if self._skipped == 1 else f"{self._skipped} steps were"
-            raise UserError(
-                f"the last {many} skipped, at last step {self.steps}: {self._skip_reason}; the results are made from "
-                "earlier weights; lower the learning rate or clip more, and start again under another run name"
-            )
 
     def _stop(self, step: Step, signal: int) -> None:
         if self.checkpointer and not step.goes_back:  # it resumes from the checkpoint that it would go back to

@@ -70,19 +70,17 @@ from drawloom.components.ports.model import (
     VocabularyPart,
 )
 from drawloom.components.ports.pipeline import (
+    LOSSES,
+    STEP_SPECS,
     Executor,
     Loss,
-    Losses,
     PartialSchedule,
     PartitioningSchedule,
-    PipelineState,
     Predictor,
     Referenced,
-    Replicate,
     Schedule,
-    Shard,
-    SpecTree,
-    Stack,
+    state_of_batches,
+    sum_losses,
 )
 from drawloom.components.ports.program import (
     OPS,
@@ -98,7 +96,7 @@ from drawloom.components.ports.program import (
 )
 from drawloom.components.ports.run import (
     FILES,
-    NO_NUMBERS,
+    METRIC_TOTALS,
     Accumulator,
     AfterRestore,
     Batching,
@@ -108,9 +106,9 @@ from drawloom.components.ports.run import (
     EventKind,
     Events,
     FinalTask,
-    LateValues,
     Listener,
     Metric,
+    NamesNumbers,
     Phase,
     Randomness,
     ReadsFiles,
@@ -135,6 +133,7 @@ from drawloom.components.ports.slices import (
     rank_shares,
 )
 from drawloom.components.ports.stages import (
+    IN_PARAMETERS,
     LOSS,
     AveragedWeights,
     Parameters,
@@ -152,17 +151,22 @@ from drawloom.components.ports.stages import (
 )
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
+from drawloom.components.state.specs import Replicate, Shard, SpecTree, Stack
+from drawloom.components.state.step_state import MissingStateError, PipelineStateError, StateView, StepState
 
 __all__ = [
     "DATA",
     "EXPERT_REPLICAS",
     "FILES",
     "IGNORE_INDEX",
+    "IN_PARAMETERS",
     "LOSS",
+    "LOSSES",
     "MEMORY_KINDS",
-    "NO_NUMBERS",
+    "METRIC_TOTALS",
     "OPS",
     "SHARDS",
+    "STEP_SPECS",
     "Accumulator",
     "Action",
     "AdaptedLayer",
@@ -203,11 +207,9 @@ __all__ = [
     "Kernels",
     "KeyValueCache",
     "KnownDocuments",
-    "LateValues",
     "LayerRange",
     "Listener",
     "Loss",
-    "Losses",
     "LowRank",
     "Mapper",
     "MeasuredRows",
@@ -216,9 +218,11 @@ __all__ = [
     "Mesh",
     "MessageOp",
     "Metric",
+    "MissingStateError",
     "Model",
     "ModelParameter",
     "MovableData",
+    "NamesNumbers",
     "Neighbours",
     "ObserveRouting",
     "Op",
@@ -232,7 +236,7 @@ __all__ = [
     "Peers",
     "Pending",
     "Phase",
-    "PipelineState",
+    "PipelineStateError",
     "Precision",
     "Predictor",
     "Processes",
@@ -267,8 +271,10 @@ __all__ = [
     "StageInputs",
     "Stager",
     "Stages",
+    "StateView",
     "Stateful",
     "Step",
+    "StepState",
     "Stop",
     "SymmetricMemory",
     "TensorGroup",
@@ -297,4 +303,6 @@ __all__ = [
     "memory_by_kind",
     "rank_shares",
     "routers_of",
+    "state_of_batches",
+    "sum_losses",
 ]

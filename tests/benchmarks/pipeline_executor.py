@@ -20,6 +20,7 @@ from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.ports.pipeline import state_of_batches
 from drawloom.components.ports.program import flat
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.problems import Problem
@@ -159,9 +160,9 @@ def ours(name: str) -> tuple[int, float, float]:
     row = torch.zeros(16, 32)
     batches = [Batch(row, row, row, row, row.float())] * MICROBATCHES
     actions = len([*flat(lower(schedule.program(RANKS, MICROBATCHES), RANK))])
-    executor.train(batches)
+    executor.train(state_of_batches(batches))
     with _autograd_timed(clock):
-        return actions, *clock.measure(lambda: executor.train(batches), actions)
+        return actions, *clock.measure(lambda: executor.train(state_of_batches(batches)), actions)
 
 
 class _autograd_timed:

@@ -24,7 +24,7 @@ class Doubles:
 
     def run_phase(self, step: Step) -> None:
         """Write twice the loss."""
-        step.outputs["doubled"] = 2 * step.outputs["loss"]
+        step.state["doubled"] = 2 * step.state["loss"]
 
 
 @component
@@ -33,7 +33,7 @@ class ReadsInSecret:
 
     def run_phase(self, step: Step) -> None:
         """Read the loss."""
-        step.outputs["loss"]
+        step.state["loss"]
 
 
 @component
@@ -42,7 +42,7 @@ class WritesInSecret:
 
     def run_phase(self, step: Step) -> None:
         """Write a value."""
-        step.outputs["secret"] = 1
+        step.state["secret"] = 1
 
 
 @component

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "drawloom"
 LIBRARIES = {
     "components.ports",
+    "components.state",
     "components.storage",
     "components.weights",
     "components.distributed",
@@ -27,14 +28,19 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "graph.lsp": ({"graph"}, {"attrs", "tomli", "lsprotocol", "pygls"}),
     "kernels": (set(), {"torch", "triton"}),
     "components": (set(), set()),
-    "components.ports": ({"graph"}, {"attrs", "numpy", "torch"}),
-    "components.contracts": ({"graph", "components.ports"}, {"attrs", "numpy", "torch"}),
-    "components.storage": ({"graph", "components.ports"}, {"attrs", "torch", "safetensors"}),
-    "components.weights": ({"graph", "components.ports", "components.storage"}, {"attrs", "torch"}),
-    "components.distributed": ({"graph", "components.ports"}, {"attrs", "numpy", "torch"}),
+    # Values of a step know nothing of training.
+    "components.state": (set(), {"attrs", "torch"}),
+    "components.ports": ({"graph", "components.state"}, {"attrs", "numpy", "torch"}),
+    "components.contracts": ({"graph", "components.ports", "components.state"}, {"attrs", "numpy", "torch"}),
+    "components.storage": ({"graph", "components.ports", "components.state"}, {"attrs", "torch", "safetensors"}),
+    "components.weights": (
+        {"graph", "components.ports", "components.state", "components.storage"},
+        {"attrs", "torch"},
+    ),
+    "components.distributed": ({"graph", "components.ports", "components.state"}, {"attrs", "numpy", "torch"}),
     # Ranks hand each other tensors as files.
     "components.workspace": (
-        {"graph", "components.ports", "components.storage", "components.distributed"},
+        {"graph", "components.ports", "components.state", "components.storage", "components.distributed"},
         {"attrs", "numpy", "torch"},
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.pipeline import sum_losses
 from drawloom.graph.project import Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
+from support.steps import train
 
 ROOT = Path(__file__).parents[2]
 PAIRS = ROOT / "docs/examples/preferences.jsonl"
@@ -48,13 +50,14 @@ def ours(folder: Path, path: Path) -> tuple[Found, list[tuple[Tensor, Tensor]]]:
         for parameter in named.values():
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)
         rows = objects["packing"]
-        losses = objects["executor"].train([rows.batch("train", range(rows.count("train")))])
-        gradients = {name: each.grad / losses.weight for name, each in named.items() if each.grad is not None}
+        state = train(objects["executor"], [rows.batch("train", range(rows.count("train")))])
+        total, weight = sum_losses(state)
+        gradients = {name: each.grad / weight for name, each in named.items() if each.grad is not None}
         documents = objects["tokens"].documents("train")
         texts = [documents.read(number, 0, length) for number, length in enumerate(documents.lengths)]
         pairs = [(torch.tensor(text.ids.astype("int64")), torch.tensor(text.weights > 0)) for text in texts]
         values = {name: each.detach().clone() for name, each in named.items()}
-        return Found(float(losses.total / losses.weight), gradients, values), pairs
+        return Found(float(total / weight), gradients, values), pairs
 
 
 def theirs(folder: Path, path: Path, adapter: dict[str, Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Found:

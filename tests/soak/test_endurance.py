@@ -64,7 +64,7 @@ def test_every_corruption_of_every_file_is_detected(
 ) -> None:
     """Many times, at random positions, in each kind of file of a checkpoint; the error names the file."""
     memory = StateNode({"weight": torch.randn(300), "list": list(range(30))})
-    checkpointer(tmp_path, {"memory": memory, "own": LocalNode(state_of(1))}).save(Step(1, 9, outputs={"loss": 0.5}))
+    checkpointer(tmp_path, {"memory": memory, "own": LocalNode(state_of(1))}).save(Step(1, 9, state={"loss": 0.5}))
     checkpoint, moments = tmp_path / "checkpoints/step-1", random.Random(5)
     names = sorted(os.listdir(checkpoint))
     for _ in range(times):

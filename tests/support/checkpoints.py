@@ -135,7 +135,7 @@ def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | N
     node = checkpointer(folder, {"memory": memory}, keep=keep, staging=staging)
     for index in indices:
         memory.state = state_of(index)
-        node.save(Step(index, 1000, outputs=dict(outputs)))
+        node.save(Step(index, 1000, dict(outputs)))
 
 
 def restored(folder: Path) -> int:

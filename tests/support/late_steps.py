@@ -21,11 +21,13 @@ from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import Events, Phase, Randomness, Step, Stop
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import UserError
 from drawloom.graph.testing import build, fake
 from support.pipelines import Job, batches, schedule
+from support.steps import LateState
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "adamw": (AdamW, {"lr": 0.01}, {}),
@@ -85,7 +87,12 @@ class Small:
         synchronize = Synchronize(parameters=stages, mesh=self.mesh, reduce=reduce, norm=self.norm)
 
         def forward_backward(step: Step) -> None:
-            step.outputs["losses"] = executor.train(batches(2))
+            if self.norm == "device" and self.device.device.type == "cpu":
+                step.state = LateState()
+            microbatches = batches(2)
+            step.state.split(len(microbatches), STEP_SPECS)
+            step.state["batches"] = microbatches
+            executor.train(step.state)
             if step.index in self.bad:
                 gradient = next(each.grad for _, each in stages.named() if each.grad is not None)
                 gradient.view(-1)[0] = math.inf
@@ -112,8 +119,8 @@ class Small:
             self.error = str(error)
         for step in self._steps:
             self.reasons.append(step.skip_reason)
-            self.losses.append(step.outputs["loss"])
-            self.norms.append(step.outputs["grad_norm"])
+            self.losses.append(step.state.number("loss"))
+            self.norms.append(step.state.number("grad_norm"))
         return self
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Accumulator, Metric, Step, Value
 from support.checkpoints import SingleRankMesh
 
@@ -34,14 +33,15 @@ def step_of(
     losses: Sequence[float], weights: Sequence[float], sums: Mapping[str, Any] | None = None, **values: Any
 ) -> Step:
     """A step as the last stage's rank sees it: losses, weights and named sums, also tensors, by microbatch."""
-    by_name = {name: torch.tensor(each, dtype=torch.float64) for name, each in (sums or {}).items()}
-    state: Any = {"loss": torch.tensor(losses, dtype=torch.float64), "weight": torch.tensor(weights), "sums": by_name}
-    totals = {name: each.double().sum(0) for name, each in by_name.items()}
-    found = Losses(state["loss"].double().sum(), state["weight"].double().sum(), totals, state)
-    return Step(1, 9, outputs={"losses": found, **values})
+    losses_by_microbatch: Any = {
+        "loss": torch.tensor(losses, dtype=torch.float64),
+        "weight": torch.tensor(weights),
+        "sums": {name: torch.tensor(each, dtype=torch.float64) for name, each in (sums or {}).items()},
+    }
+    return Step(1, 9, {"losses": losses_by_microbatch, **values})
 
 
 def step_without_loss() -> Step:
     """The same step on a rank without the last stage."""
-    zero = torch.zeros((), dtype=torch.float64)
-    return Step(1, 9, outputs={"losses": Losses(zero, zero)})
+    none = torch.zeros(0, dtype=torch.float64)
+    return Step(1, 9, {"losses": {"loss": none, "weight": none, "sums": {}}})

@@ -180,7 +180,7 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     optimizer.open()
     for index in (1, 2, 3):
         held.differentiate(1e-4 * index * (-1) ** index)
-        optimizer.run_phase(Step(index, 3, outputs={"lr_factor": 1.0}))
+        optimizer.run_phase(Step(index, 3, state={"lr_factor": 1.0}))
     return [parameter.tolist() for _, parameter in held.named()], str(optimizer.state_dict())
 
 
@@ -198,7 +198,7 @@ def averaged_by(use: str, values: Values, _place: Path) -> Any:
 def spikes_seen_by(use: str, values: Values, _place: Path) -> Any:
     """The steps that are skipped, and whether the run goes back after them."""
     phase = build(use, data=fake(MovableData, position=40), **values)
-    steps = [Step(index, 9, outputs={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
+    steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
     for step in steps:
         phase.run_phase(step)
     return [(step.skip_reason, step.goes_back) for step in steps]
@@ -212,18 +212,18 @@ def clipped(use: str, values: Values, _place: Path) -> Any:
     if "group" in use:
         reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
         edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
-    build(use, **edges, **values).run_phase(Step(1, 1, outputs={"grad_norm": 40.0}))
+    build(use, **edges, **values).run_phase(Step(1, 1, state={"grad_norm": 40.0}))
     return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
 
 
 def divided(use: str, values: Values, _place: Path) -> Any:
-    """Whether the host knows the norm of gradients at once."""
+    """The norm of gradients, which is added up exactly or on the device."""
     held = _Held()
     held.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0])
     build(use, parameters=held, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
-    return step.settled
+    return step.state["grad_norm"].item()
 
 
 def loss_of(use: str, values: Values, _place: Path) -> Any:
@@ -294,7 +294,7 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
     batch = Batch(ids, ids, ids, ids, torch.ones(1, 3))
-    return measured(node, Step(1, 9, tokens=3, started=0.0, outputs={"batches": [batch]}))
+    return measured(node, Step(1, 9, started=0.0, state={"tokens": float(3), "batches": [batch]}))
 
 
 def documents(use: str, values: Values, _place: Path) -> Any:
@@ -432,7 +432,7 @@ def lr_factors(use: str, values: Values, _place: Path) -> Any:
     phase, steps = build(use, **sizes, **values), [Step(index, 10) for index in range(1, 11)]
     for step in steps:
         phase.run_phase(step)
-    return [step.outputs["lr_factor"] for step in steps]
+    return [step.state["lr_factor"] for step in steps]
 
 
 @contextmanager

@@ -27,8 +27,9 @@ from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import Batch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
 from drawloom.components.ports.model import BatchContext
-from drawloom.components.ports.pipeline import Executor, Losses, Predictor
+from drawloom.components.ports.pipeline import Executor, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
+from drawloom.components.state.step_state import StepState
 from drawloom.components.trackers import aim, background
 from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
@@ -36,6 +37,7 @@ from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
+from support.steps import losses_of, train
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -85,7 +87,7 @@ def recomputed_by(use: str, values: Values, place: Path) -> Any:
         for number, block in enumerate(executor.stages.model.blocks(stage.module)):
             block.input_layernorm.register_forward_hook(lambda *_, number=number: runs.update([number]))
         tokens = torch.arange(6).unsqueeze(0)
-        executor.train([Batch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
+        train(executor, [Batch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
     return runs
 
 
@@ -234,7 +236,7 @@ def trained_steps(use: str, values: Values, _place: Path) -> Any:
     steps: list[int] = []
 
     def skip(step: Step) -> None:
-        step.skip_reason = "a test"
+        step.skip("a test")
         steps.append(step.index)
 
     edges = {"phases": [fake(Phase, run_phase=skip)], "events": fake(Events), "stop": fake(Stop)}
@@ -248,9 +250,12 @@ def trained_steps(use: str, values: Values, _place: Path) -> Any:
 
 def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
     """The steps at which a phase does what it is for: an evaluation, a collection, a line in the log."""
-    one = torch.ones((), dtype=torch.float64)
+
+    def evaluate(state: StepState) -> None:
+        state["losses"] = losses_of(1.0, 1.0)
+
     edges: dict[str, Any] = {
-        "phases.evaluate": {"data": fake(ValidationData), "executor": fake(Executor, evaluate=Losses(one, one))},
+        "phases.evaluate": {"data": fake(ValidationData), "executor": fake(Executor, evaluate=evaluate)},
         "phases.report": {"device": fake(Device, device=torch.device("cpu"))},
     }.get(use, {})
     if use != "phases.garbage_collection":
@@ -258,9 +263,9 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
     phase, found = build(use, **edges, **values), []
     with messages("drawloom.run") as logged, mock.patch.object(gc, "collect", lambda *_: logged.append("collected")):
         for index in range(1, 7):
-            step = Step(index, 6, outputs={"loss": 1.0})
+            step = Step(index, 6, state={"loss": 1.0})
             phase.run_phase(step)
-            found.append((len(logged), "validation_loss" in step.outputs))
+            found.append((len(logged), "validation_loss" in step.state))
     return found
 
 
@@ -268,7 +273,7 @@ def checkpoints_of(use: str, values: Values, place: Path) -> Any:
     """The checkpoints that are there after each of 6 steps, whose losses go up and down."""
     node, found = checkpointer(place, {"memory": StateNode({"step": 1})}, **values), []
     for index, loss in enumerate((3.0, 9.0, 1.0, 7.0, 5.0, 4.0), 1):
-        node.run_phase(Step(index, 7, outputs={"loss": loss}))
+        node.run_phase(Step(index, 7, state={"loss": loss}))
         found.append(sorted(path.name for path in (place / "checkpoints").iterdir()))
     node.close()
     return found

@@ -32,7 +32,7 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import BatchContext, Head, HiddenStates
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.pipeline import Schedule, sum_losses
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Recompute
@@ -41,6 +41,7 @@ from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
 from support.joined import joined
 from support.qwen3 import cpu_kernels
+from support.steps import evaluate, train
 
 TRAINING = [
     name.rpartition(".")[2]
@@ -337,12 +338,13 @@ def _steps(
     share, first = microbatches // among, place * mesh.size("data_shard") + mesh.index("data_shard")
     mine = made[first * share : (first + 1) * share]
     for number in range(1, taken + 1):
-        step = Step(number, taken, outputs={"losses": executor.train(mine)})
+        step = Step(number, taken, train(executor, mine))
         synchronize.run_phase(step)
         if number < taken:
             optimizer.run_phase(step)
-    losses = step.outputs["losses"]
-    held_out = executor.evaluate(iter(made[:3]))
+    total, _ = sum_losses(step.state)
+    sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
+    held_out = sum_losses(evaluate(executor, made[:3]))
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
     return {
@@ -350,10 +352,10 @@ def _steps(
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},
         "slices": stages.state_slices(),
         "moments": sum(part.numel() for of in optimizer.state_dict().values() for part in of.values() if part.ndim),
-        "loss": float(losses.total) / mesh.size("tensor"),  # which these ranks have alike
-        "sums": {key: float(value) for key, value in losses.sums.items()},
-        "held_out": float(held_out.total),
-        "norm": float(step.outputs["grad_norm"]),
+        "loss": float(total) / mesh.size("tensor"),  # which these ranks have alike
+        "sums": {key: float(value) for key, value in sums.items()},
+        "held_out": float(held_out[0]),
+        "norm": step.state.number("grad_norm"),
         "norms": [
             float(clip(max_norm=1.0, norm_type=p, targets=[targets])._norm())
             for p, targets in ((1.0, "*"), (3.0, "*layers.*"), (math.inf, "*"))

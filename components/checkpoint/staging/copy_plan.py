@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.pytree import transform_with_path
+from drawloom.components.state.trees import transform_with_path
 from drawloom.graph import UserError
 
 SPARSE = 2  # a range of more than this many times the bytes of its tensors is not copied as a whole

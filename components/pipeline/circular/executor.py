@@ -6,8 +6,8 @@ microbatches and computes the head and the losses of the same ones, so that no r
 between, hidden states go round the ranks' layers, in as many repeats as a rank has stages.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
-from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, sum_losses
-from drawloom.components.ports.data import Batch
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.pipeline import Losses
+from drawloom.components.ports.pipeline import LOSSES
+from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
 
@@ -59,16 +59,16 @@ class CircularExecutor(Executor):
         """The rank of each stage in evaluation: the first and the last one have an end of the model each."""
         return (0, *super()._owners, self.mesh.size("pipeline") - 1)
 
-    def train(self, microbatches: Sequence[Batch]) -> Losses:
-        """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
+    def train(self, state: StepState) -> None:
+        """Run the forward and backward passes of the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = [self._inputs(batch) for batch in microbatches]
-        group, found = self.mesh.group("pipeline"), dict[int, LossSums]()
+        inputs = [self._inputs(batch) for batch in state["batches"]]
+        group = self.mesh.group("pipeline")
         repeats = (len(self._owners) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
         sends = PendingSends()
         token = begin_token(sends, self.device.device)
-        runners = {stage.index: StageRunner(stage, self.objective, found) for stage in self.stages.local}
+        runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
         passes, share = StagePasses(runners, inputs, token), table.share(group.rank)
         embedded = [passes.forward(0, number, inputs[number].tokens) for number in share]
         one = ForwardPass(
@@ -87,7 +87,7 @@ class CircularExecutor(Executor):
         # From the token, too: a rank without a loss takes part in every exchange of gradients.
         torch.autograd.backward([*losses, one.token])
         self.stages.hand_over_gradients()
-        return sum_losses(_joined(group, found, len(inputs), self.device.device), self.device.device)
+        _gather_losses(state, share, group, self.device.device)
 
     def _meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """What passes between the stages for a microbatch; UserError unless it is one tensor."""
@@ -101,27 +101,28 @@ class CircularExecutor(Executor):
         return TensorMeta(like.shape, like.dtype, self.device.device)
 
 
-def _joined(group: Group, found: dict[int, LossSums], count: int, device: torch.device) -> dict[int, LossSums]:
-    """The losses of all ranks' microbatches, on the rank of the last stage; none on others."""
-    mine = {}
-    for number, (loss, weight, sums) in found.items():
-        # under names that neither the loss nor the weight has
-        mine[number] = {"loss": loss, "weight": weight} | {f"sums.{name}": each for name, each in sums.items()}
-    # A rank without a microbatch does not know what the loss is made of, and the first rank has one.
-    first = next(iter(mine.values()), {})
-    described = {name: [[*each.shape], str(each.dtype)] for name, each in first.items()}
-    whole = {}
-    for name, (shape, dtype) in group.gather_json(described)[0].items():
-        every = torch.zeros(count, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        for number, values in mine.items():
-            every[number] = values[name]
-        group.sum(every)
-        whole[name] = every
+def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, device: torch.device) -> None:
+    """Move the losses of all ranks' microbatches to the rank of the last stage; this rank computed `numbers`."""
+    computed = {number: dict(_paths(state.microbatch(number)[LOSSES])) for number in numbers}
+    # A rank without a microbatch does not know the names of the sums; the first rank has one.
+    first = next(iter(computed.values()), {})
+    forms = [[path, [*tensor.shape], str(tensor.dtype)] for path, tensor in first.items()]
+    gathered: dict[str, Any] = {"loss": None, "weight": None, "sums": {}}
+    for path, shape, dtype in group.gather_json(forms)[0]:
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+        stacked = torch.zeros(state.microbatches, *shape, dtype=dtype, device=device)
+        for number, tensors in computed.items():
+            stacked[number] = tensors[tuple(path)]
+        group.sum(stacked)
+        *parents, name = path
+        (gathered["sums"] if parents else gathered)[name] = stacked
     if group.rank < group.size - 1:
-        return {}
-    losses, weights = whole.pop("loss"), whole.pop("weight")
-    named = {name.removeprefix("sums."): each for name, each in whole.items()}
-    return {
-        number: (losses[number], weights[number], {name: each[number] for name, each in named.items()})
-        for number in range(count)
-    }
+        none = torch.zeros(0, device=device)
+        gathered = {"loss": none, "weight": none, "sums": {}}
+    state[LOSSES] = gathered
+
+
+def _paths(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the tensors of a microbatch's losses with their paths."""
+    yield from ((("loss",), losses["loss"]), (("weight",), losses["weight"]))
+    yield from ((("sums", name), tensor) for name, tensor in losses["sums"].items())

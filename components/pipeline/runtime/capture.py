@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
-from drawloom.components.pipeline.runtime.stage_runner import LossSums, StageRunner, as_input, detach, floating
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach, floating
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.pipeline import Loss
+from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
-from drawloom.components.storage.pytree import leaves, transform
+from drawloom.components.state.step_state import StepState
+from drawloom.components.state.trees import leaves, transform
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.pipeline")
@@ -55,8 +56,8 @@ class Slot:
         for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
             self._passes[name] = self.record(partial(self._backward, name))
 
-    def forward(self, given: Any) -> tuple[Any, LossSums | None]:
-        """The stage's output, and of the last stage loss, weight and sums: copies, as the slot keeps its tensors."""
+    def forward(self, given: Any) -> tuple[Any, Any]:
+        """Return copies of the stage's output and, on the last stage, of the losses; None on others."""
         _put(self._given, given)
         output, losses = self._replay("forward")
         return output, losses
@@ -88,7 +89,7 @@ class Slot:
         inputs, shared, batch = self._given
         # The start of the stage's graph, but for token ids.
         output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
-        return output, self.runner.losses.get(0)
+        return output, self.runner.state.microbatch(0).get(LOSSES)
 
     def _backward(self, name: str) -> Any:
         method = getattr(self.runner, name)
@@ -172,7 +173,7 @@ class StageGraphs:
         self._free.append(slot)
 
     def _runner(self, split: bool) -> StageRunner:
-        return StageRunner(self.stage, self.objective, {}, split=split)
+        return StageRunner(self.stage, self.objective, split=split)
 
     def _warn(self) -> None:
         if not self._warned:
@@ -202,7 +203,7 @@ class CapturedRunner(StageRunner):
         self._taken[microbatch] = slot
         output, losses = slot.forward(given)
         if losses is not None:
-            self.losses[microbatch] = losses
+            self.state.microbatch(microbatch)[LOSSES] = losses
         return output
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
@@ -245,10 +246,10 @@ class Captures:
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return cls(objective, lambda: CudaRecord(stream))
 
-    def runner(self, stage: Stage, losses: dict[int, LossSums], split: bool) -> CapturedRunner:
-        """What runs a stage in a step."""
+    def runner(self, stage: Stage, state: StepState, split: bool) -> CapturedRunner:
+        """Return the runner of a stage for one step."""
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
-        return CapturedRunner(stage, self.objective, losses, split, graphs=graphs)
+        return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
     def alike(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """

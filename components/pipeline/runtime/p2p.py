@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.program import MessageOp
-from drawloom.components.storage.pytree import branches, leaves, transform
+from drawloom.components.state.trees import branches, leaves, transform
 
 Key = tuple[Any, ...]
 

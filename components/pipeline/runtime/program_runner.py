@@ -16,7 +16,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import StageInputs
-from drawloom.components.storage.pytree import leaves
+from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError
 
 StageMicrobatch = tuple[int, int]

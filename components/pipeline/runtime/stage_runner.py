@@ -1,6 +1,6 @@
 """What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,11 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, Head
-from drawloom.components.ports.pipeline import Loss, Losses
+from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.stages import Shards, Stage
-from drawloom.components.storage.pytree import leaves, transform
+from drawloom.components.state.step_state import StepState
+from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import Accumulation
-
-LossSums = tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""A microbatch's loss and weight, both 0-dimensional, and its named sums, detached."""
 
 
 @attrs.define(eq=False)
@@ -36,7 +34,7 @@ class StageRunner:
     """
     Runs one stage on the microbatches of a step; if it is `split`, its backward has two parts.
 
-    The last stage leaves in `losses` those of each microbatch.
+    The last stage writes the losses of each microbatch into `state`.
 
     Every floating-point leaf of what passes between stages is differentiable: a gradient goes back for each, zeros
     where nothing depends on it, so that both ranks know what is sent without asking.
@@ -44,7 +42,7 @@ class StageRunner:
 
     stage: Stage
     objective: Loss
-    losses: dict[int, LossSums]
+    state: StepState = attrs.field(factory=StepState)
     split: bool = False
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
@@ -84,7 +82,7 @@ class StageRunner:
             return self.stage.module(inputs, shared, finish)
         # The loss is computed inside of the module's forward, where hooks have made the head's weights ready.
         loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
-        self.losses[microbatch] = loss.detach(), weight.detach(), {key: each.detach() for key, each in sums.items()}
+        self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
         return loss
 
     def _loss(self, batch: Batch, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -152,23 +150,6 @@ class StageRunner:
         if self.stage.shards is None:
             raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
         return self.stage.shards
-
-
-def sum_losses(losses: Mapping[int, LossSums], device: torch.device) -> Losses:
-    """The sums over microbatches, in float64; zeros, and no named ones, if there are none."""
-    if not losses:
-        return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
-    every, weights, named = zip(*(losses[number] for number in sorted(losses)), strict=True)
-    for number, each in enumerate(named):
-        if each.keys() != named[0].keys():
-            names = ", ".join(sorted(each.keys() ^ named[0].keys()))
-            raise ValueError(f"the loss gives other sums for microbatch {number} than for the first: {names}")
-    loss, weight = torch.stack(every), torch.stack(weights)
-    sums = {name: torch.stack([each[name] for each in named]) for name in named[0]}
-    # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
-    totals = {name: each.double().sum(0) for name, each in sums.items()}
-    by_microbatch = {"loss": loss, "weight": weight, "sums": sums}
-    return Losses(loss.double().sum(), weight.double().sum(), totals, by_microbatch)
 
 
 def _split(kept: InFlight) -> SplitBackward:

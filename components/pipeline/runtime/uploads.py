@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.pytree import leaves, transform
+from drawloom.components.state.trees import leaves, transform
 
 
 @attrs.define

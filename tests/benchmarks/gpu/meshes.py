@@ -53,6 +53,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
+from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from support import pipelines  # noqa: E402
@@ -320,13 +321,13 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     place = ComputeDevice(kind="cpu")  # from where a run's batches come
     batches = [_batch(number, place, *size) for number in range(case.microbatches)]
 
-    def step() -> None:
-        state = Step(1, 1)
-        state.outputs["losses"] = executor.train(batches)
+    def take_step() -> None:
+        step = Step(1, 1, state_of_batches(batches))
+        executor.train(step.state)
         for phase in phases:
-            phase.run_phase(state)
+            phase.run_phase(step)
 
-    return step
+    return take_step
 
 
 def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:

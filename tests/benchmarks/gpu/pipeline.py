@@ -49,6 +49,7 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.program import Program  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
@@ -157,13 +158,17 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
     place = ComputeDevice(kind="cpu")  # from where a run's batches come
     batches = [_batch(number, place, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
-    def step() -> None:
-        state = Step(1, 1)
-        state.outputs["losses"] = executor.train(batches)
-        reduction.run_phase(state)
-        optimizer.run_phase(state)
+    def take_step() -> None:
+        step = Step(1, 1, state_of_batches(batches))
+        executor.train(step.state)
+        reduction.run_phase(step)
+        optimizer.run_phase(step)
 
-    return Run(step, lambda: executor.train(batches), schedule.program(mesh.size("pipeline"), MICROBATCHES))
+    return Run(
+        take_step,
+        lambda: executor.train(state_of_batches(batches)),
+        schedule.program(mesh.size("pipeline"), MICROBATCHES),
+    )
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:

@@ -43,6 +43,7 @@ from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: 
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton  # noqa: E402
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton  # noqa: E402
@@ -189,13 +190,13 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     place = torch.device("cpu")  # from where a run's batches come
     batches = [_batch(number, place, config["vocab_size"], case.rows) for number in range(case.microbatches)]
 
-    def step() -> None:
-        state = Step(1, 1)
-        state.outputs["losses"] = executor.train(batches)
+    def take_step() -> None:
+        step = Step(1, 1, state_of_batches(batches))
+        executor.train(step.state)
         for phase in (synchronize, clip, optimizer):
-            phase.run_phase(state)
+            phase.run_phase(step)
 
-    return step
+    return take_step
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:

@@ -42,6 +42,7 @@ from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.recompute import recomputing  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from support import pipelines  # noqa: E402
@@ -172,15 +173,14 @@ def _step_of(
     batches = [_batch(number, place, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]
     there = _batch(0, device.device, sizes["vocab_size"], rows, length)
 
-    def step() -> list[float]:
-        state = Step(1, 1)
-        losses = executor.train(batches)
-        state.outputs["losses"] = losses
+    def take_step() -> list[float]:
+        step = Step(1, 1, state_of_batches(batches))
+        executor.train(step.state)
         for phase in phases:
-            phase.run_phase(state)
-        return [losses.total, state.outputs["grad_norm"]]
+            phase.run_phase(step)
+        return [step.state["loss"] * step.state["loss_weight"], step.state["grad_norm"]]
 
-    return step, _kept(stages.local[0].module, loss, there, policy)
+    return take_step, _kept(stages.local[0].module, loss, there, policy)
 
 
 def _kept(module: Any, loss: NextToken, batch: Batch, policy: Recompute) -> int:

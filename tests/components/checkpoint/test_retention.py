@@ -71,7 +71,7 @@ def test_all_rules_apply_across_a_resume(tmp_path: Path) -> None:
         node.restore()
         for index, loss in list(enumerate(losses, 1))[first : first + 5]:
             memory.state = state_of(index)
-            node.run_phase(Step(index, 20, outputs={"loss": loss, "other": "text"}))
+            node.run_phase(Step(index, 20, state={"loss": loss, "other": "text"}))
     assert _steps(tmp_path) == {3, 4, 7, 8, 9}  # best, multiples of 4, newest finite, newest
 
 

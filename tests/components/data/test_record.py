@@ -39,7 +39,7 @@ def test_each_row_has_its_own_digest() -> None:
 
 def test_each_step_has_a_line(tmp_path: Path) -> None:
     """A step's line has the rows of all its microbatches, and which part of the step they are."""
-    record(tmp_path).run_phase(Step(1, 9, outputs={"batches": [batch(1, 2), batch(3)]}))
+    record(tmp_path).run_phase(Step(1, 9, state={"batches": [batch(1, 2), batch(3)]}))
     assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": row_digests(batch(1, 2, 3))}]
 
 
@@ -47,9 +47,9 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     """Later lines, an incomplete one, and those of ranks that are gone are removed."""
     first = record(tmp_path)
     for step in (1, 2, 3):
-        first.run_phase(Step(step, 9, outputs={"batches": [batch(step)]}))
+        first.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
     (tmp_path / "rows/rank-1.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    record(tmp_path).run_phase(Step(2, 9, outputs={"batches": [batch(7)]}))
+    record(tmp_path).run_phase(Step(2, 9, state={"batches": [batch(7)]}))
     assert [(line["step"], line["rows"]) for line in lines(tmp_path)] == [
         (1, row_digests(batch(1))),
         (2, row_digests(batch(7))),

@@ -37,7 +37,7 @@ Norm = Callable[[list[Tensor], Ranks], float]
 
 
 def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
-    return exact_norm(gradients, ranks, CPU)
+    return exact_norm(gradients, ranks, CPU).item()
 
 
 def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:

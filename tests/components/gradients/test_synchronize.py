@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.gradients.synchronize import Synchronize
-from drawloom.components.ports.pipeline import Losses
+from drawloom.components.ports.data import Batch
 from drawloom.components.ports.run import Step
+from support.steps import losses_of
 
 
 class NoReduction:
@@ -42,10 +43,13 @@ class Weights:
 
 
 def taken(weights: Weights, mesh: Any, total: float, weight: float, why: str = "", **settings: Any) -> Step:
-    """The step after the phase has run with the given sums on this rank."""
+    """Return the step after the phase has run with the given sums on this rank, and 7 tokens."""
     phase = Synchronize(parameters=weights, mesh=mesh, reduce=NoReduction(), **settings)
-    sums = torch.tensor([total, weight], dtype=torch.float64)
-    step = Step(1, 1, tokens=7, skip_reason=why, outputs={"losses": Losses(*sums)})
+    row = torch.zeros(1, 7, dtype=torch.int64)
+    batches = [Batch(row, row, row, row, row.float())]
+    step = Step(1, 1, {"losses": losses_of(total, weight), "batches": batches})
+    if why:
+        step.skip(why)
     phase.run_phase(step)
     return step
 
@@ -67,12 +71,10 @@ def test_gradient_and_loss_are_means_by_weight(one_rank: Any, norm: str) -> None
     """Sums are divided by the total weight once; a parameter without a gradient gets zeros."""
     weights = Weights(torch.tensor([6.0, 8.0]))
     step = taken(weights, one_rank, total=10.0, weight=2.0, norm=norm)
-    assert step.settled is (norm == "exact") and step.outputs["loss"] == 5.0
-    step.settle()
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
     assert weights.second.grad is not None and weights.second.grad.tolist() == [0.0, 0.0]
-    assert step.outputs["loss"] == 5.0 and step.outputs["grad_norm"] == pytest.approx(5.0) and not step.skip_reason
-    assert [type(step.outputs[name]) for name in ("loss", "grad_norm")] == [float, float]
+    assert step.state["loss"] == 5.0 and step.state.number("grad_norm") == pytest.approx(5.0) and not step.skip_reason
+    assert {step.state[name].dtype for name in ("loss", "grad_norm", "loss_weight", "tokens")} == {torch.float64}
 
 
 @both
@@ -87,9 +89,9 @@ def test_gradient_and_loss_are_means_by_weight(one_rank: Any, norm: str) -> None
 def test_a_non_finite_step_is_skipped(
     gradient: float, total: float, weight: float, reason: str, one_rank: Any, norm: str
 ) -> None:
-    """A step with a non-finite loss or gradient norm, or without tokens, gets a skip_reason, and found_inf if late."""
+    """A step with a non-finite loss or gradient norm, or without tokens, gets a reason and the flag."""
     step = taken(Weights(torch.tensor([gradient])), one_rank, total, weight, norm=norm)
-    assert (step.found_inf is None) if norm == "exact" else (step.found_inf == 1)
+    assert step.state["skip"] == 1
     assert step.skip_reason == reason
 
 
@@ -97,7 +99,7 @@ def test_a_non_finite_step_is_skipped(
 def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
     """A finite step that a phase refuses is skipped, on the device too."""
     step = taken(Weights(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
-    assert step.found_inf is None or step.found_inf == 1
+    assert step.state["skip"] == 1
     assert step.skip_reason == "a phase says so"
 
 
@@ -106,5 +108,4 @@ def test_tokens_are_whole_numbers(mesh_of: Any, norm: str) -> None:
     """Twelve context ranks count the same 7 tokens, a twelfth each: the sum is below 7 by rounding, and 7 count."""
     mesh = mesh_of(sizes={"context": 12}, replicas=TwelveAlike())
     step = taken(Weights(torch.tensor([1.0])), mesh, 1.0, 1.0, norm=norm)
-    step.settle()
     assert step.tokens == 7

@@ -9,13 +9,15 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from rich.console import Console
 
 from drawloom.components.listeners.logging import RunLogging
 from drawloom.components.listeners.progress import ProgressBar
-from drawloom.components.ports.run import Event, LateValues, Step
+from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from support.doubles import Machine
+from support.steps import LateState, skipped
 
 
 @attrs.frozen
@@ -73,7 +75,7 @@ def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, scre
     """After 4 of 10 steps, of 2 seconds and 1000 tokens each, 12 seconds remain."""
     for index in range(1, 5):
         start = bar.clock()
-        _take(bar, Step(index, 10, tokens=1000, started=start, outputs={"loss": 2.34567}))
+        _take(bar, Step(index, 10, started=start, state={"tokens": float(1000), "loss": 2.34567}))
     drawn = screen.getvalue().rsplit("\r", 1)[-1]
     for part in ("step 4/10", "loss 2.3457", "500 tokens/s", "0:00:12"):
         assert part in drawn
@@ -82,8 +84,8 @@ def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, scre
 def test_validation_loss_rate_and_memory_stay_beside_the_bar(bar: ProgressBar, screen: io.StringIO) -> None:
     """The validation loss of an earlier step is shown until there is another; all fit into 100 columns."""
     outputs = {"loss": 2.34567, "lr": 0.0004}
-    _take(bar, Step(1, 10, tokens=1000, started=0.0, outputs={**outputs, "validation_loss": 3.5}))
-    _take(bar, Step(2, 10, tokens=1000, started=2.0, outputs=outputs))
+    _take(bar, Step(1, 10, started=0.0, state={"tokens": float(1000), **outputs, "validation_loss": 3.5}))
+    _take(bar, Step(2, 10, started=2.0, state={"tokens": 1000.0, **outputs}))
     drawn = screen.getvalue().rsplit("\r", 1)[-1]
     assert "loss 2.3457  val 3.5000  lr 0.00040  800 MB  500 tokens/s" in drawn
 
@@ -97,18 +99,18 @@ def test_a_resumed_bar_starts_at_the_resumed_step(bar: ProgressBar, screen: io.S
 
 def test_a_skipped_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
     """The bar shows "skipped" in place of the loss."""
-    _take(bar, Step(1, 1, started=0.0, skip_reason="nan", outputs={"loss": float("nan")}))
+    _take(bar, skipped(1, 1, state={"loss": float("nan")}))
     assert "loss skipped" in screen.getvalue()
 
 
 def test_a_late_step_shows_the_loss_of_the_one_before(bar: ProgressBar, screen: io.StringIO) -> None:
     """The bar does not wait for a GPU, but for the last step."""
-    steps = [Step(index, 3, started=2.0 * (index - 1)) for index in (1, 2, 3)]
-    for step in steps:
-        step.late = lambda loss=step.index: LateValues({"loss": loss}, 20, "")
+    for index in (1, 2, 3):
+        state = LateState({"loss": torch.tensor(float(index)), "tokens": torch.tensor(20.0)})
+        step = Step(index, 3, state, started=2.0 * (index - 1))
         _take(bar, step)
-        if step.index == 2:
-            assert not step.settled and "step 2/3" in screen.getvalue()
+        if index == 2:
+            assert not state.is_on_host and "step 2/3" in screen.getvalue()
             assert screen.getvalue().count("loss 1.0000") and "loss 2.0000" not in screen.getvalue()
     assert "loss 3.0000" in screen.getvalue() and "10 tokens/s" in screen.getvalue()
 

@@ -130,7 +130,7 @@ def test_the_summary_has_time_tokens_the_best_loss_and_the_folder(
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "export").mkdir()
     losses = {8: 3.0, 9: 2.5, 10: 2.75}
-    steps = [Step(index, 10, tokens=100, outputs={"validation_loss": loss}) for index, loss in losses.items()]
+    steps = [Step(index, 10, state={"tokens": float(100), "validation_loss": loss}) for index, loss in losses.items()]
     assert messages(summary(tmp_path, one_rank), caplog, steps) == [
         "trained steps 8 to 10 in 0:00:15: 300 tokens, 20 tokens/s overall",
         "best    validation loss 2.5000 after step 9",
@@ -144,8 +144,8 @@ def test_a_resumed_run_knows_the_best_loss_from_before(
     """It is saved with the run; a finished run says where its results are."""
     first, second = summary(tmp_path, one_rank), summary(tmp_path, one_rank)
     # A checkpoint is saved by a later phase of the same step, and must have it.
-    first.on_event(Event("phase_ended", Step(3, 9, outputs={"validation_loss": 1.5}), "evaluate"))
+    first.on_event(Event("phase_ended", Step(3, 9, state={"validation_loss": 1.5}), "evaluate"))
     second.load_state_dict(first.state_dict())
-    lines = messages(second, caplog, [Step(4, 9, outputs={"validation_loss": 2.0})])
+    lines = messages(second, caplog, [Step(4, 9, state={"validation_loss": 2.0})])
     assert "best    validation loss 1.5000 after step 3" in lines
     assert messages(summary(tmp_path, one_rank), caplog, []) == [f"results in {tmp_path}: "]

@@ -65,7 +65,7 @@ def run(made: PhaseTimes, step: Step) -> None:
     for name in PHASES:
         made.on_event(Event("phase_started", step, name))
         if name == "fb":
-            step.on_data_loaded()
+            made.on_event(Event("data_loaded", step))
         made.on_event(Event("phase_ended", step, name))
     made.on_event(Event("phase_started", step, "report"))
 

@@ -1,10 +1,12 @@
 """How fast the run learns."""
 
 import pytest
+import torch
 
 from drawloom.components.metrics.throughput import Throughput
-from drawloom.components.ports.run import LateValues, Step
+from drawloom.components.ports.run import Step
 from support.metrics import measured
+from support.steps import LateState
 
 
 def _at(now: float) -> Throughput:
@@ -15,7 +17,7 @@ def _at(now: float) -> Throughput:
 
 def test_tokens_by_second_leave_out_what_went_aside() -> None:
     """100 tokens in 12 seconds, of which 2 went into evaluation, are 10 a second."""
-    found = measured(_at(20.0), Step(1, 9, tokens=100, started=8.0, excluded_seconds=2.0))
+    found = measured(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
     assert found == {"tokens": 100, "tokens_per_second": 10.0}
     assert type(found["tokens"]) is int
 
@@ -23,26 +25,20 @@ def test_tokens_by_second_leave_out_what_went_aside() -> None:
 def test_tokens_add_up_over_a_resumed_run() -> None:
     """State that another process saved is counted on from."""
     first, second = _at(1.0), _at(1.0)
-    measured(first, Step(1, 9, tokens=100, started=0.0))
-    measured(first, Step(2, 9, tokens=30, started=0.0))
+    measured(first, Step(1, 9, state={"tokens": 100.0}, started=0.0))
+    measured(first, Step(2, 9, state={"tokens": 30.0}, started=0.0))
     second.load_state_dict(first.state_dict())
-    assert measured(second, Step(3, 9, tokens=7, started=0.0))["tokens"] == 137
+    assert measured(second, Step(3, 9, state={"tokens": 7.0}, started=0.0))["tokens"] == 137
 
 
 def test_a_clock_that_stands_still_is_no_error() -> None:
     """A step that took no time has a speed, however large."""
-    assert measured(_at(1.0), Step(1, 9, tokens=1, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
+    assert measured(_at(1.0), Step(1, 9, state={"tokens": 1.0}, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
 
 
 def test_tokens_that_a_device_sums_are_read_late() -> None:
     """Measuring does not wait for them; a state that is saved before the step's values counts them too."""
-    waited = []
-
-    def late() -> LateValues:
-        waited.append(True)
-        return LateValues({}, 100, "")
-
-    throughput = _at(5.0)
-    throughput.update(Step(1, 9, tokens=50, started=0.0, late=late))
-    assert not waited
-    assert throughput.state_dict() == {"tokens": 100} and waited
+    step, throughput = Step(1, 9, LateState({"tokens": torch.tensor(100.0)}), started=0.0), _at(5.0)
+    throughput.update(step)
+    assert not step.state.is_on_host
+    assert throughput.state_dict() == {"tokens": 100} and step.state.is_on_host

@@ -45,7 +45,7 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
     ids = torch.tensor([[0, 0, 0, 1]])
     batch = Batch(ids, ids, ids, ids, torch.ones(1, 4))
     batch = attrs.evolve(batch, padding=1)
-    step = Step(1, 9, tokens=3 * ranks, started=10.0, excluded_seconds=1.0, outputs={"batches": [batch]})
+    step = Step(1, 9, started=10.0, excluded_seconds=1.0, state={"tokens": float(3 * ranks), "batches": [batch]})
     metric.clock = lambda: 13.0
     parts = [metric.update(step) for _ in range(ranks)]
     return dict(metric.compute(combined(metric.accumulators, parts), step))
@@ -89,7 +89,7 @@ def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) 
         with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
             metric.open()
         parts = [{"pairs": torch.tensor([7.0, 6.0])}]
-        step = Step(1, 9, tokens=4, outputs={"batches": []})
+        step = Step(1, 9, state={"tokens": float(4), "batches": []})
         metric._seconds = 2.0
         found = metric.compute(combined(metric.accumulators, parts), step)
         tflops = found["tflops"]

@@ -10,6 +10,7 @@ from torch import nn
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
+from support.steps import skipped
 
 
 class Weights:
@@ -79,7 +80,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
     before = weights.matrix.detach().clone()
     optimizer = made(weights)
     weights.give_gradients(1)
-    optimizer.run_phase(Step(1, 1, skip_reason="the loss is nan"))
+    optimizer.run_phase(skipped(1, 1))
     assert torch.equal(weights.matrix, before) and weights.matrix.grad is None
     assert optimizer.state_dict() == {"vector": {}, "matrix": {}}
 
@@ -88,9 +89,9 @@ def test_lr_is_the_base_times_lr_factor() -> None:
     """The learning rate that was used is in the step's outputs."""
     weights = Weights()
     weights.give_gradients(1)
-    step = Step(1, 1, outputs={"lr_factor": 0.25})
+    step = Step(1, 1, {"lr_factor": 0.25})
     made(weights).run_phase(step)
-    assert step.outputs["lr"] == pytest.approx(0.025)
+    assert step.state["lr"] == pytest.approx(0.025)
 
 
 def test_state_of_other_parameters_is_refused() -> None:

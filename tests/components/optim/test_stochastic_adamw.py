@@ -20,6 +20,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
+from support.steps import skipped
 
 
 class Weights:
@@ -136,7 +137,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
     weights, optimizer = after(1)
     before, state = copy.deepcopy(weights), copy.deepcopy(optimizer.state_dict())
     weights.give_gradients(2)
-    optimizer.run_phase(Step(2, 2, skip_reason="the loss is nan"))
+    optimizer.run_phase(skipped(2, 2))
     assert same(weights, before)
     assert all(parameter.grad is None for _, parameter in weights.named())
     assert optimizer.state_dict()["matrix"]["steps"] == state["matrix"]["steps"] == 1
@@ -144,9 +145,9 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 
 def test_lr_is_the_base_times_lr_factor() -> None:
     """The learning rate that was used is in the step's outputs."""
-    step = Step(1, 1, outputs={"lr_factor": 0.25})
+    step = Step(1, 1, {"lr_factor": 0.25})
     made(Weights(), lr=0.1).run_phase(step)
-    assert step.outputs["lr"] == pytest.approx(0.025)
+    assert step.state["lr"] == pytest.approx(0.025)
 
 
 def test_inconsistent_state_is_refused() -> None:

@@ -105,7 +105,7 @@ def test_a_rank_without_parameters_steps_and_resumes(kind: str) -> None:
     optimizer, resumed = (_opened(kind, Weights(shapes={})) for _ in range(2))
     step = Step(1, 2)
     optimizer.run_phase(step)
-    assert step.outputs["lr"] == 0.1
+    assert step.state["lr"] == 0.1
     assert optimizer.state_slices() == {} and optimizer.state_dict() == {}
     resumed.load_state_dict(optimizer.state_dict())
     resumed.run_phase(Step(2, 2))

@@ -10,7 +10,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from drawloom.components.phases.ema import WeightAverage
 from drawloom.components.ports.run import Step
+from drawloom.components.state.step_state import StepState
 from support.equality import assert_equal
+from support.steps import LateState
 
 
 class Weights:
@@ -43,12 +45,13 @@ def test_averages_are_those_of_torch(late: bool) -> None:
     ours = WeightAverage(parameters=weights, decay=0.9)
     theirs = AveragedModel(weights.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     for number in range(1, 6):
-        skipped = number == 3
-        if not skipped:
+        is_skipped = number == 3
+        if not is_skipped:
             weights.move(number)
             theirs.update_parameters(weights.module)
-        found_inf = torch.tensor(float(skipped)) if late else None
-        ours.run_phase(Step(number, 5, skip_reason="inf" if skipped and not late else "", found_inf=found_inf))
+        step = Step(number, 5, (LateState if late else StepState)({}))
+        step.skip_if(torch.tensor(is_skipped), lambda: "inf")
+        ours.run_phase(step)
         assert_equal(values(ours), {name: each.detach() for name, each in theirs.module.named_parameters()})
 
 

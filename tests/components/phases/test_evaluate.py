@@ -4,11 +4,11 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
 from drawloom.components.phases.evaluate import Evaluate
-from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Step
+from drawloom.components.state.step_state import StepState
+from support.steps import losses_of, values_of
 
 
 @attrs.define
@@ -24,11 +24,11 @@ class Model:
     def batches(self) -> Any:
         return iter(())
 
-    def train(self, microbatches: Any) -> Losses:
+    def train(self, state: StepState) -> None:
         raise AssertionError("evaluation must not train")
 
-    def evaluate(self, microbatches: Any) -> Losses:
-        return Losses(*torch.tensor([self.total, self.weight], dtype=torch.float64))
+    def evaluate(self, state: StepState) -> None:
+        state["losses"] = losses_of(self.total, self.weight)
 
 
 def measured(model: Model, mesh: Any, every: Any, step: Step) -> Step:
@@ -42,8 +42,8 @@ def measured(model: Model, mesh: Any, every: Any, step: Step) -> Step:
 )
 def test_the_mean_per_token_is_written_at_the_cadence(every: Any, index: int, due: bool, one_rank: Any) -> None:
     """Every n steps and after the last it is the sum of losses over the sum of weights; otherwise it is absent."""
-    values = measured(Model(6.0, 4.0), one_rank, every, Step(index, 7)).outputs
-    assert values == ({"validation_loss": 1.5} if due else {})
+    step = measured(Model(6.0, 4.0), one_rank, every, Step(index, 7))
+    assert values_of(step) == ({"validation_loss": 1.5} if due else {})
 
 
 def test_evaluation_time_is_excluded(one_rank: Any) -> None:
@@ -53,4 +53,4 @@ def test_evaluation_time_is_excluded(one_rank: Any) -> None:
 
 def test_an_empty_validation_split_has_no_loss(one_rank: Any) -> None:
     """An empty split writes nothing instead of dividing by zero."""
-    assert measured(Model(0.0, 0.0), one_rank, 1, Step(1, 7)).outputs == {}
+    assert values_of(measured(Model(0.0, 0.0), one_rank, 1, Step(1, 7))) == {}

@@ -1,12 +1,12 @@
 """The forward and backward phase."""
 
-from typing import Any
-
 import torch
 
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Event, Events, Step
+from drawloom.components.state.step_state import StepState
+from drawloom.graph.testing import fake
 
 
 class Parts:
@@ -16,15 +16,18 @@ class Parts:
         row = torch.zeros(2, 3, dtype=torch.int64)
         return [Batch(row, row, row, row, row.float(), padding=2), Batch(row, row, row, row, row.float())]
 
-    def train(self, microbatches: Any) -> Any:
-        return len(microbatches)
+    def train(self, state: StepState) -> None:
+        for number in range(state.microbatches):
+            view = state.microbatch(number)
+            view["losses"] = view["batches"].token_count
 
-    def evaluate(self, microbatches: Any) -> Any:
+    def evaluate(self, state: StepState) -> None:
         raise AssertionError("training must not evaluate")
 
 
 def test_all_microbatches_of_the_step_are_trained_on() -> None:
-    """The executor gets the step's microbatches; its losses are written, and how many tokens are no padding."""
-    step = Step(1, 1)
-    ForwardBackward(data=Parts(), executor=Parts()).run_phase(step)
-    assert step.outputs["losses"] == len(step.outputs["batches"]) == 2 and step.tokens == 10
+    """The executor sees one batch of the step in each microbatch, after an event says that the data is loaded."""
+    step, events = Step(1, 1), list[Event]()
+    ForwardBackward(data=Parts(), executor=Parts(), events=fake(Events, emit=events.append)).run_phase(step)
+    assert step.state["losses"] == [4, 6] and len(step.state["batches"]) == 2
+    assert [(event.kind, event.step) for event in events] == [("data_loaded", step)]

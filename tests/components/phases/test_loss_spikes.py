@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from drawloom.components.phases.loss_spikes import LossSpikes
-from drawloom.components.ports.run import LateValues, Step
+from drawloom.components.ports.run import Step
+from drawloom.components.state.step_state import StepState
 from drawloom.graph import UserError
+from support.steps import LateState, skipped
 
 CALM = [2.0, 2.1, 1.9, 2.0]
 
@@ -35,7 +37,7 @@ def made(data: Data | None = None, **settings: Any) -> LossSpikes:
 def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
     """The last of steps with these losses."""
     for index, loss in enumerate(losses, first):
-        step = Step(index, 99, outputs={"loss": loss}, skip_reason="" if loss < float("inf") else "the loss is inf")
+        step = Step(index, 99, {"loss": loss}) if loss < float("inf") else skipped(index, 99, state={"loss": loss})
         phase.run_phase(step)
     return step
 
@@ -46,14 +48,12 @@ def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.Log
     phase = made()
     steps: list[Step] = []
     for index, loss in enumerate([*CALM, 9.0, float("inf"), 1.0], 1):
-        step = Step(index, 7, outputs={"loss": torch.tensor(loss) if late else loss})
-        if late:
-            step.late = lambda loss=loss: LateValues({"loss": loss}, 1, "" if loss < 99 else "the loss is inf")
-        elif loss > 99:
-            step.skip_reason = "the loss is inf"
+        step = Step(index, 7, (LateState if late else StepState)({"loss": torch.tensor(loss, dtype=torch.float64)}))
+        if loss > 99:
+            step.skip("the loss is inf")
         with caplog.at_level(logging.WARNING, "drawloom.run"):
             for before in steps:
-                before.settle()
+                before.state.numbers()
             phase.run_phase(step)
         steps.append(step)
         assert not step.goes_back

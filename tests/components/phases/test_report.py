@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
+import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device import ComputeDevice, HostCopy
-from drawloom.components.phases import report
-from drawloom.components.phases.metric_totals import Measured
+from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.phases.report import Report, step_line
 from drawloom.components.ports.run import Accumulator, Step, Value
+from support.steps import LateState, skipped
 
 
 @attrs.frozen
@@ -92,7 +92,7 @@ def test_a_skipped_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytes
     caplog.set_level(logging.INFO)
     tracker = Recorder()
     report_of(one_rank, metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(
-        Step(2, 3, skip_reason="loss nan")
+        skipped(2, 3, "loss nan")
     )
     assert caplog.record_tuples == [("drawloom.run", logging.WARNING, "step 2/3 skipped: loss nan")]
     assert tracker.calls == ["rewind 1", (2, [("loss", None)])]
@@ -142,49 +142,33 @@ def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptur
     ]
 
 
-class Arrival:
-    """An event of a GPU, as a late step has it."""
-
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def synchronize(self) -> None:
-        self.waited += 1
-
-
-def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(
-    one_rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(one_rank: Any) -> None:
     """On a GPU the host waits for a step's numbers when the next one is measured, or earlier if they are flushed."""
-    arrivals: list[Arrival] = []
-
-    def late(metrics: Any, step: Step, *_: Any) -> Measured:
-        arrivals.append(Arrival())
-        arrived: Any = arrivals[-1]
-        return Measured(step, HostCopy({}, arrived))
-
-    monkeypatch.setattr(report, "measure", late)
     tracker = Recorder()
     reports = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[tracker], every="never")
-    seen: list[tuple[list[int], list[int]]] = []
+    seen: list[tuple[list[int], list[bool]]] = []
+    late_steps: list[Step] = []
+
+    def run(index: int) -> None:
+        late_steps.append(Step(index, 9, LateState({"loss": torch.tensor(1.0)})))
+        reports.run_phase(late_steps[-1])
+        note()
 
     def note() -> None:
         steps = [call[0] for call in tracker.calls if not isinstance(call, str)]
-        seen.append((steps, [arrival.waited for arrival in arrivals]))
+        seen.append((steps, [step.state.is_on_host for step in late_steps]))
 
     for index in (1, 2, 3):
-        reports.run_phase(Step(index, 9))
-        note()
+        run(index)
     reports.flush()
     note()
-    reports.run_phase(Step(9, 9))
-    note()
+    run(9)
     reports.close()
     assert seen == [
-        ([], [0]),
-        ([1], [1, 0]),
-        ([1, 2], [1, 1, 0]),
-        ([1, 2, 3], [1, 1, 1]),
-        ([1, 2, 3, 9], [1, 1, 1, 1]),
+        ([], [False]),
+        ([1], [True, False]),
+        ([1, 2], [True, True, False]),
+        ([1, 2, 3], [True, True, True]),
+        ([1, 2, 3, 9], [True, True, True, True]),
     ]
     assert len(tracker.calls) == 5

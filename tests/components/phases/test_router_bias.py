@@ -15,6 +15,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.doubles import Held, Machine
 from support.qwen3 import cpu_kernels
+from support.steps import LateState, skipped
 
 
 @attrs.frozen
@@ -92,12 +93,12 @@ def test_a_skipped_step_changes_nothing_and_is_forgotten(one_rank: Any) -> None:
     """Whether the host knows that it is skipped, or the device alone."""
     [router] = held = routers(True)
     phase = opened(held, one_rank, update_rate=1.0)
-    for step in (Step(1, 9, skip_reason="the loss is nan"), Step(2, 9, found_inf=torch.ones(()))):
+    for step in (skipped(1, 9), Step(2, 9, LateState({"skip": torch.ones(())}))):
         send(held, 4, 0, 0, 0)
         phase.run_phase(step)
         assert bias_of(router) == [0.0] * 4
     send(held, 0, 4, 0, 0)
-    phase.run_phase(Step(3, 9, found_inf=torch.zeros(())))
+    phase.run_phase(Step(3, 9, LateState({"skip": torch.zeros(())})))
     assert bias_of(router) == [1.0, -1.0, 1.0, 1.0]
 
 

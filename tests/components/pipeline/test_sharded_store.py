@@ -178,7 +178,7 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
         stages = _stages(mesh, device, True)
         [stage] = stages.local
         shards: Any = stage.shards
-        runner = StageRunner(stage, stages.loss, {}, split=True)
+        runner = StageRunner(stage, stages.loss, split=True)
         scatter = DirectReduceScatter.__call__
 
         def look(self: Any, **how: Any) -> None:

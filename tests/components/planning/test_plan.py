@@ -106,7 +106,7 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
         stages.cast_weights()
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
         recorder = Recorder(found.device, lambda _: 1.0, Attended(0.5))
-        runner = StageRunner(stage, run["loss"], {})
+        runner = StageRunner(stage, run["loss"])
         given = batch()
         tokens, shared = run["loss"].inputs(given)
         for parameter in filter(lambda each: each.requires_grad, stage.module.parameters()):

@@ -1,9 +1,12 @@
-"""Which steps a cadence selects, and values of a step that the host learns late."""
+"""Steps: cadences, numbers that the host learns late, and skipped updates."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from drawloom.components.ports.run import Cadence, LateValues, Step, check_cadence, due
+from drawloom.components.ports.run import Cadence, Step, check_cadence, due
+from support.steps import LateState, late
 
 
 @pytest.mark.parametrize(
@@ -20,30 +23,44 @@ def test_a_cadence_of_no_steps_is_refused() -> None:
     assert [cadence for cadence in (-1, 0, 1, "last", "never") if check_cadence(cadence)] == [-1, 0]
 
 
-@pytest.mark.parametrize("reading", [Step.settle, lambda step: step.tokens, lambda step: step.skip_reason])
-def test_late_values_are_waited_for_once_by_whatever_needs_them(reading: object) -> None:
-    """Before, the step has what the device knows; then numbers. A reason that the host gave before stays."""
-    waits: list[int] = []
-
-    def late() -> LateValues:
-        waits.append(1)
-        return LateValues({"loss": 2.5}, 70, "the norm of the gradients is inf")
-
-    for earlier in ("", "a phase says so"):
-        step = Step(1, 2, tokens=7, skip_reason=earlier, outputs={"loss": torch.tensor(2.5), "lr": 0.1})
-        step.late = late
-        assert not step.settled and isinstance(step.outputs["loss"], torch.Tensor)
+@pytest.mark.parametrize("reading", [lambda step: step.tokens, lambda step: step.skip_reason])
+def test_late_numbers_are_waited_for_once_by_a_reader(reading: Callable[[Step], object]) -> None:
+    """Before, the host has not waited; afterwards every number is known. The reason of the first phase is given."""
+    for earlier in list[str](["", "a phase says so"]):
+        step = Step(1, 2, LateState({"loss": torch.tensor(2.5), "tokens": torch.tensor(70.0), "lr": 0.1}))
+        if earlier:
+            step.skip(earlier)
+        step.skip_if(torch.tensor(True), lambda: "the norm of the gradients is inf")
+        step.state.copy_to_host()
+        assert not step.state.is_on_host
         for _ in range(2):
-            reading(step)  # type: ignore[operator]
-        assert step.settled and step.outputs == {"loss": 2.5, "lr": 0.1}
+            reading(step)
+        assert step.state.is_on_host and step.state.number("loss") == 2.5
         assert (step.tokens, step.skip_reason) == (70, earlier or "the norm of the gradients is inf")
-    assert len(waits) == 2
+        assert len(late(step).arrivals) == 1
 
 
-def test_a_phase_that_refuses_a_step_tells_the_device() -> None:
-    """Optimizers that ask the device, because the host does not know yet, skip the step too."""
-    step = Step(1, 2, found_inf=torch.zeros(()))
-    step.skip_reason = ""
-    assert step.found_inf == 0
-    step.skip_reason = "a phase says so"
-    assert step.found_inf == 1
+def test_conditions_of_several_phases_skip_a_step() -> None:
+    """A step is skipped if any condition is true; a reason that does not apply is passed over."""
+    step = Step(1, 2)
+    assert not step.skip_reason
+    step.skip_if(torch.tensor(False), lambda: "")
+    assert step.state["skip"] == 0 and not step.skip_reason
+    step.skip("a phase says so")
+    assert step.state["skip"] == 1 and step.skip_reason == "a phase says so"
+    step.skip_if(torch.tensor(False), lambda: "")
+    assert step.state["skip"] == 1
+
+
+@pytest.mark.parametrize(("is_skipped", "calls"), [(None, [None]), (False, [None]), (True, [])])
+def test_an_update_is_applied_unless_the_host_knows_of_a_skip(is_skipped: bool | None, calls: list[object]) -> None:
+    """On a CPU a skipped step does not call the update; on a device the update gets the flag without a wait."""
+    step, flags = Step(1, 2), list[object]()
+    if is_skipped is not None:
+        step.skip_if(torch.tensor(is_skipped), lambda: "")
+        on_device = Step(1, 2, LateState({"skip": step.state["skip"]}))
+        on_device.apply_update(lambda flag: flags.append(float(flag is not None and flag)))
+        assert flags == [float(is_skipped)] and not late(on_device).arrivals
+        flags.clear()
+    step.apply_update(flags.append)
+    assert flags == calls

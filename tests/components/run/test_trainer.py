@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from drawloom.components.distributed.rank_errors import Agreed
-from drawloom.components.ports.run import Event, LateValues, Step
+from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import Every, Ordered, RecipeError, UserError, component
 from drawloom.graph.project import Recipe
+from support.steps import LateState
 
 
 @attrs.define
@@ -177,11 +178,9 @@ class Skipping(Record):
 
     def run_phase(self, step: Step) -> None:
         super().run_phase(step)
-        reason = "the loss is nan" if step.index in self.which else ""
         if self.late:
-            step.late = lambda: LateValues({}, 0, reason)
-        else:
-            step.skip_reason = reason
+            step.state = LateState()
+        step.skip_if(torch.tensor(step.index in self.which), lambda: "the loss is nan")
 
 
 late_or_not = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -285,7 +284,8 @@ class GoesBack(Record):
         super().run_phase(step)
         if step.index == self.at:
             self.at, self.restored = 0, 1
-            step.goes_back, step.skip_reason = True, "a spike"
+            step.goes_back = True
+            step.skip("a spike")
 
 
 @pytest.mark.parametrize("at", [3, 4])
@@ -324,9 +324,11 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
     """A checkpoint that is to be kept by such an output would never be; numbers are offered and taken."""
     with pytest.raises(RecipeError, match=r"no phase of \[trainer\] writes a number 'validation_los'; did you mean"):
         Recipe.load("first_run", "checkpoint.best=validation_los").check()
-    numbers = ("grad_norm", "loss", "lr", "lr_factor", "validation_loss")
+    numbers = ("grad_norm", "loss", "loss_weight", "lr", "lr_factor", "skip", "tokens", "validation_loss")
     for name in ("batches", "gradients", "local_gradients", "losses", "weights"):
-        with pytest.raises(RecipeError, match=f"number '{name}'; (there is {', '.join(numbers)}|did you mean 'loss')"):
+        with pytest.raises(
+            RecipeError, match=f"number '{name}'; (there is {', '.join(numbers)}|did you mean '(loss|loss_weight)')"
+        ):
             Recipe.load("first_run", f"checkpoint.best={name}").check()
     for name in numbers:
         Recipe.load("first_run", f"checkpoint.best={name}").check()

@@ -13,12 +13,14 @@ from drawloom.components.pipeline.circular import executor as circular
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.program import flat
 from drawloom.graph import UserError
 from support import pipelines
 from support.joined import mesh_along
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
+from support.steps import train
 
 RANKS, REPEATS = 2, 2
 Work = tuple[str, int, int]
@@ -68,7 +70,7 @@ def works(executor: CircularExecutor, _rank: int) -> list[Work]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(circular, "StagePasses", Watched)
-        executor.train(pipelines.batches(4))
+        train(executor, pipelines.batches(4))
     return done
 
 
@@ -93,12 +95,11 @@ def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model()
 
 def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
     """Of a step its sums and losses by microbatch, and whether gradients were added."""
-    found = executor.train(pipelines.batches(3))
-    state = found.by_microbatch
-    by_microbatch = None if state is None else (state["loss"].tolist(), state["weight"].tolist())
+    state = train(executor, pipelines.batches(3))
+    by_microbatch = [state["losses"][name].tolist() for name in ("loss", "weight")]
     grads = [stage.module for stage in executor.stages.local]
     return (
-        [float(found.total), float(found.weight)],
+        sum_losses(state).tolist(),
         by_microbatch,
         any(each.grad is not None for module in grads for each in module.parameters()),
     )
@@ -117,7 +118,7 @@ def refusal(executor: CircularExecutor, _rank: int) -> str:
     """What is said of a loss of hidden states of several layers."""
     object.__setattr__(executor, "objective", pipelines.StatesLoss())
     with pytest.raises(UserError) as caught:
-        executor.train(pipelines.batches(2))
+        train(executor, pipelines.batches(2))
     return str(caught.value)
 
 

@@ -15,7 +15,9 @@ from drawloom.components.pipeline import recompute
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import Batch
-from drawloom.components.storage.pytree import leaves
+from drawloom.components.ports.pipeline import state_of_batches
+from drawloom.components.state.step_state import StepState
+from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError
 from drawloom.kernels.recompute import rerun
 from support import pipelines
@@ -103,9 +105,9 @@ def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, mon
         ran.append(given)
         return rerun(*given, **named)
 
-    def after_evaluation(executor: Executor, microbatches: Any) -> Any:
-        executor.evaluate(iter(microbatches))
-        return train(executor, microbatches)
+    def after_evaluation(executor: Executor, state: StepState) -> None:
+        executor.evaluate(state_of_batches(state["batches"]))
+        train(executor, state)
 
     train = Executor.train
     monkeypatch.setattr(recompute, "rerun", counted)

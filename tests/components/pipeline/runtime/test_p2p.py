@@ -10,7 +10,7 @@ from torch import nn
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange
-from drawloom.components.storage.pytree import leaves
+from drawloom.components.state.trees import leaves
 from support.qwen3 import dense, sparse
 
 STAGES = 3

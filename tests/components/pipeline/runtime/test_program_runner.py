@@ -16,10 +16,12 @@ from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange
+from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
 from support import pipelines
 from support.processes import RanksFailed, run_ranks
+from support.steps import train
 
 NO_HEAD: Any = None
 """Losses here need none."""
@@ -155,9 +157,9 @@ def travelled(name: str, fault: str = "") -> dict[str, Any]:
             device=device,
         )
         executor.open()
-        losses = executor.train(batches())
+        state = train(executor, batches())
         grads = {key: grads_of(parameter) for key, parameter in stages.local[0].module.named_parameters()}
-        return {"grads": grads, "loss": float(losses.total)}
+        return {"grads": grads, "loss": float(sum_losses(state)[0])}
     finally:
         processes.close()
 
@@ -217,7 +219,7 @@ def hops(owners: tuple[int, ...]) -> float:
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
         executor = Executor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
         executor.open()
-        return float(executor.train(batches()).total)
+        return float(sum_losses(train(executor, batches()))[0])
     finally:
         processes.close()
 

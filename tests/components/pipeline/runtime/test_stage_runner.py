@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, sum_losses
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange
+from drawloom.components.ports.pipeline import STEP_SPECS, sum_losses
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage
+from drawloom.components.state.step_state import StepState
 from support import pipelines
 from support.split_passes import taken
 from support.split_stages import STAGES, WIDTH, Parts
+from support.steps import train
 
 
 def test_a_loss_of_another_form_is_named() -> None:
@@ -166,7 +169,7 @@ def same_as_one_pass(executor: Executor, microbatches: list[Batch], leaves: list
             output = stage.module(output, shared)
         torch.autograd.backward(executor.objective.loss(output, NO_HEAD, batch)[0])
     expected = taken(leaves)
-    executor.train(microbatches)
+    train(executor, microbatches)
     torch.testing.assert_close(taken(leaves), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -226,17 +229,25 @@ def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> Non
     same_as_one_pass(executor, batches(3), [each for module in modules for each in module.parameters()])
 
 
+def state_of_losses(*losses: tuple[float, dict[str, Tensor]]) -> StepState:
+    """Return a state in which microbatches have losses, with weight 1 and these sums, written from last to first."""
+    state = StepState(microbatches=len(losses), specs=STEP_SPECS)
+    for index, (loss, sums) in reversed([*enumerate(losses)]):
+        state.microbatch(index)["losses"] = {"loss": torch.tensor(loss), "weight": torch.tensor(1.0), "sums": sums}
+    return state
+
+
 def test_losses_are_in_the_order_of_microbatches_whatever_the_order_of_passes() -> None:
     """A program may run microbatch 1 before 0; sums are float64, exact where float32 would round."""
-    large, one = torch.tensor(2.0**24), torch.tensor(1.0)
-    found = sum_losses({1: (one, one, {"hits": one}), 0: (large, one, {"hits": 2 * one})}, torch.device("cpu"))
-    assert found.by_microbatch is not None
-    assert found.by_microbatch["loss"].tolist() == [2.0**24, 1.0] and found.total.item() == 2.0**24 + 1
-    assert found.by_microbatch["sums"]["hits"].tolist() == [2.0, 1.0] and found.sums["hits"].item() == 3.0
+    one = torch.tensor(1.0)
+    state = state_of_losses((2.0**24, {"hits": 2 * one}), (1.0, {"hits": one}))
+    assert state["losses"]["loss"].tolist() == [2.0**24, 1.0] and sum_losses(state).tolist() == [2.0**24 + 1, 2.0]
+    assert state["losses"]["sums"]["hits"].tolist() == [2.0, 1.0]
 
 
 def test_named_sums_that_differ_between_microbatches_are_named() -> None:
     """The message says which microbatch has which other sum."""
-    one = torch.tensor(1.0)
-    with pytest.raises(ValueError, match="other sums for microbatch 1 than for the first: hits"):
-        sum_losses({0: (one, one, {}), 1: (one, one, {"hits": one})}, torch.device("cpu"))
+    state = state_of_losses((1.0, {}), (1.0, {"hits": torch.tensor(1.0)}))
+    message = r"\['losses'\]: at \['sums'\]: microbatch 1 has other entries than the first: \['hits'\]"
+    with pytest.raises(ValueError, match=message):
+        state["losses"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import Batch
-from drawloom.components.storage.pytree import leaves
+from drawloom.components.state.trees import leaves
 
 
 @attrs.define

@@ -12,15 +12,13 @@ from drawloom.ports import Metric, Step
 
 def test_it_is_e_to_the_loss(drawloom_build: Callable[..., Any]) -> None:
     """A loss of ln 7 is as undecided as a die with seven sides."""
-    values = drawloom_build(Perplexity).compute({}, Step(1, 1, outputs={"loss": math.log(7.0)}))
+    values = drawloom_build(Perplexity).compute({}, Step(1, 1, state={"loss": math.log(7.0)}))
     assert values == pytest.approx({"perplexity": 7.0})
 
 
 def test_it_is_bounded(drawloom_build: Callable[..., Any]) -> None:
     """What no picture could show is cut off."""
-    assert drawloom_build(Perplexity, most=100.0).compute({}, Step(1, 1, outputs={"loss": 1e9})) == {
-        "perplexity": 100.0
-    }
+    assert drawloom_build(Perplexity, most=100.0).compute({}, Step(1, 1, state={"loss": 1e9})) == {"perplexity": 100.0}
 
 
 def test_it_keeps_the_contract_of_metrics(drawloom_check_port: Callable[..., None]) -> None:

@@ -24,7 +24,7 @@ class Perplexity:
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """None in a step without a loss, such as one that was skipped."""
-        loss = step.outputs.get("loss")
+        loss = step.state.get("loss")
         if loss is None:
             return {"perplexity": None}
         return {"perplexity": min(math.exp(min(float(loss), 700.0)), self.most)}

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.state.sharding import check_spec, shard_tree, unshard_tree
-from drawloom.components.ports.pipeline import Replicate, Shard, Stack
-from drawloom.components.storage.pytree import branches
+from drawloom.components.state.sharding import check_spec, shard_tree, unshard_tree
+from drawloom.components.state.specs import Replicate, Shard, Stack
+from drawloom.components.state.trees import branches
 
 
 @attrs.frozen
@@ -192,7 +192,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "forms": (
         lambda: unshard_tree([{"x": {"a": 1}}, {"x": {"b": 1}}], Stack()),
-        "at ['x']: microbatches have values of different forms: a dict",
+        "at ['x']: microbatch 1 has other entries than the first: ['a'], ['b']",
     ),
     "a leaf and a node": (
         lambda: unshard_tree([1, {"b": 1}], Stack()),

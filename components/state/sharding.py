@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.pipeline import Replicate, Shard, SpecTree, Stack
-from drawloom.components.storage.pytree import branches, rebuild
+from drawloom.components.state.specs import Replicate, Shard, SpecTree, Stack
+from drawloom.components.state.trees import branches, rebuild
 
 
 def spec_of_whole(value: Any) -> SpecTree:
@@ -144,7 +144,10 @@ def _unshard(values: list[Any], spec: SpecTree, path: str) -> Any:
     if first is None and not any(children):
         return _unshard_leaf(values, spec, path)
     rows = [{step: child for step, child, _ in one or ()} for one in children]
-    if first is None or any(row.keys() != rows[0].keys() for row in rows) or len(set(map(type, values))) > 1:
+    if other := next((row for row in rows if first is not None and row.keys() != rows[0].keys()), None):
+        names = ", ".join(sorted(other.keys() ^ rows[0].keys()))
+        raise _error(path, f"microbatch {rows.index(other)} has other entries than the first: {names}")
+    if first is None or len(set(map(type, values))) > 1:
         raise _error(path, f"microbatches have values of different forms: {_kinds(values)}")
     children = [_unshard([row[step] for row in rows], below, path + step) for step, _, below in first]
     return rebuild(values[0], children)

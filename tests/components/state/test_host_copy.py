@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.distributed.device import HostCopy
+from drawloom.components.state.host_copy import HostCopy
 
 
 class Arrival:
@@ -28,4 +28,4 @@ def test_tensors_on_the_cpu_are_not_copied() -> None:
     """They have arrived."""
     tensor = torch.ones(2)
     copy = HostCopy.start({"a": tensor})
-    assert copy.arrived is None and copy.read()["a"] is tensor
+    assert copy.has_arrived and copy.read()["a"] is tensor

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drawloom.components.pipeline.state.handler import Cell
-from drawloom.components.ports.pipeline import Stack
+from drawloom.components.state.cell import Cell
+from drawloom.components.state.specs import Stack
 
 
 def test_each_form_is_computed_once() -> None:

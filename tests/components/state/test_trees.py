@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.storage.pytree import branches, fill, leaves, rebuild, transform
+from drawloom.components.state.trees import branches, fill, leaves, rebuild, transform
 
 
 class Pair(NamedTuple):

@@ -6,8 +6,8 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.pipeline.state.sharding import spec_of_shard, spec_of_whole
-from drawloom.components.ports.pipeline import Replicate, Shard, Stack
+from drawloom.components.state.sharding import spec_of_shard, spec_of_whole
+from drawloom.components.state.specs import Replicate, Shard, Stack
 
 
 @attrs.frozen

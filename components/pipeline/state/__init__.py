@@ -1,1 +1,0 @@
-"""The state of a step in two views: the whole batch, and one microbatch."""

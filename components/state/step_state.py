@@ -1,0 +1,246 @@
+"""
+The state of a training step: the only home of its values.
+
+Values are written and read by name, in the global view (the whole step) or in the sharded view of one microbatch. A
+pipeline computes losses by microbatch, and metrics need them for the step: a value written in one view is converted
+when it is read in the other, by a sharding spec that is given or inferred.
+
+Numbers stay tensors on the device that computes them. One asynchronous copy for each step brings them to the host.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.state.cell import Cell
+from drawloom.components.state.host_copy import HostCopy
+from drawloom.components.state.sharding import check_spec
+from drawloom.components.state.specs import SpecTree
+from drawloom.components.state.trees import leaves, transform
+
+
+class StateView(Protocol):
+    """
+    Values of a step by name: the global view, or the sharded view of one microbatch.
+
+    A name is in a view if it can be read there. Reading a missing value raises MissingStateError; a value that cannot
+    be converted to the view raises PipelineStateError.
+    """
+
+    def __getitem__(self, key: str) -> Any: ...
+
+    def __setitem__(self, key: str, value: Any) -> None: ...
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or the default if the view does not contain it."""
+        ...
+
+
+class PipelineStateError(ValueError):
+    """A value cannot be converted to the view in which it is read; the message names both."""
+
+
+class MissingStateError(PipelineStateError, KeyError):
+    """A value, or the shard of some microbatch, has not been written."""
+
+    __str__ = ValueError.__str__  # a KeyError would show its text in quotes
+
+
+class StepState:
+    """
+    Values of one step by name. The object itself is the global view, `microbatch(i)` the sharded view of microbatch i.
+
+        state = StepState({"batches": [first, second]}, microbatches=2, specs={"batches": Stack()})
+        state.microbatch(0)["loss"], state.microbatch(1)["loss"] = torch.tensor(1.0), torch.tensor(2.0)
+        state["loss"]  # tensor([1., 2.])
+
+    Tensors are detached from their autograd graph when they are written. Values are shared, not copied: a reader does
+    not change them in place.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None = None,
+        *,
+        microbatches: int = 1,
+        specs: Mapping[str, SpecTree] | None = None,
+    ) -> None:
+        self._cells: dict[str, Cell] = {}
+        self._copies: list[tuple[list[Tensor], HostCopy]] = []
+        self._read: dict[int, float] = {}
+        self.split(microbatches, specs or {})
+        for name, value in (values or {}).items():
+            self[name] = value
+
+    def split(self, microbatches: int, specs: Mapping[str, SpecTree]) -> None:
+        """
+        Set the number of microbatches, and the specs by which values are sharded and joined; drop all values.
+
+        Specs of other names are inferred. Raises PipelineStateError for a negative number or an invalid spec.
+        """
+        if microbatches < 0:
+            raise PipelineStateError(f"a step has at least 0 microbatches, not {microbatches}")
+        for key, spec in specs.items():
+            _with_location(f"the specification of {key!r}", partial(check_spec, spec))
+        self.microbatches, self._specs = microbatches, dict(specs)
+        self._cells, self._copies, self._read = {}, [], {}
+
+    def microbatch(self, index: int) -> StateView:
+        """Return the sharded view of one microbatch, counted from 0."""
+        if not 0 <= index < self.microbatches:
+            raise PipelineStateError(f"there is no microbatch({index}): microbatches are 0 to {self.microbatches - 1}")
+        return _MicrobatchView(self, index)
+
+    def __getitem__(self, key: str) -> Any:
+        cell = self._cells.get(key)
+        if cell is None or not cell.is_whole:
+            raise self._missing(key, range(self.microbatches), f"[{key!r}]")
+        return _with_location(f"[{key!r}]", cell.read)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._cell(key).write(_detached(value))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._cells and self._cells[key].is_whole
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names that the global view contains, in the order of their first write."""
+        return (key for key, cell in self._cells.items() if cell.is_whole)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of the global view, or the default if the view does not contain it."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def microbatches_present(self, key: str) -> list[int]:
+        """Return the microbatches in whose view a name can be read; none for a name that has not been written."""
+        return self._cells[key].present() if key in self._cells else []
+
+    def is_remote(self, tensor: Tensor) -> bool:
+        """Return whether the host has to wait for a device to read a tensor."""
+        return tensor.is_cuda
+
+    def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
+        """Start to copy tensors (numbers,) to the host."""
+        return HostCopy.start(tensors)
+
+    def copy_to_host(self) -> None:
+        """
+        Start to copy the tensors that were written in the global view to the host; does not wait.
+
+        Tensors that were copied before are not copied again. Tensors on the CPU are not copied.
+        """
+        known = {id(tensor) for tensors, _ in self._copies for tensor in tensors}
+        tensors = [tensor for tensor in self._on_devices() if id(tensor) not in known]
+        if tensors:
+            flat = {
+                str(dtype): torch.cat([tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype])
+                for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
+            }
+            self._copies.append((tensors, self.start_copy(flat)))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host can read all values of the global view without waiting for a device."""
+        arrived = {id(tensor) for tensors, copy in self._copies if copy.has_arrived for tensor in tensors}
+        return all(id(tensor) in arrived for tensor in self._on_devices())
+
+    def on_host(self, key: str) -> Any:
+        """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
+        self.copy_to_host()
+        copies = dict(self._copied())
+        return transform(lambda leaf: copies.get(id(leaf), leaf), self[key])
+
+    def number(self, key: str) -> float:
+        """Return a number of the global view; waits for its copy to the host. Raises MissingStateError."""
+        value = self[key]
+        if not isinstance(value, Tensor) or not self.is_remote(value):
+            return float(value)
+        if id(value) not in self._read:  # the state keeps every tensor that was copied, so that ids are unique
+            self._read[id(value)] = float(self.on_host(key))
+        return self._read[id(value)]
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers of the global view by name: floats, and float tensors without dimensions."""
+        return {key: self.number(key) for key in self if self._cells[key].is_global and _is_number(self[key])}
+
+    def _on_devices(self) -> Iterator[Tensor]:
+        """Yield the tensors of the global view that are not on the CPU."""
+        for cell in self._cells.values():
+            if cell.is_global:
+                yield from (leaf for leaf in leaves(cell.read()) if isinstance(leaf, Tensor) and self.is_remote(leaf))
+
+    def _copied(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
+        for tensors, copy in self._copies:
+            rest = dict(copy.read())
+            for tensor in tensors:
+                name = str(tensor.dtype)
+                part, rest[name] = rest[name][: tensor.numel()], rest[name][tensor.numel() :]
+                yield id(tensor), part.view(tensor.shape)
+
+    def _cell(self, key: str) -> Cell:
+        return self._cells.setdefault(key, Cell(self.microbatches, self._specs.get(key)))
+
+    def _missing(self, key: str, shards: Sequence[int], location: str) -> MissingStateError:
+        """Return the error for shards of a value that are missing."""
+        present = self.microbatches_present(key)
+        missing = [str(shard) for shard in shards if shard not in present]
+        if not present:
+            return MissingStateError(f"{location} is missing: it has not been written in this step")
+        which = f"microbatch {missing[0]} was" if len(missing) == 1 else f"microbatches {', '.join(missing)} were"
+        return MissingStateError(f"{location} is missing: of {self.microbatches} microbatches, {which} not written")
+
+
+@attrs.frozen
+class _MicrobatchView:
+    _state: StepState
+    _index: int
+
+    def __getitem__(self, key: str) -> Any:
+        if self._index not in self._state.microbatches_present(key):
+            raise self._state._missing(key, [self._index], self._location(key))
+        return _with_location(self._location(key), partial(self._state._cells[key].read_shard, self._index))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        write = partial(self._state._cell(key).write_shard, self._index, _detached(value))
+        _with_location(self._location(key), write)
+
+    def __contains__(self, key: str) -> bool:
+        return self._index in self._state.microbatches_present(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def _location(self, key: str) -> str:
+        return f"microbatch({self._index})[{key!r}]"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.is_floating_point()
+    return type(value) is float
+
+
+def _detached(value: Any) -> Any:
+    """Return a value without autograd graphs: the same object if it has none."""
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value)):
+        return transform(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+    return value
+
+
+def _with_location(location: str, work: Callable[[], Any]) -> Any:
+    """Return the result of `work`; a ValueError gets the location in its message."""
+    try:
+        return work()
+    except ValueError as error:
+        raise PipelineStateError(f"{location}: {error}") from error

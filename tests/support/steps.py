@@ -1,0 +1,86 @@
+"""Steps, and passes over microbatches, whose state a test reads."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.pipeline import Executor, state_of_batches
+from drawloom.components.ports.run import Step
+from drawloom.components.state.host_copy import HostCopy
+from drawloom.components.state.step_state import StepState
+
+
+class Arrival:
+    """A CUDA event that counts how often the host waited for it; before that it has not happened."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def query(self) -> bool:
+        return self.waits > 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class LateState(StepState):
+    """A state whose tensors the host must wait for, as for a GPU's; `arrivals` are the events of its copies."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.arrivals: list[Arrival] = []
+        super().__init__(values, **options)
+
+    def is_remote(self, tensor: Tensor) -> bool:
+        """All tensors are."""
+        return True
+
+    def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
+        """Copy at once, with an event that has not happened."""
+        arrival: Any = Arrival()
+        self.arrivals.append(arrival)
+        return HostCopy({name: tensor.clone() for name, tensor in tensors.items()}, arrival)
+
+
+def late(step: Step) -> LateState:
+    """Return the state of a step that was made with a LateState."""
+    if not isinstance(step.state, LateState):
+        raise TypeError("the step's state is not late")
+    return step.state
+
+
+def train(executor: Executor, batches: Iterable[Batch]) -> StepState:
+    """Train on microbatches, and return the state with their losses."""
+    state = state_of_batches(batches)
+    executor.train(state)
+    return state
+
+
+def evaluate(executor: Executor, batches: Iterable[Batch]) -> StepState:
+    """Evaluate microbatches, and return the state with their losses."""
+    state = state_of_batches(batches)
+    executor.evaluate(state)
+    return state
+
+
+def losses_of(total: float, weight: float) -> dict[str, Any]:
+    """Return the value `losses` of a step of one microbatch, float64."""
+    return {
+        "loss": torch.tensor([total], dtype=torch.float64),
+        "weight": torch.tensor([weight], dtype=torch.float64),
+        "sums": {},
+    }
+
+
+def skipped(index: int, total: int, reason: str = "the loss is nan", state: Mapping[str, Any] | None = None) -> Step:
+    """Return a step that a phase has skipped."""
+    step = Step(index, total, state or {})
+    step.skip(reason)
+    return step
+
+
+def values_of(step: Step) -> dict[str, Any]:
+    """Return the values of a step's global view."""
+    return {name: step.state[name] for name in step.state}
