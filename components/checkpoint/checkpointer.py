@@ -42,7 +42,7 @@ class PendingSave:
     staged: bool
 
 
-@component(reads=("weights", "loss?", "validation_loss?"), impact="safe")
+@component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
 class Checkpointer:
     """
     Saves every stateful node after some steps and after the last, and restores the newest valid checkpoint.

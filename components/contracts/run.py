@@ -3,6 +3,7 @@
 import math
 import threading
 import typing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,12 @@ def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
 def reads_only_what_it_declares(phase: Phase) -> None:
     """A phase runs in steps that have no other values than it declares to read."""
     for step in _steps_with_declared_values(phase):
-        try:
+        with suppress(MissingStateError):
             phase.run_phase(step)
-        except MissingStateError as error:
-            expect(False, f"the phase reads a value without declaring it; write it in `reads`: {error}")
+        flow = _flow(phase)
+        declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
+        undeclared = ", ".join(sorted(_observed(step).read - declared))
+        expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
 
 
 def writes_only_what_it_declares(phase: Phase) -> None:

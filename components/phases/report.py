@@ -15,7 +15,11 @@ from drawloom.graph import component, setting
 log = logging.getLogger("drawloom.run")
 
 
-@component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), writes=(METRIC_TOTALS,), impact="safe")
+@component(
+    reads=("loss", "grad_norm?", "lr?", "validation_loss?", "skip?", "tokens?", "losses?", "batches?"),
+    writes=(METRIC_TOTALS,),
+    impact="safe",
+)
 class Report:
     """
     Collects every metric of a step, hands them to every tracker, and logs step lines.

@@ -47,9 +47,13 @@ class PipelineStateError(ValueError):
 
 
 class MissingStateError(PipelineStateError, KeyError):
-    """A value, or the shard of some microbatch, has not been written."""
+    """The value `key`, or its shard of some microbatch, has not been written."""
 
     __str__ = ValueError.__str__  # a KeyError would show its text in quotes
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class StepState:
@@ -194,9 +198,10 @@ class StepState:
         present = self.microbatches_present(key)
         missing = [str(shard) for shard in shards if shard not in present]
         if not present:
-            return MissingStateError(f"{location} is missing: it has not been written in this step")
+            return MissingStateError(f"{location} is missing: it has not been written in this step", key)
         which = f"microbatch {missing[0]} was" if len(missing) == 1 else f"microbatches {', '.join(missing)} were"
-        return MissingStateError(f"{location} is missing: of {self.microbatches} microbatches, {which} not written")
+        text = f"{location} is missing: of {self.microbatches} microbatches, {which} not written"
+        return MissingStateError(text, key)
 
 
 @attrs.frozen

@@ -11,22 +11,28 @@ from generate.source import modules
 
 VALUES = {
     "batches": "list of `Batch`: this rank's microbatches of the step",
-    "grad_norm": "number, or float64 () on a GPU until the step is settled: the L2 norm of all gradients of the model",
+    "grad_norm": "float64 (): the L2 norm of all gradients of the model",
     "gradients": "in `.grad` of each of `Parameters.named()`: the mean by weight over all tokens of all ranks",
     "local_gradients": "in `.grad` of each of `Parameters.named()`: sums over this rank's microbatches, not divided",
-    "loss": "number, or float64 () on a GPU until the step is settled: the mean loss by weight, in nats for a token",
-    "losses": "`Losses`: this rank's sums of losses, of weights, and named ones",
-    "lr": "number: the learning rate of this step, the base times `lr_factor`",
-    "lr_factor": "number: what the base learning rate is multiplied by; 1 without a schedule",
-    "validation_loss": "number: the mean loss of the validation split, in nats for a token; in steps that evaluate",
+    "loss": "float64 (): the mean loss by weight, in nats per token",
+    "loss_weight": "float64 (): the sum of the weights of all tokens",
+    "losses": "dict: `loss` and `weight` (microbatches,), and `sums`, further sums of the loss by name; of 0 microbatches "
+    "without the last stage",
+    "lr": "float: the learning rate of this step, the base times `lr_factor`",
+    "lr_factor": "float: the multiplier of the base learning rate; 1 without a schedule",
+    "metric_totals": "dict of float64 (numbers,): the totals of all metrics over ranks, by op",
+    "skip": "float32 (): 1 if the update is skipped, else 0",
+    "tokens": "float64 (): the tokens of the step on all ranks, without padding",
+    "validation_loss": "float: the mean loss of the validation split, in nats for a token; in steps that evaluate",
     "weights": "the parameters themselves: what the next step computes with",
 }
-"""What each value of a step is; those without a type here are not in `step.outputs`, but in the parameters."""
+"""What each value of a step is; values without a type here are in the parameters, not in `step.state`."""
 
 EVENTS = {
     "run_started": "before the first step, when all nodes are open and before a checkpoint is restored",
     "step_started": "before the first phase of a step",
     "phase_started": "before a phase, whose node is `event.phase`",
+    "data_loaded": "when the microbatches of the step are loaded, in the phase that trains on them",
     "phase_ended": "after a phase, whose node is `event.phase`",
     "step_ended": "after the last phase of a step",
     "saving_started": "before a checkpoint is saved, in the phase that does it",
@@ -38,7 +44,7 @@ TEXT = """\
 # A training step
 
 `[trainer]` runs its `phases` in the order of the list, once a step. A phase is a component with `run_phase(step)`; it
-takes values from `step.outputs` and puts some there, and says so in `@component(reads=..., writes=..., changes=...)`.
+reads and writes values of `step.state`, and declares them in `@component(reads=..., writes=..., changes=...)`.
 `drawloom check` refuses an order in which a value is read before it is written, or changed after its last reader.
 `drawloom draw RECIPE --step` draws it:
 
@@ -53,8 +59,11 @@ A `?` after a name in `reads` means: if some phase writes it.
 """
 
 AFTER_VALUES = """
-A value of your own needs no declaration elsewhere: a phase writes it, others name it in `reads`. A metric gets the same
-`step`, after all phases that come before `[report]`. `step.index` counts from 1, `step.total` is the number of steps,
+A value of your own needs no other declaration: a phase writes it, other phases name it in `reads`. A number is a float
+or a float tensor of shape (); `step.state.number(name)` returns it as a float, and waits for a GPU if necessary.
+`step.state.microbatch(i)` is the view of one microbatch: `batches` and `losses` are divided, and written, by microbatch.
+`step.skip(reason)` and `step.skip_if(condition, reason)` skip the update. A metric gets the same `step`, after all
+phases that come before `[report]`. `step.index` counts from 1, `step.total` is the number of steps,
 `step.tokens` the tokens on all ranks, and `step.skip_reason` is why the update is skipped, empty if it is not.
 
 ## Events

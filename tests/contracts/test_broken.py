@@ -143,7 +143,7 @@ class OneThread:
 
 
 BROKEN: list[tuple[Callable[[], Any], type, str]] = [
-    (ReadsInSecret, Phase, "reads 'loss' without declaring it"),
+    (ReadsInSecret, Phase, "reads loss without declaring it"),
     (WritesInSecret, Phase, "writes secret without declaring it"),
     (Skips, Phase, "changes the index"),
     (Wraps, Transform, "called otherwise"),

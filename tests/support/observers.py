@@ -22,6 +22,8 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.symmetric_memory import HostMemory
+from drawloom.components.gradients import synchronize
+from drawloom.components.gradients.norm import exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
@@ -212,18 +214,19 @@ def clipped(use: str, values: Values, _place: Path) -> Any:
     if "group" in use:
         reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
         edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
-    build(use, **edges, **values).run_phase(Step(1, 1, state={"grad_norm": 40.0}))
+    build(use, **edges, **values).run_phase(Step(1, 1, state={"grad_norm": torch.tensor(40.0)}))
     return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
 
 
 def divided(use: str, values: Values, _place: Path) -> Any:
-    """The norm of gradients, which is added up exactly or on the device."""
+    """Whether the norm of gradients is added up exactly."""
     held = _Held()
     held.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
-    step = step_of([1.0], [1.0])
-    build(use, parameters=held, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
-    return step.state["grad_norm"].item()
+    step = step_of([1.0], [1.0], batches=[])
+    with mock.patch.object(synchronize, "exact_norm", side_effect=exact_norm) as exact:
+        build(use, parameters=held, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
+    return exact.call_count
 
 
 def loss_of(use: str, values: Values, _place: Path) -> Any:

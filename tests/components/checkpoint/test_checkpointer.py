@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 from support.checkpoints import EventRecorder, StateNode, checkpointer, restored, save_steps, state_of
 from support.disk import Call, watched
+from support.steps import skipped
 
 
 def _steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
-def _train(node: Checkpointer, memory: StateNode, total: int, **step: Any) -> None:
+def _train(node: Checkpointer, memory: StateNode, total: int, make: Callable[..., Step] = Step) -> None:
     for index in range(1, total + 1):
         memory.state = state_of(index)
-        node.run_phase(Step(index, total, **step))
+        node.run_phase(make(index, total))
 
 
 class TorchOptimizer:
@@ -72,7 +74,7 @@ def test_the_last_step_is_always_saved(tmp_path: Path, every: Cadence, steps: li
 def test_a_skipped_step_is_saved_too(tmp_path: Path) -> None:
     """Its update was skipped, but the run is one step further."""
     memory = StateNode()
-    _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, skip_reason="loss is nan")
+    _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, skipped)
     assert restored(tmp_path) == 1
 
 
