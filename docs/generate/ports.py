@@ -4,11 +4,12 @@ import ast
 import textwrap
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 from drawloom.graph.registry.spec import Spec
 from drawloom.graph.types.port_match import implements
 from generate.catalogue import anchor, component_link, specs
-from generate.source import PORTS, Module, modules, summary
+from generate.source import PORTS, STATE, Module, modules, summary
 from generate.uses import Use, uses
 
 INDEX = """\
@@ -29,7 +30,7 @@ def port_pages() -> Iterator[tuple[str, str]]:
     """A page for each module of ports, and an index of them."""
     listed = [INDEX]
     for module in _modules():
-        name = module.file.removeprefix(PORTS).removesuffix(".py")
+        name = Path(module.file).stem
         title = summary(module.tree)
         listed += ["", f"## [{title.rstrip('.')}]({name}.md)", "", "| | |", "|---|---|"]
         listed += [
@@ -40,7 +41,8 @@ def port_pages() -> Iterator[tuple[str, str]]:
 
 
 def _modules() -> list[Module]:
-    return [module for file, module in modules().items() if file.startswith(PORTS) and "__init__" not in file]
+    ports = [module for file, module in modules().items() if file.startswith(PORTS) and "__init__" not in file]
+    return [*ports, *(modules()[file] for file in STATE)]
 
 
 def is_port(node: ast.ClassDef) -> bool:

@@ -16,8 +16,8 @@ VALUES = {
     "local_gradients": "in `.grad` of each of `Parameters.named()`: sums over this rank's microbatches, not divided",
     "loss": "float64 (): the mean loss by weight, in nats per token",
     "loss_weight": "float64 (): the sum of the weights of all tokens",
-    "losses": "dict: `loss` and `weight` (microbatches,), and `sums`, further sums of the loss by name; of 0 microbatches "
-    "without the last stage",
+    "losses": "dict: `loss` and `weight` (microbatches,), and `sums`, further sums of the loss by name; of 0 "
+    "microbatches on ranks without the last stage",
     "lr": "float: the learning rate of this step, the base times `lr_factor`",
     "lr_factor": "float: the multiplier of the base learning rate; 1 without a schedule",
     "metric_totals": "dict of float64 (numbers,): the totals of all metrics over ranks, by op",
@@ -61,7 +61,7 @@ A `?` after a name in `reads` means: if some phase writes it.
 AFTER_VALUES = """
 A value of your own needs no other declaration: a phase writes it, other phases name it in `reads`. A number is a float
 or a float tensor of shape (); `step.state.number(name)` returns it as a float, and waits for a GPU if necessary.
-`step.state.microbatch(i)` is the view of one microbatch: `batches` and `losses` are divided, and written, by microbatch.
+`step.state.microbatch(i)` is the view of one microbatch, in which `batches` and `losses` are read and written.
 `step.skip(reason)` and `step.skip_if(condition, reason)` skip the update. A metric gets the same `step`, after all
 phases that come before `[report]`. `step.index` counts from 1, `step.total` is the number of steps,
 `step.tokens` the tokens on all ranks, and `step.skip_reason` is why the update is skipped, empty if it is not.
