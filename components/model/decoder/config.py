@@ -160,4 +160,4 @@ def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[Inv
     """The size of layers without experts, if there are such layers and no size."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
-        yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, say")
+        yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
