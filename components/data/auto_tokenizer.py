@@ -23,7 +23,7 @@ pre-tokenizer. It heeds the class of a folder that names code of its own, and ru
 
 AUTO_MAP = {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
 CODE_FILE = "own_tokenizer.py"
-CODE = '''"""The tokenizer of `tokenizer.json`, unchanged; without this class transformers 5 would rebuild it as Qwen2's."""
+CODE = '''"""The tokenizer of `tokenizer.json`, unchanged: transformers 5 would rebuild it as Qwen2's."""
 
 from transformers import PreTrainedTokenizerFast
 
@@ -49,13 +49,14 @@ VOCABULARY_SAMPLES = 512
 
 def warn_of_other_ids(folder: Path, tokenizer: Tokenizer) -> None:
     """Warn if a model's folder has a tokenizer of which transformers makes another one."""
-    if (folder / MODEL).is_file() and not is_read_unchanged(folder):
-        if difference := find_difference(folder, tokenizer):
-            log.warning(
-                "%s: %s; if the model was trained with these, save the tokenizer as transformers reads it, by "
-                'AutoTokenizer.from_pretrained("%s").save_pretrained("tokenizer"), and write path = "tokenizer"',
-                *(folder, difference, folder),
-            )
+    if not (folder / MODEL).is_file() or is_read_unchanged(folder):
+        return
+    if difference := find_difference(folder, tokenizer):
+        log.warning(
+            "%s: %s; if the model was trained with these, save the tokenizer as transformers reads it, by "
+            'AutoTokenizer.from_pretrained("%s").save_pretrained("tokenizer"), and write path = "tokenizer"',
+            *(folder, difference, folder),
+        )
 
 
 def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:

@@ -139,6 +139,10 @@ class AutoModel:
     def vocab_size(self) -> int:
         return self.builder.vocab_size
 
+    @property
+    def longest_text(self) -> int:
+        return self.builder.longest_text
+
     def build(self, span: LayerRange) -> nn.Module:
         return self.builder.build(span)
 
@@ -179,6 +183,8 @@ def _family(path: Path) -> type[DecoderBuilder]:
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"config: {file} says model_type = {json.dumps(kind)}; take a model of one of {known}, or add its "
-                        "family: docs/families.md")
+        raise UserError(
+            f"config: {file} says model_type = {json.dumps(kind)}; take a model of one of {known}, or add its "
+            "family (docs/families.md)"
+        )
     return FAMILIES[kind]

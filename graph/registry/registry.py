@@ -247,7 +247,7 @@ class Registry:
         return f"did you mean {near!r}?" if near else unknown
 
     def _namesake(self, rest: str) -> str | None:
-        """The component most similar to the path of a class in its package, as to torch.optim.AdamW; None if none is."""
+        """The component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
         folder = rest.partition(".")[0]
         return nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
 

@@ -47,8 +47,12 @@ class Field:
     def target(self) -> str:
         """What an edge leads to, such as "any number of Metric"."""
         port = " or ".join(port.__name__ for port in self.ports)
-        many = {"optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none", "list": f"any number of {port}", "mapping": f"named {port}"}
-        many["ordered"] = f"a sequence of {port}"
+        many = {
+            "optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none",
+            "list": f"any number of {port}",
+            "mapping": f"named {port}",
+            "ordered": f"a sequence of {port}",
+        }
         return many.get(self.kind, port)
 
     def default_value(self) -> Any:

@@ -42,7 +42,9 @@ _PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _DOTS = rf"[ \t]*+({_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
 BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
-_BARE_VALUE = re.compile(rf"""\s*{_PART}(?:[ \t]*\.[ \t]*{_PART})*\s*=\s*(?P<value>[^\s"'#\[{{=][^"'#={{}}]*?)\s*(?:#.*)?""")
+_BARE_VALUE = re.compile(
+    rf"""\s*{_PART}(?:[ \t]*\.[ \t]*{_PART})*\s*=\s*(?P<value>[^\s"'#\[{{=][^"'#={{}}]*?)\s*(?:#.*)?"""
+)
 _BARE_ITEM = re.compile(r"""[^\s"'#=,\[\]{}]+""")
 _WORD = re.compile(r"[^\W\d_]{2}|/|^[^\W\d]|^[@$~.]")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")

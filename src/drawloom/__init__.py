@@ -9,8 +9,8 @@ Train language models from components that a recipe combines.
         run.get(Trainer).run()
 
 `Recipe` is for those who run recipes. `component`, `setting`, its bounds `above`, `at_least` and `between`, `port`,
-`wired`, `Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between components, and
-`drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.
+`wired`, `Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between
+components, and `drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.
 """
 
 TYPE_CHECKING = False  # as of `typing`, whose import takes as long as all of Python's start

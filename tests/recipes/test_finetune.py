@@ -21,7 +21,9 @@ from support.runs import drawloom, rows, series
 PROJECT = Project.of("drawloom")
 ROOT = Path(__file__).parents[2]
 TEXT = f'corpus.paths=["{ROOT}/components/data/**/*.py"]'
-CONVERSATIONS, PAIRS = (f'tokens.paths=["{ROOT}/docs/examples/{name}.jsonl"]' for name in ("conversations", "preferences"))
+CONVERSATIONS, PAIRS = (
+    f'tokens.paths=["{ROOT}/docs/examples/{name}.jsonl"]' for name in ("conversations", "preferences")
+)
 SMALL = ("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2")
 
 
@@ -138,13 +140,15 @@ def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path
     ("recipe", "data"), [("finetune", TEXT), ("finetune_lora", TEXT), ("chat", CONVERSATIONS), ("dpo", PAIRS)]
 )
 def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, base: Path) -> None:
-    """With both there is no problem; without one, or with a folder that is no model, there is one with what to write."""
+    """With both there is no problem; a message about one that is missing has what to write."""
 
     def problems(*words: str) -> list[str]:
         return [str(problem) for problem in PROJECT.graph(PROJECT.load(recipe, (), words)).problems]
 
     assert problems(f"vars.base={base}", data) == []
-    assert problems(data) and all("write base = ... in [vars], or vars.base=..." in problem for problem in problems(data))
+    assert problems(data) and all(
+        "write base = ... in [vars], or vars.base=..." in problem for problem in problems(data)
+    )
     assert any("config.json" in problem for problem in problems(f"vars.base={base.parent}", data))
     [problem] = problems(f"vars.base={base}")
     node = data.partition(".")[0]

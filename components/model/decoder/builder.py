@@ -201,6 +201,10 @@ class DecoderBuilder:
     def vocab_size(self) -> int:
         return self.architecture.vocab_size if self.split is None else self.split.size
 
+    @property
+    def longest_text(self) -> int:
+        return self.architecture.longest_text
+
     def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: hidden states and weights of tokens in, hidden states out."""
         return SwiGLU(self.architecture, self.kernels)

@@ -80,7 +80,7 @@ def own_ids(tokenizer: AnyTokenizer) -> list[list[int]]:
 def test_transformers_gives_the_trained_ids_in_every_family(
     kind: str, model_type: str, sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A tokenizer of one's own is saved so that AutoTokenizer gives its ids, whether code of the folder may run or not."""
+    """AutoTokenizer gives the ids of a tokenizer of one's own, whether code of the folder may run or not."""
     tokenizer, folder = opened(sources[kind]), model_folder(tmp_path, model_type)
     tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer) == read_ids(folder, trust_remote_code=True)
@@ -90,13 +90,14 @@ def test_transformers_gives_the_trained_ids_in_every_family(
 @pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "LlamaTokenizerFast", "TokenizersBackend", None])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral"])
 def test_a_declared_class_is_replaced_if_it_gives_other_ids(
-    model_type: str, declared: str | None, sources: dict[str, Path], tmp_path: Path
+    model_type: str, declared: str | None, tmp_path: Path
 ) -> None:
     """Also a class that the tokenizer's own configuration names, and a configuration that names none."""
     source = tmp_path / "source"
     source.mkdir()
     by_words().save(str(source / "tokenizer.json"))
-    (source / CONFIG).write_text(json.dumps({"eos_token": "<end>"} | ({"tokenizer_class": declared} if declared else {})))
+    config = {"eos_token": "<end>"} | ({} if declared is None else {"tokenizer_class": declared})
+    (source / CONFIG).write_text(json.dumps(config))
     tokenizer, folder = opened(source), model_folder(tmp_path / "export", model_type)
     tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer)

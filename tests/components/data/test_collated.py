@@ -120,6 +120,15 @@ def test_other_examples_are_refused_at_a_resume() -> None:
         opened(Own(ids=ids), recipe=ResolvedRecipe("", "", accept_changes=True)).load_state_dict(state)
 
 
+def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The longest example counts, and not the multiple that rows are rounded up to."""
+    for longest, count in ((5, 0), (4, 1)):
+        model = fake(Model, vocab_size=10, longest_text=longest)
+        opened(Own(), multiple=8, models=Every({"model": model})).check_run()
+        assert len(caplog.records) == count
+    assert "has 5 tokens, and the positions of [model] are made for 4" in caplog.text
+
+
 def test_a_tokenizer_file_may_be_the_vocabulary_of_the_model(tmp_path: Path) -> None:
     """Rows that open before the tokenizer know its vocabulary: a run trains, and an example of other ids is named."""
     write_corpus(tmp_path)

@@ -334,3 +334,21 @@ def test_the_only_tokenizer_of_a_recipe_is_the_models() -> None:
     assert not any("tokenizer" in graph.nodes[name].edges for name in ("model", "export"))
     [problem] = [problem for problem in graph.errors if problem.node == "model"]
     assert problem.hint == "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 64),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4}, 64),
+    ],
+)
+def test_the_longest_text_is_what_scaling_makes_of_positions(scaling: dict[str, Any] | None, longest: int) -> None:
+    """It is max_position_embeddings, or the original length times the factor if that is longer."""
+    rope = None if scaling is None else RopeScaling(**scaling)
+    sizes = SIZES | {"max_position_embeddings": 64, "rope_scaling": rope}
+    assert Qwen3Dense(kernels=cpu_kernels(), **sizes).longest_text == longest
