@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id, added tokens included; ids in between may be unused."""
-        return max(self._tokenizer.get_vocab().values()) + 1
+        return int(max(self._tokenizer.get_vocab().values())) + 1
 
     @cached_property
     def eos_id(self) -> int:

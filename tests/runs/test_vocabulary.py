@@ -6,7 +6,7 @@ from support.runs import drawloom, rows, write_corpus
 
 WITHOUT_TOKENIZER = """
 extends = "tiny.toml"
-unset = ["tokenizer"]
+unset = ["tokenizer", "sample"]
 
 [tokens]
 tokenizer = { use = "data.bytes" }

@@ -324,6 +324,8 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
 
 def test_the_only_tokenizer_of_a_recipe_is_the_models() -> None:
     """It is found by type; two have to be told apart, and without one there is no edge, also of the export."""
+    [problem] = Recipe.load("first_run", "tokenizer.use=data.byts").graph.errors
+    assert problem.node == "tokenizer"  # and nothing of a model that lacks a tokenizer
     graph = Recipe.load("first_run").graph
     assert [graph.nodes[name].edges["tokenizer"].targets for name in ("model", "export")] == [("tokenizer",)] * 2
     assert graph.errors == []
