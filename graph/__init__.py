@@ -1,6 +1,17 @@
 """Recipes, graphs and containers: components wired by TOML, checked as a whole, built once."""
 
-from drawloom.graph.component import Every, Ordered, above, at_least, between, component, inherited, port, setting
+from drawloom.graph.component import (
+    Every,
+    Ordered,
+    above,
+    at_least,
+    between,
+    component,
+    inherited,
+    port,
+    setting,
+    wired,
+)
 from drawloom.graph.problems import Place, Problem, RecipeError, UserError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
@@ -19,4 +30,5 @@ __all__ = [
     "inherited",
     "port",
     "setting",
+    "wired",
 ]

@@ -1,5 +1,5 @@
 """
-The vocabulary that components import: `@component`, `setting` and its bounds, `@port`, and the fields that take many.
+The vocabulary that components import: `@component`, `setting` and its bounds, `@port`, and fields of special kinds.
 
 A component is an attrs class. A field whose type is a port is an edge, every other field is a setting.
 """
@@ -37,6 +37,15 @@ def setting(
     default = attrs.Factory(factory) if factory is not None else default
     meta = {"impact": impact, "check": check, "doc": doc}
     return attrs.field(default=default, validator=check and _as_validator(check), metadata=meta, alias=alias)
+
+
+def wired(*, default: None) -> Any:
+    """
+    An optional edge that is found by type, as a required one is; None only if no node fits.
+
+    `tokenizer: Tokenizer | None = wired(default=None)`. Other optional edges are None unless the recipe writes them.
+    """
+    return attrs.field(default=default, metadata={"wired": True})
 
 
 def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
@@ -163,7 +172,7 @@ def component(
     needs: Mapping[str, str] | None = None,
     opens_first: str = "",
 ) -> Callable[[type[T]], type[T]]: ...
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
 def component(
     cls: Any = None,
     /,
@@ -216,7 +225,7 @@ def _short_repr(self: Any) -> str:
     return f"{type(self).__name__}({', '.join(plain)})"
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
 def inherited(cls: type[T]) -> type[T]:
     """Let components inherit the fields of a class that is none itself."""
     return attrs.define(cls, slots=False, eq=False, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from drawloom.components.data.auto_tokenizer import make_read_unchanged
 from drawloom.graph import UserError, component
 
 END = 256
@@ -52,10 +53,12 @@ class Bytes:
         Write `tokenizer.json` and `tokenizer_config.json` with which Hugging Face's libraries give the same ids.
 
         The end is in the vocabulary but not among the added tokens, and `split_special_tokens` is set: a text that
-        contains `<|end|>` is encoded as bytes there too, and can't forge the end of a document.
+        contains `<|end|>` is encoded as bytes there too, and can't forge the end of a document. In a model's folder
+        transformers may need more than the two files: see `make_read_unchanged`.
         """
         _write(folder / "tokenizer.json", _tokenizer())
         _write(folder / "tokenizer_config.json", _config())
+        make_read_unchanged(folder)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -4,12 +4,13 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 
+from drawloom.components.data.auto_tokenizer import CLASSES_OF_FILES, make_ids_agree, warn_of_other_ids
 from drawloom.components.data.chat.template import template_of
 from drawloom.graph import UserError, component, setting
 
@@ -32,10 +33,6 @@ class HuggingFaceTokenizer:
         default=None,
         doc="the token that ends a document, as the file writes it; eos_token of `tokenizer_config.json` if left out",
     )
-    _tokenizer: Any = attrs.field(init=False, default=None)
-    _end: int = attrs.field(init=False, default=-1)
-    _end_token: str | None = attrs.field(init=False, default=None)
-    _vocab_size: int = attrs.field(init=False, default=0)
 
     @classmethod
     def count_ids(cls, settings: Mapping[str, Any]) -> int | None:
@@ -50,31 +47,44 @@ class HuggingFaceTokenizer:
             return None  # `open` says why
 
     def open(self) -> None:
-        """Read the file. Raises UserError if the package, the file or the end token is missing."""
-        self._tokenizer = read_tokenizer(self._file)
-        self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self._end_token = self.end_token or eos_token(self._file.parent)
-        if self._end_token is None:
+        """
+        Read the file. Raises UserError if the package, the file or the end token is missing.
+
+        Warns if the file is in a model's folder, and transformers gives other ids with this folder.
+        """
+        _ = self.eos_id
+        warn_of_other_ids(self._file.parent, self)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return read_tokenizer(self._file)
+
+    @cached_property
+    def _end_token(self) -> str:
+        """The token that ends a document; UserError if nothing says one."""
+        token = self.end_token or eos_token(self._file.parent)
+        if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} says no eos_token"
             raise UserError(f"end_token: {where}, and it is left out; {_candidates(self._tokenizer)}")
-        end = self._tokenizer.token_to_id(self._end_token)
-        if end is None:
-            raise UserError(f'end_token: {self._file} has no token "{self._end_token}"; {_candidates(self._tokenizer)}')
-        self._end = end
+        return token
 
     @property
     def _file(self) -> Path:
         return self.path / "tokenizer.json" if self.path.is_dir() else self.path
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id, added tokens included; ids in between may be unused."""
-        return self._vocab_size
+        return int(max(self._tokenizer.get_vocab().values())) + 1
 
-    @property
+    @cached_property
     def eos_id(self) -> int:
         """The id of `end_token`."""
-        return self._end
+        tokenizer, token = self._tokenizer, self._end_token
+        number = tokenizer.token_to_id(token)
+        if number is None:
+            raise UserError(f'end_token: {self._file} has no token "{token}"; {_candidates(tokenizer)}')
+        return int(number)
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 of shape (tokens,), without the end."""
@@ -125,7 +135,7 @@ class HuggingFaceTokenizer:
         and unused ids have none. What a normalizer or pre-tokenizer adds or drops, such as a space before the first
         word, is counted as the ids have it.
         """
-        table = np.zeros(self._vocab_size, np.int64)
+        table = np.zeros(self.vocab_size, np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
         is_byte_level = _is_byte_level(self._tokenizer)
         for token, number in self._tokenizer.get_vocab().items():
@@ -141,14 +151,20 @@ class HuggingFaceTokenizer:
         return {"path": [self._file, *(path for path in companions if path.is_file())]}
 
     def save(self, folder: Path) -> None:
-        """Copy the file and its companions."""
+        """
+        Copy the file and its companions, changed so that transformers gives the same ids in a model's folder.
+
+        Warns if transformers gives others nevertheless.
+        """
         source, *companions = self.files_read()["path"]
         shutil.copyfile(source, folder / "tokenizer.json")
         for path in companions:
             shutil.copyfile(path, folder / path.name)
         if not (folder / COMPANIONS[0]).is_file():
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end_token}
+            config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._end_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        if (folder / "config.json").is_file():
+            make_ids_agree(folder, self)
 
 
 def read_tokenizer(path: Path) -> Any:

@@ -46,7 +46,7 @@ def write_folder(
     step: int | None = None,
 ) -> None:
     """
-    Write safetensors, the tokenizer's files and, last, `config.json`; the folder appears complete or not at all.
+    Write safetensors, `config.json` and the tokenizer's files; the folder appears complete or not at all.
 
     The stages of all ranks of the group make up the model. All ranks call this, and exchange what they hold through
     `workspace`, a folder that all ranks see, or through shared memory of their machine. `max_shard` is in bytes;
@@ -66,11 +66,11 @@ def write_folder(
         _log_merge_error(merge_error(merged, held(stages), dtype), group)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
-        if tokenizer is not None:
+        _write_config(folder, config, files)
+        if tokenizer is not None:  # after the config, by which transformers chooses a class of tokenizer
             tokenizer.save(folder)
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
-        _write_config(folder, config, files)
 
     write_stages(target, stages, mapper, finish, group, workspace, max_shard, dtype)
 

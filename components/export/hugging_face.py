@@ -16,7 +16,7 @@ from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.weights.save import MAX_SHARD
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import at_least, component, setting, wired
 
 log = logging.getLogger("drawloom.run")
 
@@ -36,7 +36,7 @@ class HuggingFaceExport:
     stages: Stages
     folder: RunFolder
     mesh: Mesh
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = wired(default=None)
     average: AveragedWeights | None = None
     max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="most bytes of tensors in a file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(

@@ -27,7 +27,7 @@ from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import fitting_folder
-from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph import Problem, UserError, at_least, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
@@ -47,7 +47,7 @@ class AutoModel:
     layers_keep_shapes: ClassVar[bool] = True
 
     kernels: ExpertKernels
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = wired(default=None)
     path: Path = setting(doc="a folder with a config.json, and with safetensors files if its weights are to be loaded")
     new_tokens: int = setting(
         default=0,
@@ -139,6 +139,10 @@ class AutoModel:
     def vocab_size(self) -> int:
         return self.builder.vocab_size
 
+    @property
+    def longest_text(self) -> int:
+        return self.builder.longest_text
+
     def build(self, span: LayerRange) -> nn.Module:
         return self.builder.build(span)
 
@@ -179,5 +183,8 @@ def _family(path: Path) -> type[DecoderBuilder]:
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"config: {file} says model_type = {json.dumps(kind)}; take a model of one of {known}")
+        raise UserError(
+            f"config: {file} says model_type = {json.dumps(kind)}; take a model of one of {known}, or add its "
+            "family (docs/families.md)"
+        )
     return FAMILIES[kind]

@@ -110,6 +110,17 @@ class Nodes:
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property
+    def unneeded_tokenizers(self) -> list[str]:
+        """The tokenizer of a model whose vocabulary is known without it: a plan is made where its file is not."""
+        edge = self.graph.nodes[self.model].edges.get("tokenizer")
+        is_known = any(self.settings(self.model).get(key) is not None for key in ("vocab_size", "config", "path"))
+        if edge is None or not is_known:
+            return []
+        needed = {*self.graph.topological_order([*self.needed_by_stages, *self.memory_users])}
+        users = {user for name in edge.targets for user, _ in self.graph.incoming(name)}
+        return [*edge.targets] if users & needed == {self.model} else []
+
+    @property
     def mesh_settings(self) -> Mapping[str, Any]:
         """Sizes of the mesh's dimensions."""
         return self.graph.nodes[self.mesh].settings

@@ -181,6 +181,7 @@ def opened(
     """A planner whose model, loss and kernels are open."""
     kind = "cuda" if device.is_gpu else "cpu"
     given: dict[str, Any] = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
+    given |= dict.fromkeys(nodes.unneeded_tokenizers)
     if schedule is not None:
         given[nodes.schedule] = schedule
     with nodes.recipe.open(nodes.needed_by_stages, given) as objects:

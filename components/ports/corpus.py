@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids."""
+        """The number of token ids, known before `open`: rows and models that open first compare their ids with it."""
         ...
 
     @property
@@ -63,7 +63,11 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files that other programs need for the same ids: `tokenizer.json` and its configuration."""
+        """
+        Write the files that other programs need for the same ids: `tokenizer.json` and its configuration.
+
+        If the folder has a model's `config.json`, transformers chooses a class by it.
+        """
         ...
 
 

@@ -163,6 +163,11 @@ class Model(Protocol):
         """The number of rows of the embedding."""
         ...
 
+    @property
+    def longest_text(self) -> int | None:
+        """The most tokens of a text that the model's positions are made for; None if there is no limit."""
+        ...
+
     def build(self, span: LayerRange) -> nn.Module:
         """
         The module of a span, with parameters on torch's default device, which for stages is the meta device.

@@ -10,7 +10,11 @@ from drawloom.graph import UserError, between, component, setting
 
 def _plain_name(name: str) -> str | None:
     if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
-        return f"{name!r} is not a plain file name; write one without slashes and without a leading dot"
+        why = f"{name!r} is not a plain file name"
+        last = name.rpartition("/")[2]
+        if last != name and _plain_name(last) is None:
+            return f'{why}; write name = "{last}", and the path of the run folder as folder = "runs/{name}"'
+        return f"{why}; write one without slashes and without a leading dot"
     return None
 
 

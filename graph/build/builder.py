@@ -85,7 +85,7 @@ class EdgeResolver:
         for field in node.spec.edges:
             item = items.get(field.name)
             if item is None:
-                if field.required:
+                if field.required or field.is_wired:
                     self._autowire(node, field)
             elif field.kind in ("one", "optional"):
                 path = (field.name,)
@@ -209,7 +209,7 @@ class EdgeResolver:
         return True
 
     def _autowire(self, node: Node, field: Field) -> None:
-        if field.kind != "one":
+        if field.kind not in ("one", "optional"):
             shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
             return node.add_problem(
                 "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
@@ -218,6 +218,8 @@ class EdgeResolver:
         fitting = [name for name in self._candidates(field) if name != node.name]
         if len(fitting) == 1:
             node.connect(field.name, Edge((fitting[0],), written=False))
+        elif not fitting and field.kind == "optional":
+            return
         elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise the node that is looked for may be an invalid table
             self._report_ambiguous(node, field, fitting)
 

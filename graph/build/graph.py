@@ -184,8 +184,11 @@ class Graph:
 
     def is_complete(self, node: Node) -> bool:
         """Whether a node and its neighbours are valid, so that constraints may rely on their settings and edges."""
+        # A wired edge may be missing because the table that it looks for could not become a node.
+        has_invalid_tables = not self.recipe.nodes.keys() <= self.nodes.keys()
         missing = any(
-            field.name not in node.edges and (field.required or field.name in node.table.items)
+            field.name not in node.edges
+            and (field.required or field.name in node.table.items or (field.is_wired and has_invalid_tables))
             for field in node.spec.edges
         )
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())

@@ -5,11 +5,12 @@ from typing import Any
 import attrs
 
 from drawloom.graph.build.node import Node, dotted
-from drawloom.graph.problems import KeyPath, Place, Problem, did_you_mean, nearest
+from drawloom.graph.problems import COMMAND_LINE, KeyPath, Place, Problem, did_you_mean, nearest
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
+from drawloom.graph.recipe.overrides import word
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe_type
+from drawloom.graph.types.describe import describe_type, placeholder
 from drawloom.graph.types.structure import Values
 
 INVALID = object()
@@ -62,7 +63,8 @@ class SettingsResolver:
             path = (field.name, *problem.path)
             place = self._variable_place(item)
             written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
-            node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", problem.hint, path, place=place)
+            hint = _in_shell(problem.hint, node, path)
+            node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", hint, path, place=place)
         if not problems:
             node.set(field.name, value)
 
@@ -77,7 +79,11 @@ class SettingsResolver:
             node.set(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
-        node.add_problem("DL305", text, f"write {field.name} = ...", ())
+        value = placeholder(field.type)
+        hint = f"write {field.name} = {value}"
+        if not node.owner:
+            hint += f" in [{node.name}], or {word(f'{node.name}.{field.name}={value}')} behind a command"
+        node.add_problem("DL305", text, hint, ())
 
     def plain(self, node: Node, item: Any, path: KeyPath) -> Any:
         """A value without variables and escapes; INVALID if a part of it has a problem."""
@@ -121,3 +127,11 @@ class SettingsResolver:
             node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
             return INVALID
         return leaf.value
+
+
+def _in_shell(hint: str, node: Node, path: KeyPath) -> str:
+    """A hint with the array to write; if the setting is a word of the command line, with the word, quoted."""
+    if not hint.startswith("write [") or path[1:] or node.place_of(path) != COMMAND_LINE:
+        return hint
+    value = hint.removeprefix("write ")
+    return f"write {word(f'{node.name}.{path[0]}={value}')}"

@@ -1,5 +1,6 @@
 """Overrides: words of the form `node.key=value`, from the command line or from Python, as a table."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
         if not isinstance(tree, dict):
             return part
     return tree
+
+
+def word(text: str) -> str:
+    """Return a word of the form `node.key=value` as it is written in a shell."""
+    return shlex.quote(text) if any(character in text for character in "[]{}\"*'$ ") else text
 
 
 def nested(name: str, values: dict[str, Any]) -> dict[str, Any]:

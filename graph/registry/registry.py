@@ -226,9 +226,14 @@ class Registry:
         if inside:
             return f"it contains {', '.join(inside)}"
         beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
-        if not beside and _may_be_own(use):
-            package = use.partition(".")[0]
-            return f"to offer the components of the package {package!r}, add --import {package}"
+        if not beside:
+            package, _, rest = use.partition(".")
+            offer = f"to offer the components of the package {package!r}, add --import {package}"
+            offer = offer if _may_be_own(use) else ""
+            if near := self._namesake(rest.lower()):
+                return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
+            if offer:
+                return offer
         folder, _, last = use.rpartition(".")
         siblings = [name for name in names if name.rpartition(".")[0] == folder]
         if folder and siblings:
@@ -240,6 +245,11 @@ class Registry:
         near = nearest(use, beside) or nearest(use, names)
         unknown = "`drawloom list` shows all components; your own need --import, with a package, folder or file"
         return f"did you mean {near!r}?" if near else unknown
+
+    def _namesake(self, rest: str) -> str | None:
+        """The component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
+        folder = rest.partition(".")[0]
+        return nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
 
 
 def _may_be_own(use: str) -> bool:

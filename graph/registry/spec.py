@@ -18,7 +18,8 @@ Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "ever
 class Field:
     """
     A field of a component: a setting, an edge (to one node, an optional one, a list, a mapping or a sequence), or a
-    field that the container fills: `every` node of a port, or the resolved `recipe`.
+    field that the container fills: `every` node of a port, or the resolved `recipe`. An optional edge that `is_wired`
+    is found by type.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Field:
     impact: Impact = "changes_training"
     check: Check | None = None
     doc: str = ""
+    is_wired: bool = False
     required: bool = attrs.field(init=False)
     is_edge: bool = attrs.field(init=False)
 
@@ -45,8 +47,12 @@ class Field:
     def target(self) -> str:
         """What an edge leads to, such as "any number of Metric"."""
         port = " or ".join(port.__name__ for port in self.ports)
-        many = {"optional": f"{port}, or none", "list": f"any number of {port}", "mapping": f"named {port}"}
-        many["ordered"] = f"a sequence of {port}"
+        many = {
+            "optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none",
+            "list": f"any number of {port}",
+            "mapping": f"named {port}",
+            "ordered": f"a sequence of {port}",
+        }
         return many.get(self.kind, port)
 
     def default_value(self) -> Any:
@@ -125,6 +131,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) ->
         impact=meta.get("impact") or impact,
         check=meta.get("check"),
         doc=meta.get("doc", ""),
+        is_wired=meta.get("wired", False),
     )
 
 

@@ -128,7 +128,9 @@ class Container(Mapping[str, Any]):
 
     `build` constructs them, which is cheap; as a context manager the container also opens those with `open()`, in
     order, and closes those with `close()`, in reverse. `given` are objects that replace nodes: checked like nodes, but
-    neither opened nor closed. When something fails, `on_failure(error)` of the open objects that have it is called
+    neither opened nor closed; None leaves out a node that only optional edges lead to.
+
+    When something fails, `on_failure(error)` of the open objects that have it is called
     before any is closed, and may return another exception to raise instead.
     """
 
@@ -166,7 +168,10 @@ class Container(Mapping[str, Any]):
                 raise ValueError(f"there is no node {name!r} to give; {did_you_mean(name, self.graph.nodes)}")
             for user, key in [(user, key) for user, keys in self.graph.incoming(name) for key in keys]:
                 if user in users:
-                    ports = self.graph.nodes[user].spec.fields[key].ports
+                    field = self.graph.nodes[user].spec.fields[key]
+                    ports = field.ports
+                    if item is None and field.kind == "optional":
+                        continue
                     if not _fits(type(item), ports):
                         why = " and ".join(reason for port in ports for reason in mismatches(type(item), port))
                         raise TypeError(f"the object given for [{name}] does not implement [{user}] {key}: it {why}")

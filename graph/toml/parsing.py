@@ -11,6 +11,7 @@ import tomli
 
 from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import KeyPath, Place, Problem, RecipeError
+from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.positions import SourceMap
 
 LARGEST = 1 << 20
@@ -31,6 +32,9 @@ MARK = "\x00mark"
 TRIES = 20
 """Quotes that are tried as the start of an unterminated string; each try parses the text, so more would be slow."""
 
+LONGEST_LINE = 1000
+"""Characters of a line of which the value is looked at for a hint."""
+
 _TEXT = r"""\"{3}(?:[^\\]|\\[\s\S])*?\"{3}|'{3}[\s\S]*?'{3}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|#[^\n]*+"""
 """Strings and comments, which the patterns below skip: their content may look like keys, brackets or numbers."""
 
@@ -38,6 +42,12 @@ _PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _DOTS = rf"[ \t]*+({_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
 BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
+_BARE_VALUE = re.compile(
+    rf"""\s*{_PART}(?:[ \t]*\.[ \t]*{_PART})*\s*=\s*(?P<value>[^\s"'#\[{{=][^"'#={{}}]*?)\s*(?:#.*)?"""
+)
+_BARE_ITEM = re.compile(r"""[^\s"'#=,\[\]{}]+""")
+_WORD = re.compile(r"[^\W\d_]{2}|/|^[^\W\d]|^[@$~.]")
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _NUMBER = re.compile(rf"(?<=[=\[,\s])([+-]?(?:0x)?[0-9a-fA-F_]{{{DIGITS},}})|{_TEXT}")
 
 
@@ -124,7 +134,26 @@ def diagnose(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str]:
         return twice
     if error.msg == "Unterminated string" or error.msg in ('Expected "\'"', "Expected \"'''\"", 'Expected \'"""\''):
         return "unterminated string", _opening(text, error.pos), "close it with the quotes that opened it"
-    return f"this is not TOML: {error.msg}", error.pos, _suggest(text, error.pos)
+    is_value = error.msg == "Invalid value" or error.msg.startswith("Expected newline")
+    hint = _suggest_value(text, error.pos) if is_value else ""
+    return f"this is not TOML: {error.msg}", error.pos, hint or _suggest(text, error.pos)
+
+
+def _suggest_value(text: str, at: int) -> str:
+    """What to write instead of a value without quotes, or with a decimal comma; empty if there is none at an offset."""
+    start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+    line = text[start : len(text) if end < 0 else end]
+    if len(line) > LONGEST_LINE:
+        return ""
+    if written := _BARE_VALUE.fullmatch(line):
+        value = written["value"]
+        if _DECIMAL_COMMA.fullmatch(value):
+            return f"write {value.replace(',', '.')}: decimals have a point"
+    elif within := _BARE_ITEM.match(text, at):
+        value = within[0]
+    else:
+        return ""
+    return f"strings need quotes: write {dumps(value)}" if _WORD.search(value) else ""
 
 
 def _suggest(text: str, at: int) -> str:

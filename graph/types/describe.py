@@ -1,5 +1,6 @@
 """Names of types and values for messages, in the terms of TOML, and hints for values of nearly the right type."""
 
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from drawloom.graph.toml.emit import dumps
 
 SHOWN = 40
 """Characters of a value that a message shows at most."""
+
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 TYPE_NAMES = {
     str: "string",
@@ -60,6 +63,14 @@ def shorten(value: Any) -> str:
 def describe_type(kind: Any) -> str:
     """A type for a message: integer, array of strings, "first" or "last"; None in a union is omitted."""
     return _either(noun + rest for noun, rest in _alternatives(kind))
+
+
+def placeholder(kind: Any) -> str:
+    """Return what stands for a value of a type in a line to complete: ... or ["..."]."""
+    noun, rest = next(iter(_alternatives(kind)))
+    if noun != "array":
+        return "..."
+    return '["..."]' if rest in (" of strings", " of paths") else "[...]"
 
 
 def expected(kind: Any) -> str:
@@ -126,6 +137,9 @@ def near_misses(value: Any) -> Iterator[tuple[Any, str]]:
     except (TypeError, ValueError):  # not a TOML value
         return
     if isinstance(value, str):
+        if DECIMAL_COMMA.fullmatch(value):
+            meant = value.replace(",", ".")
+            yield float(meant), f"write {meant}: decimals have a point"
         for bare in (value, value.lower()):
             yield from ((meant, f"write {bare} without quotes") for meant in _read(bare))
     elif not isinstance(value, list | dict):

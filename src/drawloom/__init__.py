@@ -9,15 +9,15 @@ Train language models from components that a recipe combines.
         run.get(Trainer).run()
 
 `Recipe` is for those who run recipes. `component`, `setting`, its bounds `above`, `at_least` and `between`, `port`,
-`Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between components, and
-`drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.
+`wired`, `Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between
+components, and `drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.
 """
 
 TYPE_CHECKING = False  # as of `typing`, whose import takes as long as all of Python's start
 if TYPE_CHECKING:
     from drawloom import ports as ports
     from drawloom import testing as testing
-    from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting
+    from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting, wired
     from drawloom.graph.problems import Place, Problem, RecipeError, UserError
     from drawloom.graph.project import Recipe
     from drawloom.graph.recipe.lockfile import ResolvedRecipe
@@ -44,6 +44,7 @@ __all__ = [
     "ports",
     "setting",
     "testing",
+    "wired",
 ]
 
 if not TYPE_CHECKING:  # which would otherwise take any name for an attribute

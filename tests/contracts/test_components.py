@@ -77,7 +77,7 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
 def with_experts(use: str) -> Mapping[str, Any]:
     """A small model with experts."""
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return {"model": {**TINY["model"], "use": use, "tokenizer": "@tokenizer", **sizes}}
+    return {"model": {**TINY["model"], "use": use, **sizes}}
 
 
 def dispatching(use: str) -> Mapping[str, Any]:

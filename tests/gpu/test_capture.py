@@ -59,7 +59,7 @@ KERNELS = (
     *("model.intermediate_size=128", "precision.compute=bfloat16", "vars.length=128"),
 )
 EXPERTS = (
-    *("model.use=model.qwen3.moe", "model.tokenizer=@tokenizer", "model.num_hidden_layers=2"),
+    *("model.use=model.qwen3.moe", "model.num_hidden_layers=2"),
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=64"),
 )
 

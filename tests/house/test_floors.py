@@ -73,7 +73,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "numpy"},
     ),
     "components.trackers": (BELOW, {"attrs", "aim", "torch", "trackio", "wandb"}),
-    "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers", "pyarrow", "fsspec", "jinja2"}),
+    "components.data": (
+        BELOW,
+        {"attrs", "numpy", "torch", "tokenizers", "transformers", "pyarrow", "fsspec", "jinja2"},
+    ),
     "components.run": (BELOW, {"attrs", "numpy", "torch"}),
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.

@@ -19,6 +19,11 @@ from support.observers_of_runs import TINY
 from support.runs import drawloom, rows, series
 
 PROJECT = Project.of("drawloom")
+ROOT = Path(__file__).parents[2]
+TEXT = f'corpus.paths=["{ROOT}/components/data/**/*.py"]'
+CONVERSATIONS, PAIRS = (
+    f'tokens.paths=["{ROOT}/docs/examples/{name}.jsonl"]' for name in ("conversations", "preferences")
+)
 SMALL = ("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2")
 
 
@@ -120,7 +125,7 @@ def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path
     """Without adapters, or with some that train the model's own weights, there is no reference."""
 
     def problems(*words: str) -> list[str]:
-        words = (f"vars.base={chat_base}", *words)
+        words = (f"vars.base={chat_base}", PAIRS, *words)
         return [str(problem) for problem in PROJECT.graph(PROJECT.load("dpo", (), words)).problems]
 
     assert problems() == []
@@ -131,23 +136,30 @@ def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path
     assert any("documents are compared as wholes" in each for each in problems("mesh.context=2"))
 
 
-@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora", "chat", "dpo"])
-def test_recipes_need_a_base_and_nothing_else(recipe: str, base: Path) -> None:
-    """With `vars.base` there is no problem; without it, or with a folder that is no model, one that says so."""
+@pytest.mark.parametrize(
+    ("recipe", "data"), [("finetune", TEXT), ("finetune_lora", TEXT), ("chat", CONVERSATIONS), ("dpo", PAIRS)]
+)
+def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, base: Path) -> None:
+    """With both there is no problem; a message about one that is missing has what to write."""
 
     def problems(*words: str) -> list[str]:
         return [str(problem) for problem in PROJECT.graph(PROJECT.load(recipe, (), words)).problems]
 
-    assert problems(f"vars.base={base}") == []
-    assert any("vars.base" in problem for problem in problems())
-    assert any("config.json" in problem for problem in problems(f"vars.base={base.parent}"))
+    assert problems(f"vars.base={base}", data) == []
+    assert problems(data) and all(
+        "write base = ... in [vars], or vars.base=..." in problem for problem in problems(data)
+    )
+    assert any("config.json" in problem for problem in problems(f"vars.base={base.parent}", data))
+    [problem] = problems(f"vars.base={base}")
+    node = data.partition(".")[0]
+    assert f"""write paths = ["..."] in [{node}], or '{node}.paths=["..."]' behind a command""" in problem
     lines = (Path(__file__).parents[2] / "recipes" / f"{recipe}.toml").read_text("utf-8").splitlines()
     assert len(lines) < 40
 
 
 def test_finetune_starts_from_the_base(base: Path, tmp_path: Path) -> None:
     """The first loss is that of the base's weights: with a learning rate of nearly nothing the export is the base."""
-    words = (f"vars.base={base}", *SMALL, "optimizer.lr=1e-30", "optimizer.weight_decay=0.0")
+    words = (f"vars.base={base}", TEXT, *SMALL, "optimizer.lr=1e-30", "optimizer.weight_decay=0.0")
     [outcome] = drawloom(tmp_path, "run", "finetune", *words)
     assert outcome.code == 0, outcome.text
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "runs/finetune/export", base))
@@ -162,7 +174,7 @@ def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> Non
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
     tokenizer.add_special_tokens(["<|one|>", "<|two|>"])
     tokenizer.save(str(tmp_path / "tokenizer/tokenizer.json"))
-    words = (f"vars.base={chat_base}", f"tokenizer.path={tmp_path / 'tokenizer'}", *SMALL)
+    words = (f"vars.base={chat_base}", TEXT, f"tokenizer.path={tmp_path / 'tokenizer'}", *SMALL)
     [outcome] = drawloom(tmp_path, "run", "finetune", *words)
     assert (
         outcome.code == 2
@@ -182,7 +194,7 @@ def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> Non
 
 def test_finetune_lora_leaves_an_adapter(base: Path, tmp_path: Path) -> None:
     """The head can be adapted by one more word; generating needs the run folder and the base."""
-    words = (f"vars.base={base}", *SMALL)
+    words = (f"vars.base={base}", TEXT, *SMALL)
     [outcome] = drawloom(tmp_path, "run", "finetune_lora", *words)
     assert outcome.code == 0, outcome.text
     run = tmp_path / "runs/finetune_lora"

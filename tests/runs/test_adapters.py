@@ -17,7 +17,6 @@ extends = "./tiny.toml"
 [model]
 use = "model.auto"
 path = "runs/tiny/export"
-tokenizer = "@tokenizer"
 
 [batch]
 global_size = 4

@@ -32,7 +32,6 @@ intermediate_size = 12
 
 EXPERTS = """
 use = "model.qwen3.moe"
-tokenizer = "@tokenizer"
 tie_word_embeddings = true
 decoder_sparse_step = 2
 num_experts = 3

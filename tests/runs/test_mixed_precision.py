@@ -13,7 +13,6 @@ LEARNED = ("step", "loss", "grad_norm", "lr")
 EXPERTS = """
 [model]
 use = "model.qwen3.moe"
-tokenizer = "@tokenizer"
 num_hidden_layers = 2
 hidden_size = 16
 num_attention_heads = 2

@@ -47,7 +47,6 @@ end_token = "<end>"
 [model]
 use = "model.qwen3.dense"
 config = "parts"
-tokenizer = "@tokenizer"
 
 [batch]
 global_size = 4

@@ -177,7 +177,6 @@ extends = "./tiny.toml"
 
 [model]
 use = "model.qwen3.moe"
-tokenizer = "@tokenizer"
 num_hidden_layers = 4
 hidden_size = 16
 num_attention_heads = 2

@@ -18,7 +18,6 @@ extends = "./tiny.toml"
 
 [model]
 use = "model.dots1"
-tokenizer = "@tokenizer"
 num_hidden_layers = 3
 hidden_size = 16
 num_attention_heads = 2

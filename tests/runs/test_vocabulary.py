@@ -4,13 +4,25 @@ from pathlib import Path
 
 from support.runs import drawloom, rows, write_corpus
 
+WITHOUT_TOKENIZER = """
+extends = "tiny.toml"
+unset = ["tokenizer", "sample"]
+
+[tokens]
+tokenizer = { use = "data.bytes" }
+
+[model]
+vocab_size = 100
+
+[trainer]
+on_finish = []
+"""
+
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     """A model with a vocabulary of its own, and no tokenizer to compare it with, is compared before the first step."""
     write_corpus(tmp_path)
-    (tmp_path / "small.toml").write_text(
-        'extends = "tiny.toml"\nunset = ["model.tokenizer"]\n[model]\nvocab_size = 100\n', "utf-8"
-    )
+    (tmp_path / "small.toml").write_text(WITHOUT_TOKENIZER, "utf-8")
     [refused] = drawloom(tmp_path, "run", "small.toml", "trainer.steps=1")
     assert refused.code == 2 and "Traceback" not in refused.text, refused.text
     assert refused.text.endswith(

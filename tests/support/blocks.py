@@ -35,10 +35,7 @@ SMALLER = {
         ('prompt = "def "', 'prompt = "def "\ntokens = 8'),
         ('"data.standard_library"', '"data.text_files"\npaths = ["corpus/**/*.txt"]'),
     ],
-    "finetune": [
-        ("steps = 50", "steps = 4"),
-        ('"data.standard_library"', '"data.text_files"\npaths = ["corpus/**/*.txt"]'),
-    ],
+    "finetune": [("steps = 50", "steps = 4")],
     "chat": [("steps = 30", "steps = 4")],
     "dpo": [('name = "dpo"', 'name = "dpo"\n\n[vars]\nlength = 192')],  # both answers of a pair fit
 }

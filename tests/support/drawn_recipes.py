@@ -34,7 +34,6 @@ def recipe(draw: Random) -> Drawn:
     family, optimizer = draw.choice(FAMILIES), draw.choice(list(OPTIMIZERS))
     words = [
         f"model.use=model.{family}",
-        "model.tokenizer=@tokenizer",
         f"model.num_hidden_layers={draw.choice((4, 5, 8))}",
         *("model.hidden_size=16", "model.num_attention_heads=4", "model.head_dim=4"),
         f"model.num_key_value_heads={draw.choice((2, 4, 4))}",

@@ -93,7 +93,10 @@ class PackedRows:
         self._fingerprints.clear()
 
     def check_run(self) -> None:
-        """Raise UserError if there are more token ids than any model of the run has."""
+        """Raise UserError if there are more token ids than any model of the run has; warn of texts too long for it."""
+        lengths = [packed.documents.lengths for packed in self._splits.values()]
+        longest = max((int(each.max()) for each in lengths if len(each)), default=0)
+        warn_of_long_texts(min(longest, self.length), self.models)
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
             ids = self.tokens.vocab_size
@@ -176,6 +179,19 @@ class PackedRows:
 def _name(split: Split, source: str) -> str:
     """A split, of one source if it has a name."""
     return f"{split} of {source}" if source else split
+
+
+def warn_of_long_texts(tokens: int, models: Mapping[str, Model]) -> None:
+    """Warn if a text of a row, of which the longest has so many tokens, is longer than a model's positions allow."""
+    for name, model in models.items():
+        longest = model.longest_text
+        if longest is not None and tokens > longest:
+            log.warning(
+                "the longest text of a row has %d tokens, and the positions of [%s] are made for %d "
+                "(max_position_embeddings, and rope_scaling if there is one): the model has learned no later "
+                "positions; write a length of at most %d, or a config.json with rope_scaling",
+                *(tokens, name, longest, longest),
+            )
 
 
 def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:

@@ -27,7 +27,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting
+from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting, wired
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
@@ -66,7 +66,7 @@ class DecoderBuilder:
     layers_keep_shapes: ClassVar[bool] = True
 
     kernels: Kernels
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = wired(default=None)
     config: Path | None = setting(
         default=None, doc="a Hugging Face config.json, or its folder; what follows is set over it"
     )
@@ -200,6 +200,10 @@ class DecoderBuilder:
     @property
     def vocab_size(self) -> int:
         return self.architecture.vocab_size if self.split is None else self.split.size
+
+    @property
+    def longest_text(self) -> int:
+        return self.architecture.longest_text
 
     def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: hidden states and weights of tokens in, hidden states out."""

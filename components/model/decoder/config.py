@@ -35,6 +35,15 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
 
+    @property
+    def longest_text(self) -> int:
+        """The most tokens that rotary positions are made for: max_position_embeddings, or what scaling makes of it."""
+        if self.rope_scaling is None or self.rope_scaling.factor is None:
+            return self.max_position_embeddings
+        # Files of Llama 3 have the extended length as max_position_embeddings, files of Qwen the original one.
+        original = self.rope_scaling.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(self.rope_scaling.factor * original))
+
     def has_bias(self, projection: str) -> bool:
         """Whether a linear layer, called as in transformers (`q_proj`), has a bias."""
         return False
@@ -160,4 +169,4 @@ def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[Inv
     """The size of layers without experts, if there are such layers and no size."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
-        yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, say")
+        yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")

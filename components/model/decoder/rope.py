@@ -100,7 +100,7 @@ def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scalin
     if lacking := [name for name in NEEDED if name in used and name not in given]:
         why = f"{key} lacks {lacking[0]}, which {rope.rope_type} needs"
         example = "4.0" if lacking[0] == "factor" else "32768"
-        yield InvalidSetting(key, why, f"write {lacking[0]} = {example}, say")
+        yield InvalidSetting(key, why, f"write {lacking[0]} = {example}, for example")
     # Between the two bounds a linear ramp blends scaled and unscaled pairs, so they must differ.
     for less, more in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         values = {"beta_slow": 1.0, "beta_fast": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | given

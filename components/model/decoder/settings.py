@@ -15,7 +15,6 @@ EXAMPLES = {
     "hidden_size": 256,
     "num_attention_heads": 8,
     "intermediate_size": 768,
-    "vocab_size": 320,
     "num_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
@@ -32,10 +31,10 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     for key in family.needed:
         if key not in given:
             yield InvalidSetting(
-                key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, say, or config = a config.json"
+                key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, for example, or config = a config.json"
             )
     if "vocab_size" not in given and not has_tokenizer:
-        instead = f'write tokenizer = "@tokenizer", or vocab_size = {EXAMPLES["vocab_size"]}, say'
+        instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
     if "hidden_size" in given and "num_attention_heads" in given:
         yield from _attention_faults(given)
@@ -109,7 +108,7 @@ def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
-        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, say")
+        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
         return
     yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
 

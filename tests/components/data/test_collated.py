@@ -1,7 +1,9 @@
 """Rows of examples of one's own."""
 
+import json
 import pickle
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,6 +15,32 @@ from drawloom.components.ports.data import Example
 from drawloom.components.ports.model import Model
 from drawloom.graph import Every, ResolvedRecipe, UserError
 from drawloom.graph.testing import fake
+from support.chat import tokenizer_folder
+from support.runs import drawloom, write_corpus
+
+OWN = """
+extends = "tiny.toml"
+unset = ["corpus", "tokens"]
+
+[tokenizer]
+use = "data.hugging_face_tokenizer"
+path = "tokenizer"
+
+[examples]
+use = "data.json_examples"
+paths = ["own.jsonl"]
+
+[collator]
+use = "data.pad_collator"
+
+[packing]
+use = "data.collated"
+max_length = 8
+
+[trainer]
+steps = 20
+on_finish = []
+"""
 
 IDS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 1]]
 
@@ -90,3 +118,26 @@ def test_other_examples_are_refused_at_a_resume() -> None:
         with pytest.raises(UserError, match=message):
             opened(Own(ids=ids)).load_state_dict(state)
         opened(Own(ids=ids), recipe=ResolvedRecipe("", "", accept_changes=True)).load_state_dict(state)
+
+
+def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The longest example counts, and not the multiple that rows are rounded up to."""
+    for longest, count in ((5, 0), (4, 1)):
+        model = fake(Model, vocab_size=10, longest_text=longest)
+        opened(Own(), multiple=8, models=Every({"model": model})).check_run()
+        assert len(caplog.records) == count
+    assert "has 5 tokens, and the positions of [model] are made for 4" in caplog.text
+
+
+def test_a_tokenizer_file_may_be_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+    """Rows that open before the tokenizer know its vocabulary: a run trains, and an example of other ids is named."""
+    write_corpus(tmp_path)
+    tokenizer_folder(tmp_path / "tokenizer")
+    examples = [{"input_ids": [number, 1, 2, 3]} for number in range(40)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, examples)))
+    (tmp_path / "own.toml").write_text(OWN)
+    [outcome] = drawloom(tmp_path, "run", "own.toml")
+    assert outcome.code == 0, outcome.text
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, [*examples, {"input_ids": [1, 2, 1000]}])))
+    [outcome] = drawloom(tmp_path, "run", "own.toml", "run.name=other", "data.workers=1")
+    assert outcome.code == 1 and "own.jsonl:41" in outcome.text and "outside of the model's vocabulary" in outcome.text

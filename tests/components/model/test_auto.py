@@ -19,6 +19,8 @@ from support.adapted import OneStage
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, whole
 
+TEXT = 'corpus.paths=["*.txt"]'
+
 
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
     """A small model of a family."""
@@ -51,7 +53,7 @@ def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_pat
         (None, "can't be read"),
         (
             {"model_type": "gpt2"},
-            'says model_type = "gpt2"; take a model of one of dots1, llama, mistral, qwen2, qwen3',
+            'says model_type = "gpt2"; take a model of one of dots1, llama, mistral, qwen2, qwen3.*docs/families.md',
         ),
         ({"model_type": "llama", "hidden_act": "gelu"}, "says hidden_act"),
     ],
@@ -74,7 +76,7 @@ def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Pat
 )
 def test_a_folder_that_is_not_there_is_to_be_downloaded(path: str, instead: str) -> None:
     """Nothing is downloaded by a recipe: a model's name on the hub is answered with the command that does it."""
-    [problem] = (str(each) for each in Recipe.load("finetune", f"vars.base={path}").graph.problems)
+    [problem] = (str(each) for each in Recipe.load("finetune", TEXT, f"vars.base={path}").graph.problems)
     assert f"there is no folder {path}; " in problem and instead in problem
 
 
@@ -87,7 +89,7 @@ def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
 
     def problems(*words: str) -> list[str]:
-        return [str(problem) for problem in Recipe.load("finetune", f"vars.base={folder}", *words).graph.problems]
+        return [str(problem) for problem in Recipe.load("finetune", TEXT, f"vars.base={folder}", *words).graph.problems]
 
     assert problems("model.new_tokens=2") == []
     [problem] = problems()
@@ -111,6 +113,6 @@ def test_a_run_folder_or_a_file_in_place_of_an_export_is_named(tmp_path: Path) -
         (tmp_path, "is a run folder", tmp_path / "export"),
         (tmp_path / "config.json", "is a file, and weights are in a folder", tmp_path),
     ):
-        found = Recipe.load("finetune", f"vars.base={given}").graph.problems
+        found = Recipe.load("finetune", TEXT, f"vars.base={given}").graph.problems
         [problem] = [str(each) for each in found if each.node == "model" and not each.warning]
         assert text in problem and str(instead) in problem and "weights = false" not in problem

@@ -21,6 +21,12 @@ def test_a_name_is_a_plain_file_name(name: str) -> None:
         NamedRun(name=name)
 
 
+def test_a_path_as_a_name_is_answered_with_the_folder() -> None:
+    """The message has both settings to write."""
+    with pytest.raises(ValueError, match='write name = "b", and the path of the run folder as folder = "runs/a/b"'):
+        NamedRun(name="a/b")
+
+
 def test_a_seed_is_a_number_of_63_bits() -> None:
     """torch's generators take no negative seeds."""
     assert NamedRun(name="a", seed=2**63 - 1).seed == 2**63 - 1

@@ -247,6 +247,20 @@ def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
     assert EntryPointSource("support.shop.components").names() == []
 
 
+@pytest.mark.parametrize(
+    ("use", "hint"),
+    [
+        ("torch.stores.Memory", "did you mean 'stores.memory'?"),
+        ("pytest.stores.memry", "did you mean 'stores.memory'? Otherwise, to offer the components of the package"),
+        ("pytest.other.memory", "to offer the components of the package 'pytest', add --import pytest"),
+    ],
+)
+def test_the_path_of_a_class_elsewhere_names_the_component_like_it(use: str, hint: str) -> None:
+    """A folder and a name as in the path of another package are ours; without them the package is to be imported."""
+    [error] = Project.of("support.shop").graph(MergedRecipe.of({"store": {"use": use}}), root="").errors
+    assert error.hint.startswith(hint)
+
+
 def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
     """`--import PACKAGE` offers the components below a package by their dotted path; without it there are none."""
     (elsewhere / "my_sheds").mkdir()

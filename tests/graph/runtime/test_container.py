@@ -268,6 +268,15 @@ def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -
         project.container(shop(), given={"stor": Till()}).build()
 
 
+def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, project: Project) -> None:
+    """Given as None it is neither built nor opened; where an edge is required, None is refused as any other object."""
+    graph = shop('[other]\nuse = "pages.plain"\ntitle = "Other"\n[page]\nfallback = "@other"')
+    with project.container(graph, "page", given={"other": None}) as objects:
+        assert objects["page"].fallback is None and objects["other"] is None
+    with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store"):
+        project.container(graph, "page", given={"store": None}).build()
+
+
 def test_a_given_object_need_not_suit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
     """For a part of a graph it is enough to implement the ports that this part takes."""
     graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')

@@ -95,6 +95,8 @@ def test_invalid_utf_8_is_reported_at_its_first_byte(content: bytes, line: int, 
         decode(content)
 
 
+INVALID = "this is not TOML: Invalid value"
+UNFINISHED = "this is not TOML: Expected newline or end of document after a statement"
 BELOW = "TOML writes key = value, below a [table]"
 CYRILLIC = "'\\u0430' is CYRILLIC SMALL LETTER A; such letters need quotes around them"
 
@@ -123,6 +125,14 @@ CYRILLIC = "'\\u0430' is CYRILLIC SMALL LETTER A; such letters need quotes aroun
             f"this looks like JSON; {BELOW}",
         ),
         ("\u0430 = 1", "\u0430", "this is not TOML: Invalid statement", CYRILLIC),
+        ("[a]\nname = mine # c", "mine", INVALID, 'strings need quotes: write "mine"'),
+        ("name = my run", "my run", INVALID, 'strings need quotes: write "my run"'),
+        ("path = ../runs/x", "../runs", INVALID, 'strings need quotes: write "../runs/x"'),
+        ("use = { a = b.c }", "b.c", INVALID, 'strings need quotes: write "b.c"'),
+        ('paths = ["a", b/*.txt]', "b/", INVALID, 'strings need quotes: write "b/*.txt"'),
+        ("name = 2024-run", "-run", UNFINISHED, 'strings need quotes: write "2024-run"'),
+        ("lr = 0,001", ",001", UNFINISHED, "write 0.001: decimals have a point"),
+        ("lr = 0.1.2", ".2", UNFINISHED, ""),
         ("a: 1", ": 1", "this is not TOML: Expected '=' after a key in a key/value pair", BELOW),
     ],
 )

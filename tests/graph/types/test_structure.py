@@ -141,6 +141,7 @@ def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) 
         (True, int, "expected an integer, got true", ""),
         (2**63, int, "expected an integer of at most 64 bits, got the integer 9223372036854775808", ""),
         ("1e-4", float, 'expected a number, got the string "1e-4"', "write 1e-4 without quotes"),
+        ("0,001", float, 'expected a number, got the string "0,001"', "write 0.001: decimals have a point"),
         (math.nan, float, "expected a finite number, got the number nan", ""),
         (-math.inf, float, "expected a finite number, got the number -inf", ""),
         (

@@ -1,6 +1,7 @@
 """What all packings share: order, splits, workers, and the check of a resumed run."""
 
 import json
+import logging
 import pickle
 from collections import Counter
 from multiprocessing.reduction import ForkingPickler
@@ -15,7 +16,9 @@ from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.components.ports.model import Model
+from drawloom.graph import Every, ResolvedRecipe, UserError
+from drawloom.graph.testing import fake
 
 
 @attrs.frozen
@@ -170,3 +173,24 @@ def test_a_changed_corpus_is_refused_unless_accepted(
     assert caught.value.exit_code == 2 and "--accept-changes" in str(caught.value)
     _went_on(job, then, now, accept=True)
     assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "tokens"), [(8, 6, 7), (8, 7, None), (4, 6, None), (4, 3, 4), (8, None, None)]
+)
+def test_texts_longer_than_the_models_positions_are_warned_of(
+    length: int, longest: int | None, tokens: int | None, job: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A text as a row has it, whose positions begin anew: long rows of short texts are no mistake."""
+    model = fake(Model, vocab_size=257, longest_text=longest)
+    rows = Concatenated(
+        tokens=Texts(train=["ab", "abcdef", "c"]), job=job, length=length, models=Every({"model": model})
+    )
+    rows.open()
+    with caplog.at_level(logging.WARNING):
+        rows.check_run()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (tokens is not None)
+    if tokens is not None:
+        assert f"has {tokens} tokens, and the positions of [model] are made for {longest}" in messages[0]
+        assert f"write a length of at most {longest}" in messages[0]

@@ -12,6 +12,7 @@ from drawloom.components.model.decoder.settings import choose_architecture, faul
 from drawloom.components.model.qwen3.dense import DENSE, Qwen3Dense
 from drawloom.components.model.qwen3.moe import MOE, Qwen3Moe
 from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 NONE = dict.fromkeys(DENSE.settings) | {"config": None, "vocabulary_multiple": 1}
@@ -112,7 +113,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         (
             "rope_scaling",
             "rope_scaling lacks original_max_position_embeddings, which yarn needs",
-            "write original_max_position_embeddings = 32768, say",
+            "write original_max_position_embeddings = 32768, for example",
         ),
     ),
     (
@@ -174,7 +175,7 @@ def test_rotary_positions_given_twice_are_refused() -> None:
     assert (key, why, instead) == (
         "rope_parameters",
         "rope_parameters lacks factor, which linear needs",
-        "write factor = 4.0, say",
+        "write factor = 4.0, for example",
     )
 
 
@@ -300,7 +301,7 @@ def test_everything_of_experts_that_is_missing_is_told() -> None:
             (
                 "intermediate_size",
                 "intermediate_size is missing, and layer 0 has no experts",
-                "write intermediate_size = 768, say",
+                "write intermediate_size = 768, for example",
             ),
         ),
     ],
@@ -319,3 +320,37 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
     assert (found.router_aux_loss_coef, attrs.evolve(found, router_aux_loss_coef=0.5)) == (0.0, other.architecture)
     assert faults_of_experts(config=tmp_path, num_experts=5) == []
     assert [key for key, _, _ in faults_of_experts(config=tmp_path, num_experts=1)] == ["num_experts_per_tok"]
+
+
+def test_the_only_tokenizer_of_a_recipe_is_the_models() -> None:
+    """It is found by type; two have to be told apart, and without one there is no edge, also of the export."""
+    [problem] = Recipe.load("first_run", "tokenizer.use=data.byts").graph.errors
+    assert problem.node == "tokenizer"  # and nothing of a model that lacks a tokenizer
+    graph = Recipe.load("first_run").graph
+    assert [graph.nodes[name].edges["tokenizer"].targets for name in ("model", "export")] == [("tokenizer",)] * 2
+    assert graph.errors == []
+    graph = Recipe.load("first_run", "other.use=data.bytes").graph
+    hint = 'write tokenizer = "@tokenizer" or tokenizer = "@other"'
+    assert {problem.node for problem in graph.errors if problem.hint == hint} >= {"model", "export"}
+    graph = Recipe.load("first_run").with_values({"unset": ["tokenizer"]}).graph
+    assert not any("tokenizer" in graph.nodes[name].edges for name in ("model", "export"))
+    [problem] = [problem for problem in graph.errors if problem.node == "model"]
+    assert problem.hint == "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 64),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4}, 64),
+    ],
+)
+def test_the_longest_text_is_what_scaling_makes_of_positions(scaling: dict[str, Any] | None, longest: int) -> None:
+    """It is max_position_embeddings, or the original length times the factor if that is longer."""
+    rope = None if scaling is None else RopeScaling(**scaling)
+    sizes = SIZES | {"max_position_embeddings": 64, "rope_scaling": rope}
+    assert Qwen3Dense(kernels=cpu_kernels(), **sizes).longest_text == longest
