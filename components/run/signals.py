@@ -13,8 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
@@ -22,6 +22,7 @@ import attrs
 import torch
 
 from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import StoppedError
 from drawloom.graph import above, component, setting
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -101,7 +102,7 @@ class Signals:
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
     _received: int = attrs.field(init=False, default=0)
     _finishing: bool = attrs.field(init=False, default=False)
-    _raised: bool = attrs.field(init=False, default=False)
+    _raises: bool = attrs.field(init=False, default=False)
     _reader: _SignalReader | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
@@ -128,22 +129,30 @@ class Signals:
         self.mesh.world.max(largest)
         return int(largest)
 
-    def raise_at_once(self) -> None:
-        """From now on a signal raises SystemExit in the main thread; one that was received before does so here."""
-        self._finishing = True
-        if self._received:
-            self._raise(self._received)
+    def raising(self) -> AbstractContextManager[None]:
+        """Return a context in whose body a signal raises StoppedError in the main thread."""
+        return self._raising()
+
+    @contextmanager
+    def _raising(self) -> Iterator[None]:
+        self._finishing = self._raises = True
+        try:
+            if self._received:
+                self._raise(self._received)
+            yield
+        finally:
+            self._raises = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: runs in the main thread, perhaps late."""
         self._received = self._received or number
-        if self._finishing and not self._raised:  # a later signal interrupts no cleanup; it ends the process
+        if self._raises:
             self._raise(number)
 
     def _raise(self, number: int) -> NoReturn:
-        self._raised = True
+        self._raises = False  # a later signal interrupts no cleanup; it ends the process
         log.info("stopped by signal %d after training; the same command completes the run", number)
-        raise SystemExit(128 + number)
+        raise StoppedError(number)
 
     def _on_signal(self, number: int, count: int) -> float | None:
         """Runs in the reader's thread, at once: the grace period at the first signal, None at later ones."""

@@ -12,6 +12,7 @@ import attrs
 import pytest
 from torch import Tensor
 
+from drawloom.components.ports.run import StoppedError
 from drawloom.components.run.signals import Signals
 from support.processes import RanksFailed, run_ranks
 
@@ -106,10 +107,9 @@ def test_a_forwarded_signal_counts_once(signals: Signals) -> None:
 
 def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing has to be saved: the main thread ends in order, and no step is announced; a later signal exits."""
-    signals.raise_at_once()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(StoppedError) as stopped, signals.raising():
         _send(signal.SIGTERM)
-    assert ended.value.code == 143
+    assert stopped.value.signal == signal.SIGTERM
     _send_until_exit(signals, signal.SIGTERM)
     assert capfd.readouterr().err == ""
 
@@ -117,9 +117,17 @@ def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.
 def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> None:
     """A signal that came too late for the agreement of the last step is not lost."""
     _send(signal.SIGINT)
-    with pytest.raises(SystemExit) as ended:
-        signals.raise_at_once()
-    assert ended.value.code == 130
+    with pytest.raises(StoppedError) as stopped, signals.raising():
+        raise AssertionError("a final task has begun")
+    assert stopped.value.signal == signal.SIGINT
+
+
+def test_a_signal_after_the_final_tasks_raises_nothing(signals: Signals) -> None:
+    """What is left is to close the nodes; the caller of the run gets no exception of a signal."""
+    with signals.raising():
+        pass
+    _send(signal.SIGINT)
+    assert signals.agreed() == signal.SIGINT
 
 
 def test_other_handled_signals_are_not_counted(signals: Signals) -> None:
