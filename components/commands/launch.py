@@ -23,7 +23,8 @@ from drawloom.graph.cli.exit_codes import STOPPED
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
-AGENT_LOGS = ("agent.server.api", "multiprocessing.api")  # of these each failure and signal has several lines
+# These log each failure and signal in several lines, and a rendezvous that ends because another machine's launcher has.
+AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
 
 SHUTDOWN_SECONDS = 30 * 24 * 3600
 """For processes to end after a signal: `stop.grace` of their run is the limit. torch 2.11 knows only its own 30 s."""
@@ -55,7 +56,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         start = elastic_launch(_config(options), sys.executable)
         start("-u", "-m", package, *options.arguments, *options.words, *imports)
     except ChildFailedError as error:
-        return _report(error)
+        return report_failure(error)
     except SignalException as stopped:
         return STOPPED + stopped.sigval
     return 0
@@ -74,17 +75,18 @@ def _config(options: argparse.Namespace) -> LaunchConfig:
     )
 
 
-def _report(error: ChildFailedError) -> int:
-    """Print how the first process failed, unless a process has printed it; its exit code."""
+STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")}
+"""Exit codes of processes that a signal has stopped, which they have logged."""
+
+
+def report_failure(error: ChildFailedError) -> int:
+    """Print how the first process failed, unless a process has printed it; return its exit code."""
     rank, first = error.get_first_failure()
-    codes = {failure.exitcode for failure in error.failures.values()}
-    if not any(map(_has_reported, error.failures.values())) and not codes <= STOPPED_CODES:
+    failures = error.failures.values()
+    if not any(_has_reported(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
         signalled = f"was ended by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else ""
         print_text(f"rank {rank} (process {first.pid}) {signalled or f'ended with code {first.exitcode}'}", "stderr")
     return STOPPED - first.exitcode if first.exitcode < 0 else first.exitcode
-
-
-STOPPED_CODES = {STOPPED + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
 
 def _has_reported(failure: ProcessFailure) -> bool:

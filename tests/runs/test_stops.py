@@ -46,9 +46,9 @@ def _delayed(owner: Any, name: str, seconds: float, when: Callable[..., bool], r
 
 
 def _signals(times: Sequence[float]) -> None:
-    """Send this process SIGTERM after each of these numbers of seconds."""
+    """Send this process Ctrl-C's signal after each of these numbers of seconds."""
     for seconds in times:
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timer.start()
 
@@ -73,14 +73,14 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_stuck, 2, place, arguments, where, times, timeout=20)
-    assert {*caught.value.failures.values()} == {"died with exit code 143"}
+    assert {*caught.value.failures.values()} == {"died with exit code 130"}
     assert time.monotonic() - began < 15
     saved = committed(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [3] and all(map(is_valid, saved))
 
 
 def _stopped_while_sampling(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A process of a run that gets SIGTERM while it samples."""
+    """A process of a run that gets Ctrl-C's signal while it samples."""
     _delayed(Sample, "finish", 0, lambda *_: True, partial(_signals, (0.3,)))
     return command(folder, arguments, None)
 
@@ -96,8 +96,8 @@ def test_a_signal_ends_a_long_sample_at_once(place: Path) -> None:
     )
     began = time.monotonic()
     outcomes = run_ranks(_stopped_while_sampling, 2, place, (*words, "sample.tokens=1000000"), timeout=60)
-    assert [outcome.code for outcome in outcomes] == [143, 143] and time.monotonic() - began < 20
-    assert "stopped by signal 15 after training; the same command completes the run" in outcomes[0].text
+    assert [outcome.code for outcome in outcomes] == [130, 130] and time.monotonic() - began < 20
+    assert "stopped by signal 2 after training; the same command completes the run" in outcomes[0].text
     assert not any("Traceback" in outcome.text for outcome in outcomes)
     assert {outcome.code for outcome in drawloom(place, *words, ranks=2)} == {0}
     assert (place / "runs/tiny/sample.txt").exists() and len(rows(place / "runs/tiny")) == 2
