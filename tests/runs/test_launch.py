@@ -74,7 +74,7 @@ class Slow:
 
 SLOW_PHASE = """
 [slow]
-use = "slow.slow"
+use = "slow"
 
 [edit.trainer.phases]
 before."@report" = ["@slow"]
@@ -140,11 +140,11 @@ def _descendants(pid: int) -> list[int]:
     return [*([pid] if path.exists() else []), *(each for child in children for each in _descendants(int(child)))]
 
 
-def _wait_for_step(place: Path, step: int) -> None:
+def _wait_for_step(place: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
     path = place / "runs/tiny/metrics.jsonl"
     end = time.monotonic() + 100
     while not path.exists() or path.read_bytes().count(b"\n") < step:
-        assert time.monotonic() < end, (place / "printed").read_text("utf-8")
+        assert time.monotonic() < end and process.poll() is None, (place / "printed").read_text("utf-8")
         time.sleep(0.02)
 
 
@@ -172,7 +172,7 @@ def test_the_slurm_script_saves_a_checkpoint_at_sigterm(place: Path) -> None:
     _put_commands(place, [], 1, srun=SRUN, scancel=SCANCEL, scontrol=hosts)
     variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
     with _started(["bash", "-c", _slurm_script()], place, **variables) as process:
-        _wait_for_step(place, 3)
+        _wait_for_step(place, 3, process)
         process.terminate()
         _assert_stopped(place, process)
 
@@ -188,7 +188,7 @@ def test_the_command_of_a_pod_saves_a_checkpoint_at_sigterm(place: Path) -> None
     """Its first process, the launcher, gets the signal."""
     _put_commands(place, [], 2)
     with _started(_pod(), place) as process:
-        _wait_for_step(place, 3)
+        _wait_for_step(place, 3, process)
         process.terminate()
         _assert_stopped(place, process)
 
@@ -200,7 +200,7 @@ def test_a_launcher_waits_longer_than_torchrun(place: Path) -> None:
     (place / "recipe.toml").write_text(RECIPE + SLOW_PHASE, "utf-8")
     _put_commands(place, ["--import=slow.py"], 2)
     with _started(_pod(), place) as process:
-        _wait_for_step(place, 2)
+        _wait_for_step(place, 2, process)
         time.sleep(1.0)  # until step 3 has begun to sleep
         process.terminate()
         _assert_stopped(place, process)
