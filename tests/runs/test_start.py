@@ -150,7 +150,7 @@ print("all threads have ended")
 
 
 @pytest.mark.parametrize(("seconds", "thread", "code"), [(0.2, 600, 3), (600, 0.2, 0)])
-def test_a_thread_that_is_left_over_is_named_and_keeps_no_process_alive(
+def test_a_thread_that_is_left_over_is_named_and_not_waited_for(
     seconds: float, thread: float, code: int
 ) -> None:
     """The exit code is the command's; a thread that ends soon is waited for."""

@@ -127,7 +127,8 @@ class Hold(TextFiles):
 def test_a_component_that_holds_the_interpreter_is_named_and_killed(place: Path) -> None:
     """No thread of the process can end it, and the guard does; the stack is printed."""
     (place / "hold.py").write_text(HOLD, "utf-8")
-    words = ["run", "tiny.toml", "--import", "hold.py", "corpus.use=hold", "listeners.timeouts.opening=1"]
+    corpus = ["--import", "hold.py", "corpus.use=hold", "corpus.paths=['corpus/*']"]
+    words = ["run", "tiny.toml", *corpus, "listeners.timeouts.opening=1"]
     environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     ran = [sys.executable, "-m", "drawloom", *words]
     done = subprocess.run(ran, cwd=place, env=environment, capture_output=True, text=True, timeout=120)

@@ -21,9 +21,9 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import Batch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
