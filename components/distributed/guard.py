@@ -68,8 +68,8 @@ guard = Guard()
 
 def _watch(parent: int, memory: mmap.mmap, reading: int) -> None:
     """Poll the limit until the parent ends, in the guard's process, which then ends itself."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
     with open(os.devnull, "r+b", buffering=0) as null:
         for number in (0, 1):  # a reader of the output must see its end
             os.dup2(null.fileno(), number)
