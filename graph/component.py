@@ -202,8 +202,9 @@ def component(
     - `in_folder(settings, given, folder)` returns the settings with which a run uses the run folder that its recipe was
       read from; `given` are the keys that overlays or the command line set.
 
-    The container calls `open()`, `close()` and `on_failure(error)` of objects that have them; `run --dry-run` opens
-    those with `preview()`, which returns what they say of a run before its first step.
+    The container calls `open()`, `close()` and `on_failure(error)` of objects that have them. It opens and closes other
+    objects in the contexts that their `stage_context(stage, node)` returns. `run --dry-run` opens those with
+    `preview()`, which returns what they say of a run before its first step.
     """
 
     def make(cls: type[T]) -> type[T]:

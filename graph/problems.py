@@ -87,6 +87,10 @@ class UserError(Exception):
         return f"{self.at}{super().__str__()}"
 
 
+class ReportedError(UserError):
+    """An error that is printed already, once for several processes; uncaught, it ends a process silently."""
+
+
 def in_order(problems: Iterable[Problem]) -> list[Problem]:
     """Problems sorted by file, line and column without duplicates; those without a place come last."""
     last = Place("\U0010ffff")

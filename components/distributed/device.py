@@ -10,6 +10,7 @@ from typing import Literal
 import attrs
 import torch
 
+from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
@@ -40,7 +41,11 @@ class ComputeDevice:
         default=False,
         doc="whether processes may take turns on a GPU where there are too few, to try out a mesh: slow",
     )
-    threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; default: torch's")
+    threads: int | None = setting(
+        default=None,
+        check=at_least(1),
+        doc="CPU threads of one operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
+    )
 
     _threads_before: int | None = attrs.field(init=False, default=None)
     _cuda_before: int | None = attrs.field(init=False, default=None)
@@ -92,9 +97,13 @@ class ComputeDevice:
             raise UserError("GPUs multiply in TF32, and kind is 'cpu'; remove tf32", exit_code=2)
         elif self.backend == "nccl":
             raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
-        if self.threads is not None:
+        threads = self.threads
+        if threads is None and THREADS not in os.environ:
+            # torch's own are the physical cores, whatever the quota and the other processes
+            threads = min(torch.get_num_threads(), threads_of_process(read_launch().local_world_size))
+        if threads is not None:
             self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(self.threads)
+            torch.set_num_threads(threads)
 
     def close(self) -> None:
         """Restore torch's number of threads, current GPU and float32 products, and the variables of libraries."""

@@ -54,13 +54,13 @@ class Layout:
         return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
 
 
-def start_with_torchrun(ranks: int) -> str:
-    """How to start this many processes."""
-    return f"start it with `torchrun --nproc-per-node {ranks} -m drawloom run RECIPE`"
+def how_to_launch(ranks: int) -> str:
+    """Return a hint with the command that starts this many processes."""
+    return f"start it with `drawloom launch --nproc-per-node {ranks} run RECIPE`"
 
 
 def resolve_shape(
-    sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = start_with_torchrun
+    sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = how_to_launch
 ) -> Layout:
     """
     The layout of `world_size` ranks; a dimension of size "auto" is `world_size` divided by the others.

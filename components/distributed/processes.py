@@ -4,9 +4,11 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import attrs
@@ -22,6 +24,7 @@ from drawloom.components.distributed.process_group import SingleProcess, TorchGr
 from drawloom.components.distributed.torchrun import Launch, machine, read_launch
 from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
+from drawloom.graph.problems import ReportedError
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -107,12 +110,14 @@ class TorchProcesses:
             self._failures = None
 
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """Report this rank's failure, which ends all ranks; SystemExit if it has been printed here."""
+        """Report this rank's failure, which ends all ranks; among several ranks, a ReportedError for it."""
         if not isinstance(error, Exception):
             return None
         if self._failures is not None:
             error = with_diagnosis(error, self._monitor)
-            return SystemExit(self._failures.report_exception(error, self._monitor.location).exit_code)
+            failure = self._failures.report_exception(error, self._monitor.location)
+            sys.excepthook = _print_unless_reported  # a script that catches nothing would repeat it on each rank
+            return ReportedError(failure.text, failure.exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
             # Python prints the traceback on the terminal
             log.error("%s", error, exc_info=error, extra={"printed": True})
@@ -264,6 +269,12 @@ class TorchProcesses:
         # destroy_process_group does not know these backends; those of gloo close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():
             communicator.backend.shutdown()
+
+
+def _print_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook` that prints no error twice."""
+    if not isinstance(error, ReportedError):
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager

@@ -111,7 +111,11 @@ class RunSummary:
         processes = f"{self.mesh.world.size} process{'es' * (self.mesh.world.size > 1)}"
         if (hosts := max((each.node_count for each in self.launches.values()), default=1)) > 1:
             processes += f" on {hosts} hosts"
-        return ", ".join([kind, f"{processes}: {' x '.join(sizes)}" if sizes else processes])
+        words = [kind, f"{processes}: {' x '.join(sizes)}" if sizes else processes]
+        return ", ".join([*words, *([self._threads()] if device.type == "cpu" else [])])
+
+    def _threads(self) -> str:
+        return f"CPU threads{' of each' * (self.mesh.world.size > 1)}: {torch.get_num_threads()}"
 
     def _summary(self) -> Iterator[tuple[str, str]]:
         if self._last:

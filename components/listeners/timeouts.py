@@ -6,10 +6,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import attrs
 
+from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.logging import open_log, rank_log
 from drawloom.components.ports.distributed import Mesh, Timed
 from drawloom.components.ports.run import Event, RunFolder
@@ -88,7 +90,26 @@ class Watchdog:
 log = logging.getLogger("drawloom.run")
 
 WATCHDOG_MARGIN = 2.0  # seconds after the collective timeout, so that a blocked rank raises its own error first
+GUARD_MARGIN = 10.0  # seconds after the watchdog, whose report must be over when the guard kills this process
+SLOW_OPENING = 30.0  # seconds after which a component that opens or closes is named
+BEFORE = "before the first step"
 REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
+
+
+class _SignOfLife(logging.Handler):
+    """Calls a function at each message, except at those of this module's own logger."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Call the function."""
+        if record.module != log_module:
+            self._call()
+
+
+log_module = "timeouts"  # whose warning of a slow component is no sign that it lives
 
 
 @component(impact="safe")
@@ -98,7 +119,9 @@ class Timeouts:
 
     A collective that times out raises an error that names the rank it waited for. A process that exceeds the limit by
     WATCHDOG_MARGIN hangs elsewhere: it reports its step and phase and the hang diagnosis, dumps the stacks of its
-    threads to its log, and exits with code 1.
+    threads to its log, and exits with code 1. The guard kills a process that can't, because C code holds Python's lock.
+
+    A component that is opened or closed has `opening` seconds, again after each message that it logs.
     """
 
     processes: Timed
@@ -112,14 +135,19 @@ class Timeouts:
         default=1800.0, check=above(0), doc="seconds to save, and for the final tasks after the last step"
     )
 
+    opening: float = setting(
+        default=1800.0, check=above(0), doc="seconds for a component to open or close, counted from what it last logged"
+    )
+
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
     tick: float = attrs.field(init=False, default=0.5)
     watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
     _watchdog: Watchdog | None = attrs.field(init=False, default=None)
     _stepped: bool = attrs.field(init=False, default=False)
-    _where: str = attrs.field(init=False, default="before the first step")
+    _where: str = attrs.field(init=False, default=BEFORE)
     _phase: str = attrs.field(init=False, default="")
     _allowed: float = attrs.field(init=False, default=0.0)
+    _slow_after: float = attrs.field(init=False, default=0.0)
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""
@@ -131,6 +159,27 @@ class Timeouts:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+        guard.allow(None)
+
+    @contextmanager
+    def stage_context(self, stage: str, node: str) -> Iterator[None]:
+        """Limit the time in which a node is opened or closed."""
+        before, phase = self._where, self._phase
+        self._where, self._phase = f"{stage}() of [{node}]", ""
+        self.processes.set_location(self._where)
+        alive = _SignOfLife(self._allow_opening)
+        logging.getLogger("drawloom").addHandler(alive)
+        self._allow_opening()
+        try:
+            yield
+        finally:
+            logging.getLogger("drawloom").removeHandler(alive)
+            self._where, self._phase = before, phase
+            self.processes.set_location("" if before == BEFORE else self._location())
+            self._allow(None)
+
+    def _allow_opening(self) -> None:
+        self._allow(self.opening, slow=min(self.opening / 2, SLOW_OPENING))
 
     def on_event(self, event: Event) -> None:
         """Set the limit of what the run does next."""
@@ -159,7 +208,10 @@ class Timeouts:
             self._where = f"step {event.step.index}"
         if event.kind in ("phase_started", "phase_ended"):
             self._phase = event.phase if event.kind == "phase_started" else ""
-        self.processes.set_location(f"{self._where}, phase [{self._phase}]" if self._phase else self._where)
+        self.processes.set_location(self._location())
+
+    def _location(self) -> str:
+        return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
 
     def _end_step(self, last: bool) -> None:
         first, self._stepped = not self._stepped, True
@@ -176,31 +228,37 @@ class Timeouts:
         self.processes.set_timeout(seconds)
         self._allow(seconds)
 
-    def _allow(self, seconds: float | None) -> None:
+    def _allow(self, seconds: float | None, slow: float | None = None) -> None:
         self._allowed = seconds or 0.0
+        self._slow_after = self._allowed / 2 if slow is None else slow
+        limit = None if seconds is None else seconds + self.watchdog_margin
         if self._watchdog is not None:
-            self._watchdog.allow(None if seconds is None else seconds + self.watchdog_margin, slow=self._allowed / 2)
+            self._watchdog.allow(limit, slow=self._slow_after)
+        text = f"rank {self.mesh.world.rank} hangs: {self._took()}, and keeps Python's threads from running"
+        guard.allow(None if limit is None else limit + GUARD_MARGIN, text)
+
+    def _took(self) -> str:
+        phase = f" in phase [{self._phase}]" if self._phase else ""
+        return f"{self._where} took more than {self._allowed:g} s{phase}"
 
     def _slow(self, _limit: float) -> None:
-        """Warn, in the watchdog's thread, when half of the limit is over."""
+        """Warn, in the watchdog's thread, when a part of the limit is over."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
-        log.warning(text, self.mesh.world.rank, self._where, self._allowed / 2, phase, self._allowed)
+        log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
     def _expired(self, _limit: float) -> None:
         """Report the hang, in the watchdog's thread, and exit."""
-        reporting = threading.Thread(target=self._report, args=(self._allowed,), name="hang report", daemon=True)
+        reporting = threading.Thread(target=self._report, args=(self._took(),), name="hang report", daemon=True)
         reporting.start()
         reporting.join(REPORT_TIMEOUT)
         self.exit(1)
 
-    def _report(self, limit: float) -> None:
-        phase = f" in phase [{self._phase}]" if self._phase else ""
+    def _report(self, took: str) -> None:
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         diagnosis = self.processes.diagnose()
         why = f"; {diagnosis}" if diagnosis else ""
-        took = f"{self._where} took more than {limit:g} s{phase}"
         self.processes.fail(f"rank {rank} hangs: {took}{why}; stacks are in {path}")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -368,6 +369,14 @@ class Randomness(Protocol):
         ...
 
 
+class StoppedError(BaseException):
+    """A signal has asked the run to end; like KeyboardInterrupt it is not an Exception, which a component may catch."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
 @port
 class Stop(Protocol):
     """Whether a signal asks the run to end."""
@@ -376,8 +385,12 @@ class Stop(Protocol):
         """The number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
         ...
 
-    def raise_at_once(self) -> None:
-        """Called after the last step, when all state is saved: from now on a signal raises SystemExit at once."""
+    def raising(self) -> AbstractContextManager[None]:
+        """
+        Return a context for the time after the last step, when all state is saved: a signal raises StoppedError in it.
+
+        A signal that was received earlier raises on entry.
+        """
         ...
 
 

@@ -13,8 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
@@ -22,12 +22,13 @@ import attrs
 import torch
 
 from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import StoppedError
 from drawloom.graph import above, component, setting
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-# seconds in which a repeated signal is ignored: a cluster signals every process of a job, and torchrun forwards it
+# seconds in which a repeated Ctrl-C is ignored: a terminal sends it to every process, and a launcher forwards it
 DEBOUNCE = 1.0
-NOTICE = b"\nstopping after this step; a second signal ends at once\n"
+NOTICE = b"\nstopping after this step; Ctrl-C ends at once\n"
 FINAL_GRACE = 5.0  # seconds to end in after training, when nothing has to be saved
 ABANDONED = "the run did not end within %g s after signal %d, so it is killed; committed checkpoints are intact"
 
@@ -83,7 +84,10 @@ class _SignalReader:
 @component(impact="safe")
 class Signals:
     """
-    Handles SIGINT and SIGTERM while the run is open: the first stops the run after its step, a later one at once.
+    Handles SIGINT and SIGTERM while the run is open: the first stops the run after its step.
+
+    Ctrl-C ends a run that is about to stop at once, and so does any signal after Ctrl-C. Other signals that repeat are
+    one: a cluster sends SIGTERM to a job's processes, and a script and a launcher may forward it seconds later.
 
     A process that has not ended after `grace` seconds exits without saving; the run resumes from its last checkpoint.
     After the last step, in a final task such as a sample or an export, a signal ends the run at once.
@@ -100,8 +104,9 @@ class Signals:
     debounce: float = attrs.field(init=False, default=DEBOUNCE)
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
     _received: int = attrs.field(init=False, default=0)
+    _first: int = attrs.field(init=False, default=0)
     _finishing: bool = attrs.field(init=False, default=False)
-    _raised: bool = attrs.field(init=False, default=False)
+    _raises: bool = attrs.field(init=False, default=False)
     _reader: _SignalReader | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
@@ -128,28 +133,38 @@ class Signals:
         self.mesh.world.max(largest)
         return int(largest)
 
-    def raise_at_once(self) -> None:
-        """From now on a signal raises SystemExit in the main thread; one that was received before does so here."""
-        self._finishing = True
-        if self._received:
-            self._raise(self._received)
+    def raising(self) -> AbstractContextManager[None]:
+        """Return a context in whose body a signal raises StoppedError in the main thread."""
+        return self._raising()
+
+    @contextmanager
+    def _raising(self) -> Iterator[None]:
+        self._finishing = self._raises = True
+        try:
+            if self._received:
+                self._raise(self._received)
+            yield
+        finally:
+            self._raises = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: runs in the main thread, perhaps late."""
         self._received = self._received or number
-        if self._finishing and not self._raised:  # a later signal interrupts no cleanup; it ends the process
+        if self._raises:
             self._raise(number)
 
     def _raise(self, number: int) -> NoReturn:
-        self._raised = True
+        self._raises = False  # a later signal interrupts no cleanup; it ends the process
         log.info("stopped by signal %d after training; the same command completes the run", number)
-        raise SystemExit(128 + number)
+        raise StoppedError(number)
 
     def _on_signal(self, number: int, count: int) -> float | None:
         """Runs in the reader's thread, at once: the grace period at the first signal, None at later ones."""
         if count > 1:
-            self.exit(128 + number)
+            if signal.SIGINT in (number, self._first):
+                self.exit(128 + number)
             return None
+        self._first = number
         if self._finishing:
             return min(self.grace, FINAL_GRACE)
         self._received = self._received or number

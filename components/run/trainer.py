@@ -22,6 +22,7 @@ from drawloom.components.ports.run import (
     RunCheck,
     Step,
     Stop,
+    StoppedError,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.skipped_steps import SkippedSteps
@@ -78,8 +79,20 @@ class Trainer:
                     hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
                     yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
 
-    def run(self) -> None:
-        """Train from the newest checkpoint, or from the start, to the last step."""
+    def run(self) -> int:
+        """
+        Train from the newest checkpoint, or from the start, to the last step.
+
+        Returns 0, or the number of the signal that stopped the run, such as that of Ctrl-C: it is saved, and continues
+        when it is run again.
+        """
+        try:
+            self._run()
+        except StoppedError as stopped:
+            return stopped.signal
+        return 0
+
+    def _run(self) -> None:
         self.events.emit(Event("run_started"))
         for check in self.checks.values():
             check.check_run()
@@ -95,8 +108,8 @@ class Trainer:
             step = Step(done + 1, self.steps)
             self._run_step(step)
             done = self._go_back(step) if step.goes_back else step.index
-        self.stop.raise_at_once()
-        self._finish(last)
+        with self.stop.raising():
+            self._finish(last)
         self.events.emit(Event("run_ended"))
         self._skipped.fail_at_the_end()
 
@@ -150,7 +163,7 @@ class Trainer:
             self.checkpointer.save(step)
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
         log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)
-        raise SystemExit(128 + signal)
+        raise StoppedError(signal)
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:

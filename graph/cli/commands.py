@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from drawloom.graph.cli.exit_codes import INVALID, OK
+from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.drawing.draw import FORMATS
 from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins
@@ -97,11 +97,11 @@ def _run(options: argparse.Namespace, project: Project) -> int:
     run = recipe.open(accept_changes=options.accept_changes)
     try:
         with run:
-            run[project.root].run()
+            signal = run[project.root].run()  # that stopped it, if one did
     finally:
         if options.timings:
             print_text(timing_table(run.timings), "stderr")
-    return OK
+    return STOPPED + signal if signal else OK
 
 
 def _check(options: argparse.Namespace, project: Project) -> int:

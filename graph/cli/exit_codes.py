@@ -7,8 +7,13 @@ import attrs
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import Problem
 
-# 128 + SIGINT, as shells report a process that a signal ended.
-OK, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, INVALID = 0, 1, 2
+
+STOPPED = 128
+"""Added to the number of a signal, as shells report a process that a signal ended."""
+
+INTERRUPTED = STOPPED + 2
+"""Of SIGINT, by Ctrl-C."""
 
 MOST = 200
 """Problems that are printed at most: more would scroll the first ones away."""

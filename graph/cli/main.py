@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from drawloom.graph.cli.commands import COMMANDS, add_packages
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
 from drawloom.graph.cli.terminal import discard, print_text
-from drawloom.graph.problems import Problem, RecipeError, UserError, nearest
+from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, nearest
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console)
     except RecipeError as error:
         return console.fail(format_problems(error.problems), INVALID)
+    except ReportedError as error:
+        return error.exit_code
     except UserError as error:
         return console.fail(str(error), error.exit_code)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -130,8 +131,9 @@ class Container(Mapping[str, Any]):
     order, and closes those with `close()`, in reverse. `given` are objects that replace nodes: checked like nodes, but
     neither opened nor closed; None leaves out a node that only optional edges lead to.
 
-    When something fails, `on_failure(error)` of the open objects that have it is called
-    before any is closed, and may return another exception to raise instead.
+    When something fails, `on_failure(error)` of the open objects that have it is called before any is closed, and may
+    return another exception to raise instead. Each open() and close() is called in the contexts that
+    `stage_context(stage, node)` of the open objects that have it returns.
     """
 
     graph: Graph
@@ -142,6 +144,7 @@ class Container(Mapping[str, Any]):
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
+    _watchers: list[str] = attrs.field(init=False, factory=list)
 
     @paused_collection()
     def build(self) -> None:
@@ -233,12 +236,21 @@ class Container(Mapping[str, Any]):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):
             try:
-                with timed(self.timings, name, "open"):
+                with timed(self.timings, name, "open"), self._in_contexts("open", name):
                     item.open()
             except UserError as error:  # printed without traceback, so the message must name the node
                 node = self.graph.nodes[raised_in(error, self._built, name)]
                 error.set_node(place_of(node, str(error)), node.name)
                 raise
+        if hasattr(item, "stage_context"):
+            self._watchers.append(name)
+
+    @contextmanager
+    def _in_contexts(self, stage: Stage, name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for watcher in self._watchers:
+                stack.enter_context(self._objects[watcher].stage_context(stage, name))
+            yield
 
     @property
     def _built(self) -> dict[str, Any]:
@@ -246,7 +258,9 @@ class Container(Mapping[str, Any]):
         return {name: item for name, item in self._objects.items() if name not in self.given}
 
     def _close(self, name: str, item: Any) -> None:
-        with timed(self.timings, name, "close"):
+        if name in self._watchers:
+            self._watchers.remove(name)
+        with timed(self.timings, name, "close"), self._in_contexts("close", name):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:

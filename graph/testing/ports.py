@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from drawloom.graph.testing.build import build
 from drawloom.graph.types.port_match import members, mismatches
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
-EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set}
+EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set, AbstractContextManager: nullcontext}
 """The default return values of a fake's methods, by annotated type: empty or zero."""
 
 

@@ -8,6 +8,10 @@ Train language models from components that a recipe combines.
     with recipe.open() as run:
         run.get(Trainer).run()
 
+`run` returns 0 after the last step, or the number of a signal that stopped it, such as that of Ctrl-C. An error is
+raised: a `RecipeError` before anything is built, a `UserError` that says what to change, or, where a component has a
+bug, any other; among several ranks, on each the `UserError` that one of them has printed.
+
 `Recipe` is for those who run recipes. `component`, `setting`, its bounds `above`, `at_least` and `between`, `port`,
 `wired`, `Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between
 components, and `drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+THREAD_SECONDS = 5.0  # for threads to end after the command
+
+
 def main() -> int:
     """Install signal handlers, and run the command line. Returns its exit code."""
     _open_streams()
@@ -17,20 +20,44 @@ def main() -> int:
     parent = os.getppid()
     _handle(signal.SIGTERM, _end)
     _handle(signal.SIGINT, _interrupt)
+    if sys.argv[1:2] == ["run"]:
+        from drawloom.components.distributed.guard import guard
+
+        guard.start()  # before there are threads
     if "LOCAL_RANK" in os.environ:  # a worker of torchrun
         from drawloom.components.distributed.parent import watch_parent
 
         watch_parent(parent)
+    from drawloom.components.distributed.cpu_threads import sleep_on_busy_machine
+
+    sleep_on_busy_machine(os.environ, os.getloadavg()[0])
     try:
         from drawloom.components.distributed.torchrun import rank_console
         from drawloom.graph.cli.main import main as command_line
 
-        return command_line(console=rank_console())
+        code = command_line(console=rank_console())
+        _end_with_threads(code)
+        return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:  # Python restores the default handlers while it shuts down
         _handle(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers that end shortly after the first
         _handle(signal.SIGINT, _end)
+
+
+def _end_with_threads(code: int) -> None:
+    """End this process with a warning if a component has left a thread for which Python would wait for ever."""
+    import threading
+    import time
+
+    end, main_thread = time.monotonic() + THREAD_SECONDS, threading.main_thread()
+    while names := [each.name for each in threading.enumerate() if not each.daemon and each is not main_thread]:
+        if time.monotonic() > end:
+            text = f"a component has left threads that have not ended {THREAD_SECONDS:g} s after the command: "
+            print(text + ", ".join(names), file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(code)
+        time.sleep(0.05)
 
 
 def _open_streams() -> None:

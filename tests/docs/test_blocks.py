@@ -153,8 +153,8 @@ class Reader:
             if words[0] != "drawloom":
                 return Outcome(0, "")
         ranks = 1
-        if words[0] == "torchrun":
-            ranks, words = int(words[words.index("--nproc-per-node") + 1]), words[words.index("-m") + 1 :]
+        if words[:2] == ["drawloom", "launch"]:
+            ranks, words = int(words[3]), ["drawloom", *words[4:]]
         if words[0] in ("drawloom", "python", "pytest"):
             arguments = self.folder, words, self.recipes, path
             outcome: Outcome = run_ranks(run_words, ranks, *arguments, timeout=120, variables=ranks > 1)[0]

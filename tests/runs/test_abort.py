@@ -1,17 +1,13 @@
 """A rank fails: all others end with it within seconds, and one message names the rank, where, and why."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.aborts import RUN, WHERE, ended, printed_lines
+from support.aborts import WHERE, ended, printed_lines
 from support.runs import write_corpus
 
-SOURCE = str(Path(__file__).parents[2] / "src")
 LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30")
 
 
@@ -71,18 +67,3 @@ def test_a_stopped_rank_is_named_once(place: Path, words: tuple[str, ...]) -> No
     [line] = [line for line in printed_lines(outcomes) if "is slow" not in line]
     assert "rank 1 does not answer" in line and "step 4, phase [" in line
     assert 2 <= seconds < 9
-
-
-def test_a_failure_of_every_rank_is_printed_once(place: Path) -> None:
-    """
-    A problem that every rank finds is printed once; torchrun's table, which follows it, names it as the root cause.
-    """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    words = [*torchrun, "-m", "drawloom", *RUN, "optimizer.lr=-1"]
-    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
-    before, _, after = done.stderr.partition("Traceback (most recent call last)")
-    cause = after.partition("Root Cause")[2]
-    assert done.returncode == 1
-    assert before.count("[optimizer] lr: -1.0 is not above 0") == 1
-    assert "rank      : 0 " in cause and "traceback : command line: [optimizer] lr" in cause

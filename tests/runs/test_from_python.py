@@ -1,19 +1,25 @@
 """A run from Python is the run of the command line, also in a thread with an event loop and another stdout."""
 
 import asyncio
+import contextlib
 import io
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import drawloom
+from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.run.trainer import Trainer
+from drawloom.components.sampling.sample import Sample
+from support.mutations import put
 from support.processes import run_ranks
 from support.runs import drawloom as command
-from support.runs import series, write_corpus
+from support.runs import rows, series, write_corpus
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
@@ -63,3 +69,50 @@ def test_a_run_from_python_has_the_losses_of_the_command_line(tmp_path: Path, wh
     assert series(runs / "tiny", *LEARNED) == series(runs / where, *LEARNED)
     weights = [(runs / name / "export" / "model.safetensors").read_bytes() for name in ("tiny", where)]
     assert weights[0] == weights[1]
+
+
+def _stopped(folder: Path, number: int, where: str) -> tuple[int, int]:
+    """Run from Python, and send the signal in a step or in a final task: what `run` returns, and the last step."""
+    os.chdir(folder)
+    owner, name = {"step": (ForwardBackward, "run_phase"), "sample": (Sample, "finish")}[where]
+    call = getattr(owner, name)
+
+    def struck(*arguments: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return call(*arguments)
+
+    put(owner, name, struck)
+    with drawloom.Recipe.load("tiny.toml", "trainer.steps=3", "evaluate.every='never'").open() as run:
+        ended = run.get(Trainer).run()
+    return ended, len(rows(folder / "runs/tiny"))
+
+
+@pytest.mark.parametrize(("where", "steps"), [("step", 1), ("sample", 3)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_run_and_the_script_goes_on(tmp_path: Path, where: str, steps: int, number: int) -> None:
+    """`run` returns the number of the signal; neither it nor the end of the `with` block raises anything."""
+    write_corpus(tmp_path)
+    assert run_ranks(_stopped, 1, tmp_path, number, where, variables=False) == [(number, steps)]
+
+
+def _failed(folder: Path) -> tuple[str, str, str]:
+    """Run from Python with a bug on rank 1: the type and text of the error, and what is printed of it if uncaught."""
+    os.chdir(folder)
+    if os.environ["RANK"] == "1":
+        put(ForwardBackward, "run_phase", lambda *_: 1 // 0)
+    try:
+        with drawloom.Recipe.load("tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]").open() as run:
+            run.get(Trainer).run()
+    except drawloom.UserError as error:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return type(error).__name__, str(error), printed.getvalue()
+    raise AssertionError("no UserError")
+
+
+def test_a_failure_among_ranks_is_an_error_that_is_printed_once(tmp_path: Path) -> None:
+    """Each rank raises the same error, of which Python prints nothing more if the script does not catch it."""
+    write_corpus(tmp_path)
+    outcomes = run_ranks(_failed, 2, tmp_path)
+    text = "rank 1, step 1, phase [forward_backward]: ZeroDivisionError: integer division or modulo by zero"
+    assert outcomes == [("ReportedError", text, "")] * 2

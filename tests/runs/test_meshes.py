@@ -53,10 +53,12 @@ def test_a_run_resumes_on_another_number_of_processes(place: Path, before: int, 
     assert_same(place / "runs/one", place / "runs" / name.removeprefix("run.name="))
 
 
-def test_a_mesh_that_does_not_fit_names_the_torchrun_command(place: Path) -> None:
+def test_a_mesh_that_does_not_fit_names_the_command_to_launch_it(place: Path) -> None:
     """One process for a mesh of two is an error before anything starts, with the command."""
     outcome = drawloom(place, "run", "tiny.toml", "run.name=wrong", "mesh.data_replicate=2", "batch.micro_size=2")[0]
-    assert outcome.code == 2 and "torchrun --nproc-per-node 2" in outcome.text and "Traceback" not in outcome.text
+    assert (
+        outcome.code == 2 and "drawloom launch --nproc-per-node 2" in outcome.text and "Traceback" not in outcome.text
+    )
 
 
 @pytest.mark.parametrize("norm", ["exact", "device"])

@@ -136,3 +136,23 @@ def test_an_ascii_terminal_gets_escapes(place: Path) -> None:
     drawn = _shell(place, "PYTHONIOENCODING=ascii $DRAWLOOM draw tiny.toml")
     assert (drawn.returncode, drawn.stderr) == (0, "")
     assert "\\u251c" in drawn.stdout
+
+
+LEFT = """
+import threading, time
+from drawloom import __main__
+
+__main__.THREAD_SECONDS = {seconds}
+threading.Thread(target=time.sleep, args=({thread},), name="upload").start()
+__main__._end_with_threads(3)
+print("all threads have ended")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "thread", "code"), [(0.2, 600, 3), (600, 0.2, 0)])
+def test_a_thread_that_is_left_over_is_named_and_not_waited_for(seconds: float, thread: float, code: int) -> None:
+    """The exit code is the command's; a thread that ends soon is waited for."""
+    program = LEFT.format(seconds=seconds, thread=thread)
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and ("all threads have ended" in done.stdout) == (code == 0)
+    assert ("a component has left threads" in done.stderr and "upload" in done.stderr) == (code == 3)

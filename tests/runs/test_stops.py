@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +15,13 @@ import pytest
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import committed, step_of
+from drawloom.components.data.loader import Loader
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.sampling.sample import Sample
 from support.crashes import is_valid
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, drawloom, rows, write_corpus
+from support.runs import SOURCE, Outcome, command, drawloom, rows, write_corpus
 
 TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]", "evaluate.every='never'")
 FOR_EVER = 1000.0
@@ -46,9 +49,9 @@ def _delayed(owner: Any, name: str, seconds: float, when: Callable[..., bool], r
 
 
 def _signals(times: Sequence[float]) -> None:
-    """Send this process SIGTERM after each of these numbers of seconds."""
+    """Send this process Ctrl-C's signal after each of these numbers of seconds."""
     for seconds in times:
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timer.start()
 
@@ -73,14 +76,69 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_stuck, 2, place, arguments, where, times, timeout=20)
-    assert {*caught.value.failures.values()} == {"died with exit code 143"}
+    assert {*caught.value.failures.values()} == {"died with exit code 130"}
     assert time.monotonic() - began < 15
     saved = committed(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [3] and all(map(is_valid, saved))
 
 
+def _stuck_component(folder: Path, arguments: Sequence[str], stage: str) -> Outcome:
+    """A process of a run of which the last rank hangs while the loader is opened or closed."""
+    last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    _delayed(Loader, stage, FOR_EVER if last else 0, lambda *_: True, lambda: None)
+    return command(folder, arguments, None)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, "open"), (1, "close"), (2, "open")])
+def test_a_component_that_hangs_in_open_or_close_is_named_and_ends_the_run(place: Path, ranks: int, stage: str) -> None:
+    """Within its limit, on one rank and on several, of which the others end, too."""
+    arguments = (
+        *TWO[:2],
+        f"batch.micro_size={4 // ranks}",
+        *TWO[3:],
+        "listeners.timeouts.opening=1",
+        "trainer.steps=2",
+    )
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_stuck_component, ranks, place, arguments, stage, timeout=40, variables=ranks > 1)
+    assert caught.value.failures[ranks - 1] == "died with exit code 1"
+    logs = [(place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") for rank in range(ranks)]
+    assert f"rank {ranks - 1} hangs: {stage}() of [data] took more than 1 s" in logs[-1]
+    assert all(f"{stage}() of [data]" in text for text in logs)
+
+
+HOLD = '''
+import re
+
+from drawloom import component
+from drawloom.components.data.text_files import TextFiles
+
+
+@component(impact="changes_training")
+class Hold(TextFiles):
+    """A corpus whose regular expression never ends, and holds the interpreter's lock."""
+
+    def open(self):
+        re.match("(a+)+$", "a" * 60 + "b")
+'''
+
+
+@pytest.mark.soak
+def test_a_component_that_holds_the_interpreter_is_named_and_killed(place: Path) -> None:
+    """No thread of the process can end it, and the guard does; the stack is printed."""
+    (place / "hold.py").write_text(HOLD, "utf-8")
+    corpus = ["--import", "hold.py", "corpus.use=hold", "corpus.paths=['corpus/*']"]
+    words = ["run", "tiny.toml", *corpus, "listeners.timeouts.opening=1"]
+    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    ran = [sys.executable, "-m", "drawloom", *words]
+    done = subprocess.run(ran, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "rank 0 hangs: open() of [corpus] took more than 1 s, and keeps Python's threads" in done.stderr
+    assert "hold.py" in done.stderr.partition("rank 0 hangs")[2]
+
+
 def _stopped_while_sampling(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A process of a run that gets SIGTERM while it samples."""
+    """A process of a run that gets Ctrl-C's signal while it samples."""
     _delayed(Sample, "finish", 0, lambda *_: True, partial(_signals, (0.3,)))
     return command(folder, arguments, None)
 
@@ -96,8 +154,8 @@ def test_a_signal_ends_a_long_sample_at_once(place: Path) -> None:
     )
     began = time.monotonic()
     outcomes = run_ranks(_stopped_while_sampling, 2, place, (*words, "sample.tokens=1000000"), timeout=60)
-    assert [outcome.code for outcome in outcomes] == [143, 143] and time.monotonic() - began < 20
-    assert "stopped by signal 15 after training; the same command completes the run" in outcomes[0].text
+    assert [outcome.code for outcome in outcomes] == [130, 130] and time.monotonic() - began < 20
+    assert "stopped by signal 2 after training; the same command completes the run" in outcomes[0].text
     assert not any("Traceback" in outcome.text for outcome in outcomes)
     assert {outcome.code for outcome in drawloom(place, *words, ranks=2)} == {0}
     assert (place / "runs/tiny/sample.txt").exists() and len(rows(place / "runs/tiny")) == 2

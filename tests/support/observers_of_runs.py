@@ -21,6 +21,7 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
@@ -345,7 +346,7 @@ def levels_of_logging(use: str, values: Values, place: Path) -> Any:
 
 
 def events_of_run(use: str, values: Values, place: Path) -> Any:
-    """The calls of timeouts in a run of two steps."""
+    """The calls of timeouts in a run of two steps, and the limit of the guard while a node opens."""
     timed = fake(Timed)
     node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), processes=timed, **values)
     node.on_event(Event("run_started"))
@@ -354,7 +355,8 @@ def events_of_run(use: str, values: Values, place: Path) -> Any:
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    return [call.arguments for call in timed.calls]
+    with mock.patch.object(guard, "allow") as allow, node.stage_context("open", "corpus"):
+        return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 
 def problems_of_executor(use: str, values: Values, place: Path) -> Any:

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -30,6 +31,7 @@ from drawloom.graph import UserError
 
 PLAN, LOCK = "plan.json", "lock"
 POLL = 0.1  # seconds between two tries to lock a folder
+WAITING_INTERVAL = 60.0  # seconds between two messages, which show that the process is alive
 
 log = logging.getLogger("drawloom.data")
 
@@ -100,11 +102,11 @@ def locked(folder: Path, say: Say) -> Iterator[int]:
     except OSError as error:
         raise UserError(f"{folder}: can't be written ({error.strerror}); choose another folder") from error
     try:
-        waiting = False
+        said = -math.inf
         while not _try_lock(descriptor):
-            if not waiting:
+            if time.monotonic() - said >= WAITING_INTERVAL:
                 say(f"waiting for the process that tokenizes into {folder}")
-            waiting = True
+                said = time.monotonic()
             time.sleep(POLL)
         yield descriptor
     finally:

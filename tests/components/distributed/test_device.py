@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 
+from drawloom.components.distributed import cpu_threads
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.graph import UserError
 from drawloom.kernels.triton.primitives import input_precision
@@ -136,6 +137,28 @@ def test_threads_are_set_and_restored() -> None:
     device.close()
     device.close()
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("variable", "processes", "threads"), [("3", 2, 6), (None, 1, 6), (None, 2, 4), (None, 8, 1)])
+def test_threads_are_the_cores_divided_by_the_processes(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int, threads: int
+) -> None:
+    """At most torch's own number, which is left alone if OMP_NUM_THREADS, that torch has read already, is set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    assert torch.get_num_threads() == threads
+    device.close()
+    assert torch.get_num_threads() == 6
+    torch.set_num_threads(before)
 
 
 def test_memory_is_the_peak_in_bytes() -> None:

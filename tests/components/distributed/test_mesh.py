@@ -101,7 +101,7 @@ def test_a_wrong_product_stops_every_process() -> None:
     """For a mesh of three, both of two processes raise, and neither waits for the other."""
     for text in run_ranks(_wrong_product, 2):
         assert "= 3 needs 3 processes, and there are 2" in text
-        assert "`torchrun --nproc-per-node 3 -m drawloom run RECIPE`" in text
+        assert "`drawloom launch --nproc-per-node 3 run RECIPE`" in text
 
 
 def test_every_process_makes_the_same_groups() -> None:

@@ -53,7 +53,7 @@ def test_auto_takes_the_remaining_ranks(world_size: int, rest: int | None) -> No
     if rest is not None:
         assert resolve_shape(sizes, 1, world_size).size("data_replicate") == rest
         return
-    with pytest.raises(UserError, match=r"= 6 processes.*torchrun --nproc-per-node 6 -m drawloom run RECIPE"):
+    with pytest.raises(UserError, match=r"= 6 processes.*drawloom launch --nproc-per-node 6 run RECIPE"):
         resolve_shape(sizes, 1, world_size)
 
 
@@ -63,7 +63,7 @@ def test_a_wrong_product_names_the_command() -> None:
         resolve_shape({**ONES, "pipeline": 2, "data_replicate": 3}, 1, 2)
     assert str(caught.value) == (
         "the mesh pipeline 2 × data_replicate 3 × data_shard 1 × context 1 × tensor 1 = 6 needs 6 processes, and "
-        "there are 2; start it with `torchrun --nproc-per-node 6 -m drawloom run RECIPE`"
+        "there are 2; start it with `drawloom launch --nproc-per-node 6 run RECIPE`"
     )
     assert caught.value.exit_code == 2
 

@@ -111,7 +111,7 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
         f"run     mine, in {tmp_path}",
         f"model   Qwen3ForCausalLM, {count:,} parameters, float32, computed in bfloat16",
         "data    800 tokens to learn from; 32 in a step; validation: 64 of 1,234 rows",
-        "device  cpu, 1 process on 2 hosts: pipeline 2",
+        f"device  cpu, 1 process on 2 hosts: pipeline 2, CPU threads: {torch.get_num_threads()}",
     ]
 
 

@@ -1,5 +1,6 @@
 """Timeouts of collectives and steps."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import attrs
 import pytest
 
-from drawloom.components.listeners.timeouts import Timeouts
+from drawloom.components.distributed.guard import guard
+from drawloom.components.listeners.timeouts import GUARD_MARGIN, Timeouts
 from drawloom.components.ports.run import Event, EventKind, Step
 
 
@@ -180,3 +182,49 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
     timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
     gate.set()
+
+
+@pytest.mark.parametrize("stage", ["open", "close"])
+def test_a_component_that_hangs_while_it_opens_or_closes_is_named(
+    timeouts: Timeouts, processes: FakeProcesses, caplog: pytest.LogCaptureFixture, stage: str
+) -> None:
+    """First in a warning, then in the failure that ends the process; other ranks learn where this one is."""
+    timeouts.opening = 0.05
+    with timeouts.stage_context(stage, "corpus"):
+        assert processes.location == f"{stage}() of [corpus]"
+        assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
+    where = f"{stage}() of [corpus]"
+    assert processes.location == ""
+    assert caplog.messages == [f"rank 0 is slow: {where} has taken more than 0.025 s; its limit is 0.05 s"]
+    failed = f"rank 0 hangs: {where} took more than 0.05 s; rank 7 does not answer; stacks are in "
+    assert processes.failures[0].startswith(failed)
+
+
+def test_between_components_there_is_no_limit(timeouts: Timeouts) -> None:
+    """A notebook may open a run, and wait before it trains."""
+    timeouts.opening = 0.5
+    with timeouts.stage_context("open", "corpus"):
+        pass
+    assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
+
+
+def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenization takes hours, and logs its progress."""
+    allowed: list[float | None] = []
+    monkeypatch.setattr(timeouts._watchdog, "allow", lambda seconds, slow: allowed.append(seconds))
+    with timeouts.stage_context("open", "corpus"):
+        logging.getLogger("drawloom.data").warning("1 of 9 MB tokenized")
+    logging.getLogger("drawloom.data").warning("not the component's")
+    assert allowed == [timeouts.opening, timeouts.opening, None]
+
+
+def test_the_guard_has_each_limit_and_its_message(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It acts after the watchdog, which has more to say; without a limit it does not act."""
+    told: list[tuple[float | None, str]] = []
+    monkeypatch.setattr(guard, "allow", lambda seconds, text="": told.append((seconds, text)))
+    with timeouts.stage_context("open", "corpus"):
+        pass
+    limit = timeouts.opening + GUARD_MARGIN
+    message = f"rank 0 hangs: open() of [corpus] took more than {timeouts.opening:g} s"
+    assert [seconds for seconds, _ in told] == [limit, None]
+    assert told[0][1] == f"{message}, and keeps Python's threads from running"

@@ -1,5 +1,6 @@
 """The training loop."""
 
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import attrs
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.rank_errors import Agreed
-from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.run import Event, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import Every, Ordered, RecipeError, UserError, component
 from drawloom.graph.project import Recipe
@@ -51,8 +52,9 @@ class Record:
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
 
-    def raise_at_once(self) -> None:
+    def raising(self) -> AbstractContextManager[None]:
         self.before_final_tasks = list(self.calls)
+        return nullcontext()
 
     def emit(self, event: Event) -> None: ...
 
@@ -148,6 +150,18 @@ def test_signals_raise_from_the_last_step_on() -> None:
     assert record.before_final_tasks == ["phase 3/3"] and record.calls == ["phase 3/3", "finish 3"]
 
 
+def test_a_signal_in_a_final_task_returns_its_number() -> None:
+    """The task is interrupted by StoppedError, which no handler of Exception catches; the caller of `run` sees none."""
+
+    class Stopped(Record):
+        def finish(self, step: int) -> None:
+            with suppress(Exception):
+                raise StoppedError(2)
+
+    record = Record(restored=3)
+    assert trainer(record, on_finish=[Stopped(), record]).run() == 2 and record.calls == []
+
+
 def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
     """An export that can't be written costs no sample; its error still ends the run."""
 
@@ -161,12 +175,10 @@ def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
     assert record.calls == ["finish 3"]
 
 
-def test_a_signal_saves_and_exits_with_its_code() -> None:
-    """The current step is finished and saved; the exit code is 128 plus the signal."""
+def test_a_signal_stops_the_run_which_returns_its_number() -> None:
+    """The current step is finished and saved; nothing is raised."""
     record = Record(signal_after=2)
-    with pytest.raises(SystemExit) as ended:
-        trainer(record).run()
-    assert ended.value.code == 143 and record.calls == ["phase 1/3", "phase 2/3", "save 2"]
+    assert trainer(record).run() == 15 and record.calls == ["phase 1/3", "phase 2/3", "save 2"]
 
 
 @attrs.define
@@ -297,8 +309,7 @@ def test_a_step_that_goes_back_is_followed_by_the_one_after_the_checkpoint(at: i
     calls = [call for call in record.calls if call != "staged"]
     assert calls == ["after restore", *phases[:at], "after restore", *phases[1:], "finish 4"]
     stopped = GoesBack(at=2, signal_after=2)
-    with pytest.raises(SystemExit):
-        trainer(stopped).run()
+    assert trainer(stopped).run() == 15
     assert not any(call.startswith("save") for call in stopped.calls)
 
 

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_a_failure_while_opening_closes_what_is_open(shop: Shop, project: Projec
     with pytest.raises(RuntimeError, match="second can't open"), container:
         pass
     assert container["store"].journal == container["second"].journal == ["open", "close"]
+
+
+def test_other_nodes_are_opened_and_closed_in_the_contexts_of_open_ones(
+    shop: Shop, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node watches those that are opened after it, and closed before it, and neither itself nor one after its end."""
+    happened: list[str] = []
+
+    @contextmanager
+    def watch(disk: Disk, stage: str, node: str) -> Iterator[None]:
+        happened.append(f"{disk.folder} sees {node} {stage}")
+        yield
+        happened.append(f"{disk.folder} saw {node} {stage}")
+
+    monkeypatch.setattr(Disk, "stage_context", watch, raising=False)
+    with project.container(shop(disks())):
+        happened.append("open")
+    assert happened == [
+        "first sees second open",
+        "first saw second open",
+        "open",
+        "first sees second close",
+        "first saw second close",
+    ]
 
 
 def test_a_user_error_while_opening_names_node_and_place(shop: Shop, project: Project, monkeypatch: Any) -> None:

@@ -1,0 +1,94 @@
+"""
+run a command in several processes of this machine, or of several machines
+
+torchrun's agent starts the processes. Unlike the program torchrun, this command prints nothing where a process has said
+why it failed, ends with the exit code of that process, and waits for the checkpoint of a run that is stopped.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from uuid import uuid4
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from drawloom.components.commands._options import integer
+from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
+from drawloom.graph import UserError
+from drawloom.graph.cli.exit_codes import STOPPED
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
+
+# These log each failure and signal in several lines, and a rendezvous that ends because another machine's launcher has.
+AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
+
+SHUTDOWN_SECONDS = 30 * 24 * 3600
+"""For processes to end after a signal: `stop.grace` of their run is the limit. torch 2.11 knows only its own 30 s."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes on a machine")
+    parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet, one of them")
+    parser.add_argument("--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after a failure")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="such as: run first_run")
+    parser.set_defaults(overlay=[])
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Run the command in each process; the exit code of the first that failed, or 0."""
+    if not options.arguments:
+        raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
+    if options.nnodes > 1 and not options.rdzv_endpoint:
+        raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
+    os.environ.setdefault(THREADS, str(threads_of_process(options.nproc_per_node)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    for name in AGENT_LOGS:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    imports = [f"--import={path}" for path in options.imports]
+    package = project.registry.package.partition(".")[0]
+    try:
+        start = elastic_launch(_config(options), sys.executable)
+        start("-u", "-m", package, *options.arguments, *options.words, *imports)
+    except ChildFailedError as error:
+        return report_failure(error)
+    except SignalException as stopped:
+        return STOPPED + stopped.sigval
+    return 0
+
+
+def _config(options: argparse.Namespace) -> LaunchConfig:
+    several = options.nnodes > 1
+    return LaunchConfig(
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        nproc_per_node=options.nproc_per_node,
+        run_id="drawloom" if several else str(uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint=options.rdzv_endpoint or "localhost:0",
+        max_restarts=options.max_restarts,
+    )
+
+
+STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")}
+"""Exit codes of processes that a signal has stopped, which they have logged."""
+
+
+def report_failure(error: ChildFailedError) -> int:
+    """Print how the first process failed, unless a process has printed it; return its exit code."""
+    rank, first = error.get_first_failure()
+    failures = error.failures.values()
+    if not any(_has_reported(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
+        signalled = f"was ended by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else ""
+        print_text(f"rank {rank} (process {first.pid}) {signalled or f'ended with code {first.exitcode}'}", "stderr")
+    return STOPPED - first.exitcode if first.exitcode < 0 else first.exitcode
+
+
+def _has_reported(failure: ProcessFailure) -> bool:
+    """Whether a process has written its error file, as a rank does that has learnt of a failure."""
+    return isinstance(failure.message, dict)

@@ -1,0 +1,76 @@
+"""What `launch` prints and returns for each end of its processes, and its arguments; tests/runs starts processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from drawloom.components.commands.launch import report_failure
+from drawloom.components.distributed.torchrun import write_error_file
+from drawloom.graph.cli.main import main
+
+
+def _failures(folder: Path, codes: dict[int, int], reported: dict[int, str]) -> ChildFailedError:
+    """The failures of ranks by their exit codes; some have written error files."""
+    found = {}
+    for rank, code in codes.items():
+        path = folder / f"error-{rank}"
+        if rank in reported:
+            write_error_file(str(path), reported[rank], is_cause=rank == min(reported))
+        found[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
+    return ChildFailedError("drawloom", found)
+
+
+@pytest.mark.parametrize(
+    ("codes", "reported", "code", "printed"),
+    [
+        ({0: 2, 1: 2}, {0: "wrong recipe", 1: "wrong recipe"}, 2, ""),
+        ({1: 1, 0: 1}, {1: "a bug", 0: "a bug"}, 1, ""),
+        ({0: 1, 1: -9}, {0: "rank 1 is gone"}, 1, ""),
+        ({0: 143, 1: 143}, {}, 143, ""),
+        ({0: 130, 1: -15}, {}, 130, ""),
+        ({1: -9}, {}, 137, "rank 1 (process 1001) was ended by SIGKILL\n"),
+        ({1: 7}, {}, 7, "rank 1 (process 1001) ended with code 7\n"),
+    ],
+)
+def test_a_failure_is_printed_only_if_no_process_has(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    codes: dict[int, int],
+    reported: dict[int, str],
+    code: int,
+    printed: str,
+) -> None:
+    """The exit code is that of the cause, and of a signal as shells report it; a stopped run is no failure to name."""
+    assert report_failure(_failures(tmp_path, codes, reported)) == code
+    assert capsys.readouterr().err == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nproc-per-node", "2"], "there is no command to launch; write it last, such as: run first_run"),
+        (["--nproc-per-node", "0", "run", "x"], "'0' is not a positive integer"),
+        (["run", "x"], "the following arguments are required: --nproc-per-node"),
+        (["--nproc-per-node", "2", "--nnodes", "2", "run", "x"], "several machines need --rdzv-endpoint HOST:PORT"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    """With exit code 2, and what to write."""
+    assert main(["launch", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_error_files_are_those_that_torch_reads(tmp_path: Path) -> None:
+    """A rank that has learnt of another's failure is dated later, so that torch takes the other for the cause."""
+    for rank, is_cause in enumerate([False, True]):
+        write_error_file(str(tmp_path / f"error-{rank}"), "a bug", is_cause=is_cause)
+    assert json.loads((tmp_path / "error-0").read_text())["message"]["message"] == "a bug"
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(tmp_path / f"error-{rank}"))
+        for rank in (0, 1)
+    }
+    assert ChildFailedError("drawloom", failures).get_first_failure()[0] == 1
