@@ -88,7 +88,7 @@ class PlannedMesh:
     @property
     def replicas(self) -> Group:
         """The ranks that hold the same parameters as this one and see other data."""
-        return self.group("data_replicate")
+        return self.group("expert_replicate")
 
     def group(self, *dimensions: str) -> PlannedGroup:
         """The ranks that differ from this one only in their indices along these dimensions."""

@@ -143,7 +143,8 @@ def shares_of_parameters(stages: NodeView, mesh: NodeView) -> Iterator[str]:
         often = "by layer" if by_block else "once a step"
         yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
     if size["expert"] > 1:
-        rest = ranks * size["tensor"] // size["expert"]
+        replica = ranks * size["tensor"]
+        rest = replica // math.gcd(replica, size["expert"])
         further = f", and sharded over {rest}" if rest > 1 and ranks > 1 else ""
         yield f"experts: shared out over {size['expert']} ranks{further}"
 

@@ -42,7 +42,7 @@ from drawloom.components.pipeline.stage_checks import (
 )
 from drawloom.components.pipeline.stage_parameters import StageParameters
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, LayerRange, Model
@@ -300,7 +300,8 @@ class MaterializedStages:
             return ShardedStore.of(sharded, self.precision)
         # Hooks, by which replicas begin to sum before a backward pass ends, are not part of a graph.
         if (replicas := self.mesh.group(*DATA)).size > 1 and not self.capture:
-            apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
+            same = not self._of_experts or self.mesh.group(*EXPERT_REPLICAS).size == replicas.size
+            apart = frozenset[str]() if same else self._of_experts
             how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
             return ReplicatedStore.replicated(modules, *how)
         return ParameterStore.of(modules, self.precision)
@@ -366,13 +367,14 @@ class MaterializedStages:
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
         of_experts = None
         if self._of_experts and self._shards_of_experts > 1:
-            of_experts = self.mesh.torch_mesh(*replicas, ("expert_shard",))
+            copies = [("expert_replicate",)] if self.mesh.size("expert_replicate") > 1 else []
+            of_experts = self.mesh.torch_mesh(*copies, ("expert_shard",))
         when = by_block, self.sync_each_microbatch
         return shard(modules, self.model.blocks, mesh, self.precision, *when, self._of_experts, of_experts)
 
     @property
     def _shards_of_experts(self) -> int:
-        """How many ranks have the same experts, other than replicas."""
+        """The number of ranks that have the same experts in one copy of the model."""
         return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
 
 

@@ -14,8 +14,11 @@ SHARDS = ("data_shard", "context")
 DATA = ("data_replicate", *SHARDS)
 """Mesh dimensions along which ranks see other tokens, so that losses and counts are summed over them."""
 
-EXPERT_REPLICAS = ("data_replicate", "expert_shard")
-"""Mesh dimensions along which ranks have the same experts and see other tokens, as `expert` divides the others."""
+EXPERT_REPLICAS = ("expert_replicate", "expert_shard")
+"""Mesh dimensions along which ranks have the same experts and see other tokens."""
+
+MODEL = ("pipeline", "expert_shard", "expert")
+"""Mesh dimensions of the ranks that hold one copy of the whole model: all ranks but those along `expert_replicate`."""
 
 
 class Group(Protocol):
@@ -249,7 +252,12 @@ class Mesh(Protocol):
         ...
 
     def size(self, dimension: str) -> int:
-        """The number of ranks along `pipeline`, `data_replicate`, `data_shard`, `context`, `tensor` or `expert`."""
+        """
+        Return the number of ranks along a dimension.
+
+        Dimensions are `pipeline`, `data_replicate`, `data_shard`, `context` and `tensor`; for experts the same ranks
+        are `pipeline`, `expert_replicate`, `expert_shard` and `expert`.
+        """
         ...
 
     def index(self, dimension: str) -> int:
