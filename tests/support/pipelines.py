@@ -155,7 +155,7 @@ class StatesLoss(NextToken):
 
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         tokens, shared = super().inputs(batch)
-        return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2))
+        return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2), mean_weights=batch.weights)
 
     def loss(self, hidden: Any, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         last, states = hidden
