@@ -406,7 +406,7 @@ ROWS: dict[str, Row] = {
     ),
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
-    "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
         parts.spikes_seen_by,
         {"window": 3, "deviations": 3.0, "go_back": 1},
