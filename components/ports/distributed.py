@@ -34,6 +34,11 @@ class Group(Protocol):
         """The number of ranks in the group."""
         ...
 
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether no rank of the group with a smaller number runs on the same host."""
+        ...
+
     def sum(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
         ...
@@ -58,6 +63,14 @@ class Group(Protocol):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
+        ...
+
+    def start_gather(self, tensor: Tensor, gathered: Tensor) -> "Pending":
+        """
+        Begin `gather` of a contiguous tensor (...) into another, (size, ...), which is by rank when it is completed.
+
+        Both are of one dtype and on the device of the ranks; neither is used meanwhile.
+        """
         ...
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -101,10 +114,10 @@ class SymmetricMemory(Protocol):
 
 
 class Pending(Protocol):
-    """A send, receive or sum in progress."""
+    """A send, receive, sum or gather in progress."""
 
     def is_completed(self) -> bool:
-        """Whether the tensor has been sent, received or summed."""
+        """Whether the tensor has been sent, received, summed or gathered."""
         ...
 
     def wait(self) -> None:
