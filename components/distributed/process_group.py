@@ -87,8 +87,9 @@ class TorchGroup:
     """
     Several processes, over a group of torch.distributed.
 
-    `name` and `ranks` are for messages; `hosts` numbers the host of each rank, by default one host. Tensors that are not
-    on `device`, where the backend works, are copied there and back. If a process fails or dies, the others raise a UserError that names it, by way of the hang monitor.
+    `name` and `ranks` are for messages; `hosts` numbers the host of each rank, by default one host. Tensors that are
+    not on `device`, where the backend works, are copied there and back. If a process fails or dies, the others raise a
+    UserError that names it, by way of the hang monitor.
     """
 
     def __init__(
