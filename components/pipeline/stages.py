@@ -46,7 +46,7 @@ from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS,
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, LayerRange, Model
-from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Schedule
+from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule, PartitioningSchedule, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.ports.stages import LOSS, Recompute, Stage, Transform
@@ -207,7 +207,7 @@ class MaterializedStages:
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans, mine = self._split(len(owners)), stages_of(self.mesh.index("pipeline"), owners)
         if getattr(self.schedule, "ends_on_every_rank", False):
-            spans = with_ends_apart(spans)
+            spans = with_ends_apart(spans, self.model.num_hidden_layers)
             mine = [0, *(index + 1 for index in mine), len(spans) - 1]
         if self.adapters:
             adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
@@ -326,6 +326,8 @@ class MaterializedStages:
                 raise UserError(f"{type(self.schedule).__name__}.{text}; let each have some, and all {layers} together")
             return layer_ranges(sizes)
         try:
+            if isinstance(self.schedule, OuterLayersSchedule):
+                layers = self.schedule.layers_in_stages(self.mesh.size("pipeline"), layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; take fewer stages", exit_code=2) from error

@@ -32,6 +32,8 @@ def of_schedules(*names: str) -> list[pipelines.Case]:
     return [(name, 4, True, False, "plain") for name in names]
 
 
+OUTER = pipelines.schedule("circular", stages_per_rank=1, pipeline_parallel_layers=3)
+
 MESHES = [
     Meshed({"data_shard": 4, "expert": 2}, [PLAIN, SYMMETRIC, ("gpipe", 4, False, True, "tempered")]),
     Meshed({"data_shard": 4, "expert": 4}, [MUON]),
@@ -49,7 +51,7 @@ MESHES = [
     Meshed({"data_replicate": 4, "expert": 2}, [("gpipe", 4, False, True, "tempered")]),
     Meshed({"data_replicate": 2, "data_shard": 2, "expert": 4}, [MUON]),
     Meshed({"data_replicate": 2, "tensor": 2, "expert": 4}, [PLAIN], (5, 1)),
-    Meshed({"data_replicate": 2, "expert": 2}, of_schedules("dual_pipe_v", "circular")),
+    Meshed({"data_replicate": 2, "expert": 2}, [*of_schedules("dual_pipe_v"), (OUTER, *PLAIN[1:])]),
 ]
 
 OF_EIGHT = [
