@@ -29,6 +29,7 @@ from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Batch, Examples, MeasuredRows, MovableData, PackedDataset, RowSource
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.pipeline import OuterLayersSchedule
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
