@@ -96,7 +96,7 @@ class Split:
         known = table[self.first : self.end]
         mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
         missing = mean.to(table.dtype).expand(self.end - self.first - len(known), -1)
-        return [table, *torch.cat([known, missing]).split([*self.sizes.values()])]
+        return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 
 
 def _add_rows(layer: nn.Module, split: Split, width: int) -> None:

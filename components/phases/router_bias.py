@@ -87,7 +87,7 @@ class RouterBias:
         rows = [mine.get(name, self._tokens.new_zeros(experts)) for name, experts in self._repeated.items()]
         total = torch.cat(rows)
         self.mesh.group("pipeline").sum(total)
-        for row, summed in zip(rows, total.split([*self._repeated.values()]), strict=True):
+        for row, summed in zip(rows, torch.split(total, [*self._repeated.values()]), strict=True):
             row.copy_(summed)
 
     def _move(self, step: Step) -> None:

@@ -88,9 +88,9 @@ class Decoder(TensorParallel):
         hidden = inputs
         for number, hidden in self._outputs(inputs, shared):
             if wanted is not None and number in wanted.layers:
-                rows = whole(hidden)
-                by_document = wanted.documents is not None
-                kept[number] = means(rows, documents, wanted.documents, shared.mean_weights) if by_document else rows
+                kept[number] = rows = whole(hidden)
+                if wanted.documents is not None:
+                    kept[number] = means(rows, documents, wanted.documents, shared.mean_weights)
         if self.span.head:
             hidden = whole(hidden)
         return hidden if wanted is None else (hidden, kept)
