@@ -238,7 +238,7 @@ def test_a_mask_leaves_tokens_out_of_means_and_weights_count() -> None:
     found = means(hidden, documents, 2, mask)
     torch.testing.assert_close(found[0], torch.stack([hidden[0, [0, 2]].mean(0), hidden[0, 3]]))
     torch.testing.assert_close(found[1], torch.stack([hidden[1, :2].mean(0), torch.zeros_like(hidden[0, 0])]))
-    found.sum().backward()
+    torch.autograd.backward(found.sum())
     assert hidden.grad is not None and hidden.grad.isfinite().all()
     assert torch.equal(hidden.grad.any(-1), mask)
     weights = torch.tensor([[2.0, 0.0, 1.0, 0.25], [0.5, 0.5, 1.0, 0.0]])
