@@ -88,7 +88,7 @@ def rope_frequencies(
     For dynamic scaling they are those up to the original length.
     """
     if isinstance(scaling, NtkScaling):
-        base *= scaling.factor ** (rotary_dim / (rotary_dim - 2))
+        base = scaled_base(base, rotary_dim, scaling.factor)
     frequencies = 1.0 / base ** _exponents(rotary_dim, device)
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
@@ -101,6 +101,11 @@ def rope_frequencies(
         kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         return (frequencies / scaling.factor).lerp(frequencies, kept.clamp(0, 1))
     return frequencies
+
+
+def scaled_base(base: float, rotary_dim: int, factor: float) -> float:
+    """Return the base with which unscaled frequencies are those of NTK scaling by a factor."""
+    return float(base * factor ** (rotary_dim / (rotary_dim - 2)))
 
 
 def attention_scaling(scaling: Scaling) -> float:

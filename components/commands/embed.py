@@ -1,7 +1,7 @@
-"""write the mean hidden states of documents, by a run's weights"""
+"""write a hidden state for each document, by a run's weights"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -19,6 +19,13 @@ from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
+POOLS: dict[str, Callable[[int], slice]] = {
+    "mean": lambda length: slice(length),
+    "first": lambda length: slice(min(length, 1)),
+    "last": lambda length: slice(max(length - 1, 0), length),
+}
+"""The tokens of a document whose hidden states are averaged."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -27,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the safetensors file to write")
     parser.add_argument(
         "--layers", nargs="+", type=int, default=[-1], metavar="N", help="0: the embedding; -1: the last (default -1)"
+    )
+    parser.add_argument(
+        "--pool", choices=POOLS, default="mean", help="over all tokens of a document, or that of one (default mean)"
     )
     parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
     parser.add_argument("--context", type=integer(), default=1024, help="most tokens of a document (default 1024)")
@@ -43,7 +53,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         found, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
-            found.append(_means(run.get(Executor), ids, wanted))
+            found.append(_pooled(run.get(Executor), ids, wanted, options.pool))
             empty += sum(not each for each in ids)
     if not found:
         raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
@@ -62,16 +72,18 @@ def _layers(given: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(number % (count + 1) for number in given)
 
 
-def _means(executor: Executor, texts: Sequence[Sequence[int]], wanted: HiddenStates) -> Tensor:
-    """The mean hidden states of texts of ids: float32 (texts, layers, hidden_size); zeros for one without any."""
+def _pooled(executor: Executor, texts: Sequence[Sequence[int]], wanted: HiddenStates, pool: str) -> Tensor:
+    """Return the pooled hidden states of texts of ids: float32 (texts, layers, hidden_size); zeros without ids."""
     length = max(1, *(len(ids) for ids in texts))
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)
     padding = torch.ones_like(tokens)  # a document of its own
+    pooled = torch.zeros_like(tokens, dtype=torch.bool)
     for row, ids in enumerate(texts):
         tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         padding[row, : len(ids)] = 0
+        pooled[row, POOLS[pool](len(ids))] = True
     positions = torch.arange(length).repeat(len(texts), 1)
-    states = executor.hidden_states(tokens, BatchContext(positions, padding, hidden_states=wanted))
+    states = executor.hidden_states(tokens, BatchContext(positions, padding, hidden_states=wanted, mean_weights=pooled))
     if states is None:
         raise ValueError("this process does not hold all stages")
     return torch.stack([states[layer][:, 0] for layer in wanted.layers], 1).float().cpu()

@@ -115,7 +115,7 @@ class Collated:
         try:
             yield
         except Exception as error:
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, ValueError | UserError) else f"{type(error).__name__}: {error}"
             raise UserError(f"{self._name(split, number)}: {what}") from error
 
     def _name(self, split: Split, number: int) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, expert_fault, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
-from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Group, P2PChannel, Processes
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, MODEL, SHARDS, Group, P2PChannel, Processes
 from drawloom.graph import at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -33,7 +33,8 @@ class RankMesh:
     expert: int = setting(
         default=1,
         check=at_least(1),
-        doc="expert parallel: ranks that share the experts of a layer; it divides data_shard × context × tensor",
+        doc="expert parallel: ranks that share the experts of a layer; it divides data_replicate × data_shard × "
+        "context × tensor",
     )
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
@@ -51,9 +52,9 @@ class RankMesh:
         expert = settings.pop("expert")
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
-        of_experts = (("expert",), ("expert_shard",), EXPERT_REPLICAS) if expert > 1 else ()
+        of_experts = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_REPLICAS) if expert > 1 else ()
         alone = [(name,) for name in DIMENSIONS if name != "data_shard"]  # whose ranks act with those along context
-        for names in (DIMENSIONS, *alone, SHARDS, DATA, *of_experts):
+        for names in (DIMENSIONS, *alone, SHARDS, DATA, MODEL, *of_experts):
             self.group(*names)
 
     @property
@@ -64,7 +65,7 @@ class RankMesh:
     @property
     def replicas(self) -> Group:
         """The ranks that hold the same parameters as this one and see other data."""
-        return self.group("data_replicate")
+        return self.group("expert_replicate" if self.expert > 1 else "data_replicate")
 
     def group(self, *dimensions: str) -> Group:
         """The ranks that differ from this one only in their indices along these dimensions."""

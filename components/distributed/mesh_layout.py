@@ -1,8 +1,8 @@
 """
 The numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor).
 
-Expert parallelism has no ranks of its own: it sees those of a replica of a pipeline stage, which are consecutive, as
-(expert_shard, expert) instead of (data_shard, context, tensor).
+Expert parallelism has no ranks of its own: it sees the ranks of a pipeline stage, which are consecutive, as
+(expert_replicate, expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
 """
 
 import math
@@ -15,7 +15,8 @@ import numpy as np
 from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-EXPERT_DIVIDES = DIMENSIONS[2:]
+EXPERT_DIVIDES = DIMENSIONS[1:]
+SAME_REPLICA = DIMENSIONS[2:]
 
 
 @attrs.frozen
@@ -40,10 +41,17 @@ class Layout:
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """The sizes of the same ranks as experts are laid out over them; `expert_shard` is what `expert` leaves."""
-        divided = math.prod(self.sizes[name] for name in EXPERT_DIVIDES)
+        """
+        The sizes of the same ranks as experts are laid out over them.
+
+        Ranks along `expert_replicate` hold the same parameters: `expert_shard` × `expert` ranks are the fewest whole
+        replicas that `expert` divides.
+        """
+        replica = math.prod(self.sizes[name] for name in SAME_REPLICA)
+        shards = replica // math.gcd(replica, self.expert)
+        replicas = self.sizes["data_replicate"] * replica // (shards * self.expert)
         others = {name: size for name, size in self.sizes.items() if name not in EXPERT_DIVIDES}
-        return others | {"expert_shard": divided // self.expert, "expert": self.expert}
+        return others | {"expert_replicate": replicas, "expert_shard": shards, "expert": self.expert}
 
     def size(self, dimension: str) -> int:
         """The number of ranks along a dimension."""
@@ -88,7 +96,9 @@ def resolve_shape(
 
 
 def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
-    """Why `expert` does not fit a mesh of these sizes, and what to write instead; None if it does."""
+    """Return why `expert` does not fit a mesh of these sizes, and what to write instead; None if it fits."""
+    if sizes["data_replicate"] == "auto":  # some number of replicas fits
+        return None
     ranks = math.prod(sizes[name] for name in EXPERT_DIVIDES)
     if ranks % expert == 0:
         return None

@@ -38,6 +38,7 @@ class SingleProcess:
 
     rank = 0
     size = 1
+    is_first_on_host = True
 
     def sum(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged: it is its own sum."""
@@ -60,6 +61,11 @@ class SingleProcess:
         """The tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
 
+    def start_gather(self, tensor: Tensor, gathered: Tensor) -> Pending:
+        """Copy the tensor (...) as the only one, (1, ...)."""
+        gathered.copy_(tensor.detach()[None])
+        return Done()
+
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
         """The tensor (...) as the only one."""
         return [tensor.detach()]
@@ -81,15 +87,23 @@ class TorchGroup:
     """
     Several processes, over a group of torch.distributed.
 
-    `name` and `ranks` are for messages; tensors that are not on `device`, where the backend works, are copied there
-    and back. If a process fails or dies, the others raise a UserError that names it, by way of the hang monitor.
+    `name` and `ranks` are for messages; `hosts` numbers the host of each rank, by default one host. Tensors that are
+    not on `device`, where the backend works, are copied there and back. If a process fails or dies, the others raise a
+    UserError that names it, by way of the hang monitor.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], handle: Any, device: torch.device, monitor: HangMonitor | None = None
+        self,
+        name: str,
+        ranks: Sequence[int],
+        handle: Any,
+        device: torch.device,
+        monitor: HangMonitor | None = None,
+        hosts: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
+        self._hosts = tuple(hosts) or (0,) * len(self.ranks)
         self._handle = handle
         self.device = device
         self._monitor = monitor or HangMonitor(0, 1)
@@ -104,6 +118,11 @@ class TorchGroup:
         """The number of ranks in the group."""
         return len(self.ranks)
 
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether no rank of the group with a smaller number runs on the same host."""
+        return self._hosts.index(self._hosts[self.rank]) == self.rank
+
     def sum(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place and in its own dtype, to the sum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.SUM)
@@ -111,7 +130,7 @@ class TorchGroup:
     def start_sum(self, tensor: Tensor) -> Pending:
         """Begin to all-reduce a contiguous tensor of any shape, on the group's device and in its own dtype."""
         with self._peer_errors("an all-reduce"):
-            return TorchSum(self, dist.all_reduce(tensor, group=self._handle, async_op=True))
+            return TorchWork(self, "an all-reduce", dist.all_reduce(tensor, group=self._handle, async_op=True))
 
     def max(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place and in its own dtype, to the maximum over the ranks."""
@@ -138,6 +157,12 @@ class TorchGroup:
         with self._peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
         return gathered.view(self.size, *tensor.shape).to(tensor.device)
+
+    def start_gather(self, tensor: Tensor, gathered: Tensor) -> Pending:
+        """Begin to all-gather a contiguous tensor (...) into one (size, ...), both on the group's device."""
+        with self._peer_errors("an all-gather"):
+            work = ALL_GATHER(gathered.view(-1), tensor.detach().view(-1), group=self._handle, async_op=True)
+        return TorchWork(self, "an all-gather", work)
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
         """All-gather tensors of one dtype and number of dimensions, whose shapes (...) differ: by rank."""
@@ -193,19 +218,20 @@ class TorchGroup:
 
 
 @attrs.frozen(eq=False)
-class TorchSum:
-    """A sum in progress over a group of torch.distributed."""
+class TorchWork:
+    """A collective in progress over a group of torch.distributed; `operation` is its name in messages."""
 
     group: TorchGroup
+    operation: str
     work: Any
 
     def is_completed(self) -> bool:
-        """Whether the tensor holds the sum."""
+        """Whether the result is there."""
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        """Wait for the sum; on a GPU only the current stream waits, not the host."""
-        with self.group._peer_errors("an all-reduce"):
+        """Wait for the result; on a GPU only the current stream waits, not the host."""
+        with self.group._peer_errors(self.operation):
             self.work.wait()
 
 

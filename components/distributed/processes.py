@@ -45,6 +45,7 @@ class TorchProcesses:
     # torch's process groups by all of the sets that they were made with
     _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
+    _hosts: list[int] = attrs.field(init=False, factory=list)  # the number of each rank's host
     _store: Any = attrs.field(init=False, default=None)
     _failures: FailureMonitor | None = attrs.field(init=False, default=None)
     _monitor: HangMonitor = attrs.field(init=False, factory=lambda: HangMonitor(0, 1))
@@ -131,8 +132,10 @@ class TorchProcesses:
         key = tuple(map(tuple, sets))
         if key not in self._handles:
             self._handles[key] = self._make(name, own, sets)
-        return (
-            SingleProcess() if len(own) == 1 else TorchGroup(name, own, self._handles[key], self._where, self._monitor)
+        if len(own) == 1:
+            return SingleProcess()
+        return TorchGroup(
+            name, own, self._handles[key], self._where, self._monitor, hosts=[self._hosts[rank] for rank in own]
         )
 
     def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
@@ -152,7 +155,7 @@ class TorchProcesses:
             return SingleProcess()
         ranks = list(range(self.world_size))
         handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
-        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor.for_thread())
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor.for_thread(), hosts=self._hosts)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
@@ -193,9 +196,10 @@ class TorchProcesses:
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, monitor)
             here = machine() if hasattr(os, "pidfd_open") else ""
-            every = world.gather_json([secrets.token_hex(8), here, os.getpid()])
+            every = world.gather_json([secrets.token_hex(8), here, os.getpid(), self.node_rank])
             name = every[0][0]  # a store may outlive a launch, and a process may open several runs
-            peers = {rank: process for rank, (_, where, process) in enumerate(every) if where == every[self.rank][1]}
+            peers = {rank: pid for rank, (_, where, pid, _) in enumerate(every) if where == every[self.rank][1]}
+            self._hosts = [host for *_, host in every]
             monitor.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]

@@ -20,6 +20,7 @@ from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.model.split_vocabulary import NewTokens, count_new_tokens, fault_of_new_tokens
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.flops import ForwardFlops
@@ -27,7 +28,7 @@ from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import fitting_folder
-from drawloom.graph import Problem, UserError, at_least, component, setting, wired
+from drawloom.graph import Problem, UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
@@ -49,11 +50,11 @@ class AutoModel:
     kernels: ExpertKernels
     tokenizer: Tokenizer | None = wired(default=None)
     path: Path = setting(doc="a folder with a config.json, and with safetensors files if its weights are to be loaded")
-    new_tokens: int = setting(
+    new_tokens: NewTokens = setting(
         default=0,
-        check=at_least(0),
+        check=fault_of_new_tokens,
         doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
-        "which the folder need not have",
+        "which the folder need not have; or, for several such splits, a table of names and numbers in the order of ids",
     )
     weights: bool = setting(
         default=True, impact="changes_training", doc="start from the folder's weights; false for random ones"
@@ -87,7 +88,7 @@ class AutoModel:
             yield node.problem("path", f"{path} has no safetensors files", "write weights = false for random weights")
         for tokenizer in node.neighbours("tokenizer"):
             counted = getattr(tokenizer.component, "count_ids", lambda settings: None)(tokenizer.settings) or 0
-            if counted - node.settings["new_tokens"] > rows:
+            if counted - count_new_tokens(node.settings["new_tokens"]) > rows:
                 text = f"[{tokenizer.name}] has {counted} ids, but the vocabulary in {path} only {rows}"
                 instead = f"write new_tokens = {counted - rows} for some that were added, or another tokenizer"
                 yield node.problem("path", text, instead)
@@ -164,7 +165,7 @@ class AutoModel:
         return self.builder.hugging_face_mapper()
 
 
-def _check_weights(path: Path, new_tokens: int) -> None:
+def _check_weights(path: Path, new_tokens: NewTokens) -> None:
     """UserError if the tensors of a folder are not those of its config, by their names and shapes."""
     builder = _without_kernels(path, new_tokens)
     with torch.device("meta"):
@@ -172,7 +173,7 @@ def _check_weights(path: Path, new_tokens: int) -> None:
     fitting_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
-def _without_kernels(path: Path, new_tokens: int) -> DecoderBuilder:
+def _without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
     kernels: Any = None  # only a forward pass would use them
     return _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
 

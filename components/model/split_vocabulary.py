@@ -1,11 +1,13 @@
 """
-New tokens: the rows of some token ids, of embedding and head, as parameters of their own.
+Splits of the vocabulary: the rows of some token ids, of embedding and head, as parameters of their own.
 
 They can then be trained alone, while the table that a folder has stays frozen, and are one table with it in files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import attrs
 import torch
@@ -15,60 +17,111 @@ from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
 
+NewTokens = int | dict[str, int]
+"""How many of the last token ids have rows of their own, or how many by the name of the parameter with these rows."""
+
 NEW = "new_tokens"
-"""The name of the parameter with the rows of new tokens, in the embedding and in the head."""
+"""The name of the parameter if a number alone is given."""
+
+LAYERS = ("embed_tokens", "lm_head")
+
+
+def split_sizes(new_tokens: NewTokens) -> dict[str, int]:
+    """Return the number of rows of each split, by name, in the order of token ids."""
+    if isinstance(new_tokens, int):
+        return {NEW: new_tokens} if new_tokens else {}
+    return new_tokens
+
+
+def count_new_tokens(new_tokens: NewTokens) -> int:
+    """Return the number of rows of all splits."""
+    return sum(split_sizes(new_tokens).values())
+
+
+def fault_of_new_tokens(value: Any) -> str | None:
+    """Return why a setting `new_tokens` is invalid, None if it is valid."""
+    if isinstance(value, int):
+        return f"{value} is less than 0" if value < 0 else None
+    kernels: Any = None
+    with torch.device("meta"):
+        layers = Embedding(1, 1, kernels), Linear(1, 1, kernels)
+    for name, size in value.items():
+        if not name.isidentifier() or name == "split" or any(hasattr(layer, name) for layer in layers):
+            return f"{name!r} can't be the name of a parameter of embedding and head; write another, such as {NEW}"
+        if size < 1:
+            return f"{name} = {size} is less than 1"
+    return None
 
 
 @attrs.frozen
 class Split:
     """
-    Token ids from `first` to before `end` have rows of their own, beside a table of `rows` rows.
+    Token ids from `first` on have rows of their own, beside a table of `rows` rows: consecutive ids of each name.
 
-    The table may have rows for them, too, which are not used, or may end before them.
+    `sizes` has the number of ids by name, in order. The table may have rows for them, too, which are not used, or may
+    end before them.
     """
 
     first: int
-    end: int
+    sizes: Mapping[str, int]
     rows: int
+
+    @property
+    def end(self) -> int:
+        """The id after the last one with a row of its own."""
+        return self.first + sum(self.sizes.values())
 
     @property
     def size(self) -> int:
         """The number of token ids."""
         return max(self.rows, self.end)
 
+    def ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each name with its first id and the id after its last one."""
+        ends = accumulate(self.sizes.values(), initial=self.first)
+        yield from ((name, end, end + size) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
+
     def joined(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """One table (size, hidden_size) of the table (rows, hidden_size) and the new rows (new, hidden_size)."""
-        table, new = tensors
-        return [torch.cat([table[: self.first], new, table[self.end :]])]
+        """Return one table (size, hidden_size) of the table (rows, hidden_size) and the rows of each split."""
+        table, *new = tensors
+        return [torch.cat([table[: self.first], *new, table[self.end :]])]
 
     def parted(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """
-        The table (rows, hidden_size) and the new rows of a table (rows, hidden_size).
+        Return the table (rows, hidden_size) and the rows of each split of a table (rows, hidden_size).
 
-        New rows that it does not have are the mean of those before them, so that they begin as likely as others.
+        Rows that it does not have are the mean of those before the splits, so that they begin as likely as others.
         """
         (table,) = tensors
         known = table[self.first : self.end]
         mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
         missing = mean.to(table.dtype).expand(self.end - self.first - len(known), -1)
-        return [table, torch.cat([known, missing])]
+        return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
+
+
+def _add_rows(layer: nn.Module, split: Split, width: int) -> None:
+    for name, size in split.sizes.items():
+        layer.register_parameter(name, nn.Parameter(torch.empty(size, width)))
 
 
 class PartedEmbedding(Embedding):
-    """An embedding with a table, `weight` (rows, hidden_size), and `new_tokens` (new, hidden_size)."""
+    """An embedding with a table, `weight` (rows, hidden_size), and a parameter (ids, hidden_size) of each split."""
 
     def __init__(self, base: Embedding, split: Split) -> None:
         rows, width = base.weight.shape
         super().__init__(rows, width, base.kernels)
         self.weight, self.split = base.weight, split
-        self.new_tokens = nn.Parameter(torch.empty(split.end - split.first, width))
+        _add_rows(self, split, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
         new = (tokens >= self.split.first) & (tokens < self.split.end)
-        table = self.kernels.embedding(tokens.masked_fill(new, 0), self.weight)
-        own = self.kernels.embedding((tokens - self.split.first).masked_fill(~new, 0), self.new_tokens)
-        return torch.where(new[..., None], own.to(table.dtype), table)
+        vectors = self.kernels.embedding(tokens.masked_fill(new, 0), self.weight)
+        for name, first, end in self.split.ranges():
+            mine = (tokens >= first) & (tokens < end)
+            own = self.kernels.embedding((tokens - first).masked_fill(~mine, 0), self.get_parameter(name))
+            vectors = torch.where(mine[..., None], own.to(vectors.dtype), vectors)
+        return vectors
 
     def head(self) -> Head:
         """The head that is tied to the layer."""
@@ -76,13 +129,13 @@ class PartedEmbedding(Embedding):
 
 
 class PartedHead(Linear):
-    """A head with a table, `weight` (rows, hidden_size), and `new_tokens` (new, hidden_size)."""
+    """A head with a table, `weight` (rows, hidden_size), and a parameter (ids, hidden_size) of each split."""
 
     def __init__(self, base: Linear, split: Split) -> None:
         rows, width = base.weight.shape
         super().__init__(width, rows, base.kernels)
         self.weight, self.split = base.weight, split
-        self.new_tokens = nn.Parameter(torch.empty(split.end - split.first, width))
+        _add_rows(self, split, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size), of any floating dtype, to (..., size), in the weight's dtype."""
@@ -97,12 +150,13 @@ def _logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
     """(..., hidden_size) to (..., size), in the dtype of the table."""
     # Whole weights are multiplied, and not slices, so that operations can put their gradients off.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
-    new = layer.kernels.linear(hidden.to(layer.new_tokens.dtype), layer.new_tokens).to(table.dtype)
-    return torch.cat([table[..., : layer.split.first], new, table[..., layer.split.end :]], -1)
+    rows = (layer.get_parameter(name) for name in layer.split.sizes)
+    new = [layer.kernels.linear(hidden.to(each.dtype), each).to(table.dtype) for each in rows]
+    return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end :]], -1)
 
 
 def part(module: nn.Module, split: Split) -> nn.Module:
-    """A module whose embeddings and heads, which have as many rows as the split's table, get rows for new tokens."""
+    """A module whose embeddings and heads, which have as many rows as the split's table, get rows of its splits."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if type(layer) is Embedding:
@@ -113,10 +167,16 @@ def part(module: nn.Module, split: Split) -> nn.Module:
 
 
 def join_mapper(names: Sequence[str], split: Split) -> Mapper:
-    """Maps tables and new rows, of the parameters of these names, to one table each."""
-    layers = [name.removesuffix(NEW) for name in names if name.endswith(f".{NEW}")]
+    """Maps tables and rows of splits, of the parameters of these names, to one table each."""
+    owners = (name.rpartition(".")[0] for name in names)
+    layers = [owner for owner in dict.fromkeys(owners) if owner.rpartition(".")[2] in LAYERS]
     groups = [
-        TensorGroup((f"{layer}weight", f"{layer}{NEW}"), (f"{layer}weight",), split.joined, split.parted)
+        TensorGroup(
+            (f"{layer}.weight", *(f"{layer}.{name}" for name in split.sizes)),
+            (f"{layer}.weight",),
+            split.joined,
+            split.parted,
+        )
         for layer in layers
     ]
     return Mapper(tuple(groups))

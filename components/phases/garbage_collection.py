@@ -1,10 +1,11 @@
 """Python's garbage collection at the same steps on all ranks, so that no rank waits for another's."""
 
 import gc
+from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import Cadence, Step, check_cadence, due
+from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, due
 from drawloom.graph import component, setting
 
 
@@ -13,6 +14,13 @@ class CollectGarbage:
     """Turns automatic collection off while the run is open, and collects the young generations every few steps."""
 
     every: Cadence = setting(default=50, check=check_cadence, doc='steps between collections, or "last" or "never"')
+    before_saves: bool = setting(
+        default=False,
+        doc="whether all ranks collect all generations before each checkpoint, so that no memory of cycles is held "
+        "while the state is copied; it takes seconds in a large process",
+    )
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("saving_started",)
 
     _was_on: bool = attrs.field(init=False, default=False)
 
@@ -32,3 +40,8 @@ class CollectGarbage:
         """Collect generations 0 and 1 at the steps of `every`."""
         if due(self.every, step):
             gc.collect(1)  # a full collection of a large process takes seconds
+
+    def on_event(self, event: Event) -> None:
+        """Collect all generations before a checkpoint is saved, which all ranks do at the same time."""
+        if self.before_saves:
+            gc.collect()

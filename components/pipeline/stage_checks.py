@@ -11,7 +11,7 @@ from torch import nn
 from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.pipeline.runtime.layer_partition import build_schedule
 from drawloom.components.ports.distributed import SHARDS
-from drawloom.components.ports.pipeline import PartitioningSchedule
+from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError
@@ -106,6 +106,11 @@ def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Ite
         with suppress(UserError):  # a problem of its own
             sizes = built.layers_by_stage(mesh.settings.get("pipeline", 1), layers)
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
+    if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
+        with suppress(UserError):  # a problem of its own
+            inside = built.layers_in_stages(mesh.settings.get("pipeline", 1), layers)
+            if inside < layers:
+                yield f"layers {inside} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
     if again := text_of(_policies(schedule, mesh)):
         yield f"recomputed, by [{schedule.name}] if a step has {_microbatches(schedule, mesh)} microbatches: {again}"
 
@@ -143,7 +148,8 @@ def shares_of_parameters(stages: NodeView, mesh: NodeView) -> Iterator[str]:
         often = "by layer" if by_block else "once a step"
         yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
     if size["expert"] > 1:
-        rest = ranks * size["tensor"] // size["expert"]
+        replica = ranks * size["tensor"]
+        rest = replica // math.gcd(replica, size["expert"])
         further = f", and sharded over {rest}" if rest > 1 and ranks > 1 else ""
         yield f"experts: shared out over {size['expert']} ranks{further}"
 

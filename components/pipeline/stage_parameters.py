@@ -70,6 +70,10 @@ class StageParameters:
         other = set(self._on_earlier_ranks)
         mine = {name for name, _ in self.named()}
         whole = mine - self.store.slices.keys()
+        # Several replicas hold one copy of the experts together where `expert` is larger than a replica.
+        replicas_of_a_copy = self.mesh.size("data_replicate") // self.mesh.replicas.size
+        if self.mesh.index("data_replicate") % replicas_of_a_copy:
+            other |= mine - self.of_experts
         if self.mesh.group(*SHARDS).rank:
             other |= whole - self.of_experts
         if self.mesh.index("tensor"):

@@ -42,11 +42,11 @@ from drawloom.components.pipeline.stage_checks import (
 )
 from drawloom.components.pipeline.stage_parameters import StageParameters
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, LayerRange, Model
-from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Schedule
+from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule, PartitioningSchedule, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.ports.stages import LOSS, Recompute, Stage, Transform
@@ -207,7 +207,7 @@ class MaterializedStages:
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans, mine = self._split(len(owners)), stages_of(self.mesh.index("pipeline"), owners)
         if getattr(self.schedule, "ends_on_every_rank", False):
-            spans = with_ends_apart(spans)
+            spans = with_ends_apart(spans, self.model.num_hidden_layers)
             mine = [0, *(index + 1 for index in mine), len(spans) - 1]
         if self.adapters:
             adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
@@ -300,7 +300,8 @@ class MaterializedStages:
             return ShardedStore.of(sharded, self.precision)
         # Hooks, by which replicas begin to sum before a backward pass ends, are not part of a graph.
         if (replicas := self.mesh.group(*DATA)).size > 1 and not self.capture:
-            apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
+            same = not self._of_experts or self.mesh.group(*EXPERT_REPLICAS).size == replicas.size
+            apart = frozenset[str]() if same else self._of_experts
             how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
             return ReplicatedStore.replicated(modules, *how)
         return ParameterStore.of(modules, self.precision)
@@ -325,6 +326,8 @@ class MaterializedStages:
                 raise UserError(f"{type(self.schedule).__name__}.{text}; let each have some, and all {layers} together")
             return layer_ranges(sizes)
         try:
+            if isinstance(self.schedule, OuterLayersSchedule):
+                layers = self.schedule.layers_in_stages(self.mesh.size("pipeline"), layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; take fewer stages", exit_code=2) from error
@@ -366,13 +369,14 @@ class MaterializedStages:
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
         of_experts = None
         if self._of_experts and self._shards_of_experts > 1:
-            of_experts = self.mesh.torch_mesh(*replicas, ("expert_shard",))
+            copies = [("expert_replicate",)] if self.mesh.size("expert_replicate") > 1 else []
+            of_experts = self.mesh.torch_mesh(*copies, ("expert_shard",))
         when = by_block, self.sync_each_microbatch
         return shard(modules, self.model.blocks, mesh, self.precision, *when, self._of_experts, of_experts)
 
     @property
     def _shards_of_experts(self) -> int:
-        """How many ranks have the same experts, other than replicas."""
+        """The number of ranks that have the same experts in one copy of the model."""
         return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
 
 

@@ -70,5 +70,5 @@ def save_seconds(nodes: Nodes, planned: Plan) -> float:
     if nodes.has(Stager):
         return max(sizes) / COPIED
     # Replicas hold the same state, which is written once.
-    whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.size("data_replicate")
+    whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replicas.size
     return whole / (WRITTEN * math.ceil(planned.ranks / planned.device.per_host))

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from drawloom.components.ports.corpus import Split
-from drawloom.graph import port
+from drawloom.graph import UserError, port
 
 IGNORE_INDEX = -100
 """The target of a token without a loss, as in torch's cross_entropy."""
@@ -38,6 +38,16 @@ class Batch:
     weights: Tensor
     reference: Tensor | None = None
     padding: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Raise UserError for a subclass: batches are made anew of these tensors, between processes and for parts."""
+        if type(self) is not Batch:
+            own = [field.name for field in attrs.fields(type(self)) if field not in attrs.fields(Batch)]
+            fields = f" with {', '.join(map(repr, own))}" if own else ""
+            raise UserError(
+                f"{type(self).__name__} is a subclass of Batch{fields}, of which a run takes only what Batch has; "
+                "make a Batch: its `weights` and `reference` are numbers of each token, float32 (rows, length)"
+            )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that there are, (rows, length) each, in order."""

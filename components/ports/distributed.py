@@ -14,8 +14,11 @@ SHARDS = ("data_shard", "context")
 DATA = ("data_replicate", *SHARDS)
 """Mesh dimensions along which ranks see other tokens, so that losses and counts are summed over them."""
 
-EXPERT_REPLICAS = ("data_replicate", "expert_shard")
-"""Mesh dimensions along which ranks have the same experts and see other tokens, as `expert` divides the others."""
+EXPERT_REPLICAS = ("expert_replicate", "expert_shard")
+"""Mesh dimensions along which ranks have the same experts and see other tokens."""
+
+MODEL = ("pipeline", "expert_shard", "expert")
+"""Mesh dimensions of the ranks that hold one copy of the whole model: all ranks but those along `expert_replicate`."""
 
 
 class Group(Protocol):
@@ -29,6 +32,11 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks in the group."""
+        ...
+
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether no rank of the group with a smaller number runs on the same host."""
         ...
 
     def sum(self, tensor: Tensor) -> None:
@@ -55,6 +63,14 @@ class Group(Protocol):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
+        ...
+
+    def start_gather(self, tensor: Tensor, gathered: Tensor) -> "Pending":
+        """
+        Begin `gather` of a contiguous tensor (...) into another, (size, ...), which is by rank when it is completed.
+
+        Both are of one dtype and on the device of the ranks; neither is used meanwhile.
+        """
         ...
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -98,10 +114,10 @@ class SymmetricMemory(Protocol):
 
 
 class Pending(Protocol):
-    """A send, receive or sum in progress."""
+    """A send, receive, sum or gather in progress."""
 
     def is_completed(self) -> bool:
-        """Whether the tensor has been sent, received or summed."""
+        """Whether the tensor has been sent, received, summed or gathered."""
         ...
 
     def wait(self) -> None:
@@ -249,7 +265,12 @@ class Mesh(Protocol):
         ...
 
     def size(self, dimension: str) -> int:
-        """The number of ranks along `pipeline`, `data_replicate`, `data_shard`, `context`, `tensor` or `expert`."""
+        """
+        Return the number of ranks along a dimension.
+
+        Dimensions are `pipeline`, `data_replicate`, `data_shard`, `context` and `tensor`; for experts the same ranks
+        are `pipeline`, `expert_replicate`, `expert_shard` and `expert`.
+        """
         ...
 
     def index(self, dimension: str) -> int:

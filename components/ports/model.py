@@ -44,6 +44,7 @@ class HiddenStates:
     `layers` are numbered as in transformers: 0 is what the embedding gives, n what layer n does, and the last one's are
     normed. They are those of all tokens, (rows, length, hidden_size), or with `documents` means over the tokens of
     documents 0 to documents - 1 of each row: float32 (rows, documents, hidden_size), zeros for one without a token.
+    `BatchContext.mean_weights` may mask tokens, or weight them, in these means.
     """
 
     layers: tuple[int, ...]
@@ -59,7 +60,8 @@ class BatchContext:
     router's; without them there are none, as in inference. `part` says which tokens of longer rows these are;
     `whole_rows`, that each row is known to be one document, all of which is here. With a `cache`, the tokens follow
     those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden states and a dict of those
-    that are asked for, by layer, up to here.
+    that are asked for, by layer, up to here. `mean_weights`, bool or floating (rows, length), 0 and more, is the weight
+    of each token in means of hidden states: 1 if left out.
     """
 
     positions: Tensor
@@ -68,6 +70,7 @@ class BatchContext:
     part: RowPart | None = None
     cache: KeyValueCache | None = None
     hidden_states: HiddenStates | None = None
+    mean_weights: Tensor | None = None
     whole_rows: bool = False
 
 

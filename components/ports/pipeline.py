@@ -50,6 +50,19 @@ class PartitioningSchedule(Protocol):
         ...
 
 
+@runtime_checkable
+class OuterLayersSchedule(Protocol):
+    """
+    A schedule with `ends_on_every_rank` whose stages have the first layers of a model only.
+
+    Each rank has the other layers with its head, and computes them for the microbatches for which it has the head.
+    """
+
+    def layers_in_stages(self, ranks: int, layers: int) -> int:
+        """Return how many of a model's layers all stages have together; UserError if that can't be."""
+        ...
+
+
 LOSSES = "losses"
 """
 The name of the losses in the state of a step, and in the state of an evaluation.

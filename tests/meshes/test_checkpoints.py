@@ -44,6 +44,8 @@ MESHES: dict[int, list[Mapping[str, int]]] = {
         {"data_shard": 4, "expert": 2},
         {"data_replicate": 2, "data_shard": 2, "expert": 2},
         {"pipeline": 2, "tensor": 2, "expert": 2},
+        {"data_replicate": 4, "expert": 4},
+        {"data_replicate": 2, "data_shard": 2, "expert": 4},
     ],
 }
 ALL = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]

@@ -32,6 +32,8 @@ def of_schedules(*names: str) -> list[pipelines.Case]:
     return [(name, 4, True, False, "plain") for name in names]
 
 
+OUTER = pipelines.schedule("circular", stages_per_rank=1, pipeline_parallel_layers=3)
+
 MESHES = [
     Meshed({"data_shard": 4, "expert": 2}, [PLAIN, SYMMETRIC, ("gpipe", 4, False, True, "tempered")]),
     Meshed({"data_shard": 4, "expert": 4}, [MUON]),
@@ -45,6 +47,11 @@ MESHES = [
         [*of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v", "circular"), ("dual_pipe_v", *SYMMETRIC[1:])],
     ),
     Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [MUON]),
+    Meshed({"data_replicate": 4, "expert": 4}, [PLAIN, SYMMETRIC, MUON]),
+    Meshed({"data_replicate": 4, "expert": 2}, [("gpipe", 4, False, True, "tempered")]),
+    Meshed({"data_replicate": 2, "data_shard": 2, "expert": 4}, [MUON]),
+    Meshed({"data_replicate": 2, "tensor": 2, "expert": 4}, [PLAIN], (5, 1)),
+    Meshed({"data_replicate": 2, "expert": 2}, [*of_schedules("dual_pipe_v"), (OUTER, *PLAIN[1:])]),
 ]
 
 OF_EIGHT = [
@@ -53,6 +60,7 @@ OF_EIGHT = [
     Meshed({"data_replicate": 2, "tensor": 4, "expert": 2}, [EIGHT], (5, 1)),
     Meshed({"data_replicate": 2, "data_shard": 4, "expert": 2}, [EIGHT]),
     Meshed({"data_shard": 4, "expert": 2}, [("dual_pipe_v", *EIGHT[1:])]),
+    Meshed({"data_replicate": 4, "data_shard": 2, "expert": 4}, [EIGHT]),
 ]
 
 
@@ -95,6 +103,14 @@ def test_eight_processes_have_the_steps_of_one(mesh: Meshed) -> None:
     assert_same_steps(mesh, run_ranks(pipelines.steps, 8, mesh.cases, *common, timeout=300))
 
 
+@pytest.mark.soak
+def test_expert_groups_that_straddle_replicas_have_the_steps_of_one_process() -> None:
+    """Of six ranks, the middle two share experts across the border of two sharded replicas; steps are one process's."""
+    mesh = Meshed({"data_replicate": 2, "context": 3, "expert": 2}, [PLAIN], (6, 3))
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
+    assert_same_steps(mesh, run_ranks(pipelines.steps, 6, mesh.cases, *common, timeout=300))
+
+
 def test_mixed_precision_is_that_of_one_process() -> None:
     """With bfloat16 compute, experts that FSDP shards, and casts of experts that it does not, have its gradients."""
     sizes: list[dict[str, int]] = [{"data_shard": 4, "expert": 2}, {"data_shard": 4, "expert": 4}]
@@ -124,7 +140,8 @@ def test_each_rank_holds_its_experts_alone(meshed: list[list[list[dict[str, Any]
     for place, mesh in enumerate(MESHES):
         if "expert" not in mesh.sizes:
             continue
-        among = math.prod(size for name, size in mesh.sizes.items() if name in ("data_shard", "context", "tensor"))
+        replica = math.prod(size for name, size in mesh.sizes.items() if name in ("data_shard", "context", "tensor"))
+        among = math.lcm(replica, mesh.sizes["expert"])
         shards = mesh.sizes.keys() & {"data_shard", "context"}
         for found, *_ in (rank[place] for rank in meshed):
             of_experts = {name: part for name, part in found["weights"].items() if ".experts." in name}

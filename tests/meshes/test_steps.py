@@ -1,5 +1,6 @@
 """Steps on every kind of mesh, against the same steps in one process."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -110,6 +111,34 @@ def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
         pipelines.assert_same_steps(found, expected)
         most = 1.1 * mesh.sizes.get("data_replicate", 1) * held(expected)
         assert case[4] == "dora" or sum(map(held, found)) < most
+
+
+OUTER = pipelines.schedule("circular", stages_per_rank=1, pipeline_parallel_layers=4)
+OUTSIDE: list[tuple[list[pipelines.Case], Mapping[str, int], tuple[int, int]]] = [
+    ([(OUTER, 4, True, False, "plain"), (OUTER, 4, False, True, "tempered")], {"data_shard": 2}, (4, 1)),
+    ([(OUTER, 4, True, False, "muon")], {"data_replicate": 2}, (4, 1)),
+    ([(OUTER, 4, False, False, "plain")], {"tensor": 2}, (5, 1)),
+    ([(OUTER, 4, True, False, "plain")], {"context": 2}, (6, 4)),
+    ([(OUTER, 3, True, False, "plain")], {}, (4, 1)),  # the last of four ranks has no microbatch of its own
+]
+
+
+def test_layers_outside_of_the_circular_pipeline_are_computed_for_a_share_of_the_microbatches() -> None:
+    """
+    With four of six layers in stages steps are one process's, to 1e-10.
+
+    Each rank has the last two layers, and of the others its own alone, of which layer 0 may be frozen.
+    """
+    ranks = run_ranks(pipelines.steps_on_meshes, 4, OUTSIDE, "cpu", pipelines.FLOAT64, 3, 6, timeout=120)
+    for place, (cases, sizes, lengths) in enumerate(OUTSIDE):
+        for number, case in enumerate(cases):
+            found = [each[place][number] for each in ranks]
+            [expected] = pipelines.steps([("gpipe", *case[1:])], taken=3, layers=6, lengths=lengths)
+            pipelines.assert_same_steps(found, expected)
+            inner = 4 // (4 // math.prod(sizes.values()))
+            for each in found:
+                layers = {int(name.split(".")[2]) for name in each["weights"] if name.startswith("model.layers.")}
+                assert layers >= {4, 5} and inner - 1 <= len(layers - {4, 5}) <= inner
 
 
 EIGHT: list[Mapping[str, int]] = [

@@ -83,19 +83,25 @@ def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:
 
 
 def test_embeddings_are_the_means_of_hidden_states(place: Path) -> None:
-    """Of each document on its own, in order, as transformers computes them from the export."""
+    """Of each document on its own, or those of its first or last token, as transformers has them of the export."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
     (place / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("def f(x):", "x", "y" * 99)))
     words = ("some.jsonl", "--to", "some.safetensors", "--layers", "0", "1", "--context", "20", "--rows", "2")
     outcome = drawloom(place, "embed", "runs/tiny", *words)[0]
     assert outcome.code == 0 and "wrote some.safetensors, 3 x 2 x 16 numbers" in outcome.text, outcome.text
-    found = load_file(place / "some.safetensors")["hidden_states"]
+    for pool in ("first", "last"):
+        assert drawloom(place, "embed", "runs/tiny", *words, "--pool", pool, "--to", f"{pool}.safetensors")[0].code == 0
+    found, first, last = (
+        load_file(place / f"{name}.safetensors")["hidden_states"] for name in ("some", "first", "last")
+    )
     theirs = AutoModelForCausalLM.from_pretrained(place / "runs/tiny/export")
     for row, text in enumerate((b"def f(x):", b"x", b"y" * 20)):
         states = theirs(torch.tensor([[*text]]), output_hidden_states=True).hidden_states
         for place_, expected in enumerate(states):
             torch.testing.assert_close(found[row, place_], expected[0].mean(0), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(first[row, place_], expected[0, 0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(last[row, place_], expected[0, -1], rtol=1e-4, atol=1e-5)
     (place / "empty.jsonl").write_text('{"text": ""}\n')
     empty = drawloom(place, "embed", "runs/tiny", "empty.jsonl", "--to", "empty.safetensors")[0]
     assert "1 of the documents without a token: their numbers are 0" in empty.text

@@ -82,6 +82,20 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "stages.dispatcher=@dispatcher",
         ),
     ),
+    "experts of replicas": (
+        2,
+        ("mesh.expert=2", "dispatcher.use=experts.all_to_all", "stages.dispatcher=@dispatcher"),
+    ),
+    "layers outside of stages": (
+        2,
+        (
+            "mesh.pipeline=2",
+            "executor.use=pipeline.circular.executor",
+            "schedule.use=pipeline.schedules.circular",
+            "schedule.stages_per_rank=1",
+            "schedule.pipeline_parallel_layers=2",
+        ),
+    ),
     "single rows": (1, ("batch.micro_size=1",)),
 }
 

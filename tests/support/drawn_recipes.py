@@ -101,7 +101,7 @@ def mesh(draw: Random, drawn: Drawn) -> tuple[int, tuple[str, ...]]:
         schedule = draw.choice(SCHEDULES)
         words += [f"schedule.use=pipeline.schedules.{schedule}"]
         words += ["executor.use=pipeline.circular.executor"] if schedule == "circular" else []
-    shared = sizes["data_shard"] * sizes["context"] * sizes["tensor"]
+    shared = replicas * sizes["context"] * sizes["tensor"]
     if drawn.has_experts and draw.random() < 0.6:
         words += [f"mesh.expert={draw.choice([size for size in (1, 2, 3, 4) if shared % size == 0])}"]
         words += ['stages.dispatcher={ use = "experts.all_to_all" }']

@@ -31,6 +31,7 @@ from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Batch, Examples, MeasuredRows, MovableData, PackedDataset, RowSource
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.pipeline import OuterLayersSchedule
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
@@ -46,9 +47,10 @@ JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
 
 
 def program(use: str, values: Values, _place: Path) -> Any:
-    """The program of a schedule for 4 ranks and 8 microbatches, and what its stages recompute."""
-    made = build(use, **values).program(4, 8)
-    return write_csv(made), made.recompute
+    """The program of a schedule for 4 ranks and 8 microbatches, what its stages recompute, and layers in stages."""
+    schedule = build(use, **values)
+    made, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
+    return write_csv(made), made.recompute, schedule.layers_in_stages(4, 99) if outer else 99
 
 
 def model_of(use: str, values: Values, _place: Path) -> Any:

@@ -266,6 +266,8 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
         for index in range(1, 7):
             step = Step(index, 6, state={"loss": 1.0})
             phase.run_phase(step)
+            if use == "phases.garbage_collection":
+                phase.on_event(Event("saving_started", step))
             found.append((len(logged), "validation_loss" in step.state))
     return found
 

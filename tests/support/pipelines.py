@@ -27,6 +27,7 @@ from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.schedules.circular import Circular
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
@@ -156,7 +157,7 @@ class StatesLoss(NextToken):
 
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         tokens, shared = super().inputs(batch)
-        return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2))
+        return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2), mean_weights=batch.weights)
 
     def loss(self, hidden: Any, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         last, states = hidden
@@ -317,7 +318,7 @@ def _steps(
         **{name: value for name, value in settings.items() if name != "streams"},
     )
     stages.open()
-    executor = (CircularExecutor if used == "circular" else Executor)(
+    executor = (CircularExecutor if isinstance(stages.schedule, Circular) else Executor)(
         streams=bool(settings.get("streams")),
         stages=stages,
         boundaries=stages,

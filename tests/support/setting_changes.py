@@ -406,7 +406,7 @@ ROWS: dict[str, Row] = {
     ),
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
-    "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
         parts.spikes_seen_by,
         {"window": 3, "deviations": 3.0, "go_back": 1},
@@ -436,7 +436,7 @@ ROWS: dict[str, Row] = {
             "trials": 0,
         },
     ),
-    "pipeline.schedules.circular": STAGES_PER_RANK,
+    "pipeline.schedules.circular": Row(parts.program, {}, {"stages_per_rank": 3, "pipeline_parallel_layers": 8}),
     "pipeline.schedules.interleaved_1f1b": STAGES_PER_RANK,
     "pipeline.schedules.looped_bfs": STAGES_PER_RANK,
     "pipeline.schedules.one_f_one_b": Row(parts.program, {}, {"hide_latency": True}),

@@ -19,7 +19,15 @@ from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.decoder.settings import choose_architecture, faults
-from drawloom.components.model.split_vocabulary import NEW, Split, join_mapper, part
+from drawloom.components.model.split_vocabulary import (
+    NewTokens,
+    Split,
+    count_new_tokens,
+    fault_of_new_tokens,
+    join_mapper,
+    part,
+    split_sizes,
+)
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Kernels, LayerRange
@@ -88,11 +96,11 @@ class DecoderBuilder:
     vocabulary_multiple: int = setting(
         default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
     )
-    new_tokens: int = setting(
+    new_tokens: NewTokens = setting(
         default=0,
-        check=at_least(0),
+        check=fault_of_new_tokens,
         doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
-        "which a folder need not have",
+        "which a folder need not have; or, for several such splits, a table of names and numbers in the order of ids",
     )
     tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
     max_position_embeddings: int | None = setting(
@@ -176,16 +184,16 @@ class DecoderBuilder:
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return choose_architecture(self.family, settings, tokens, self.new_tokens)
+        return choose_architecture(self.family, settings, tokens, count_new_tokens(self.new_tokens))
 
     @property
     def split(self) -> Split | None:
         """Which ids are new tokens, if there are some: the tokenizer's last, or those after the table's."""
         if not self.new_tokens:
             return None
-        rows = self.architecture.vocab_size
-        end = rows + self.new_tokens if self.tokenizer is None else self.tokenizer.vocab_size
-        return Split(end - self.new_tokens, end, rows)
+        rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
+        end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
+        return Split(end - count, split_sizes(self.new_tokens), rows)
 
     def files_read(self) -> dict[str, list[Path]]:
         """The config.json, if the sizes are in one."""
@@ -232,7 +240,7 @@ class DecoderBuilder:
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self._whole())]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
-        kept = [name for name in names if not name.endswith(f".{NEW}")]
+        kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:

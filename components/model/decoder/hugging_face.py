@@ -88,7 +88,7 @@ def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> d
     numbers = {family.renamed.get(key, key): _plain(getattr(architecture, key)) for key in family.keys}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta)
+    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta, architecture.head_dim)
     return {**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True}
 
 

@@ -21,21 +21,27 @@ def check_hidden_states(shared: BatchContext, layers: int) -> None:
     asked = () if shared.hidden_states is None else shared.hidden_states.layers
     if unknown := [number for number in asked if not 0 <= number <= layers]:
         raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
+    if shared.mean_weights is not None and (shared.hidden_states is None or shared.hidden_states.documents is None):
+        raise ValueError("mean_weights is for means: ask for hidden_states=HiddenStates(layers, documents=1)")
     if asked and shared.part is not None:
         raise ValueError("ranks along 'context' share rows out, and hidden states are of whole rows")
 
 
-def means(hidden: Tensor, documents: Tensor, count: int) -> Tensor:
+def means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     """
-    Means over the tokens of each document: at least float32 (rows, count, hidden_size), zeros where there is none.
+    Return means over the tokens of each document: at least float32 (rows, count, hidden_size), zeros without tokens.
 
-    hidden: (rows, length, hidden_size); documents: int64 (rows, length), of which those from `count` on are left out.
+    hidden: (rows, length, hidden_size); documents: int64 (rows, length), of which those from `count` on are left out;
+    weights: bool or floating (rows, length), 1 if left out.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     numbers = torch.arange(count, device=documents.device)
     # A product and no scattered sum, so that the order of additions, and the result, is the same each time.
     members = (documents[:, None, :] == numbers[:, None]).to(dtype)
-    return members @ hidden.to(dtype) / members.sum(-1, keepdim=True).clamp_min(1)
+    if weights is not None:
+        members = members * weights[:, None, :]
+    total = members.sum(-1, keepdim=True)
+    return members @ hidden.to(dtype) / total.masked_fill(total == 0, 1)
 
 
 class Decoder(TensorParallel):
@@ -72,7 +78,7 @@ class Decoder(TensorParallel):
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. With `ranks`
         hidden states between stages are split tokens.
         """
-        wanted = shared.hidden_states
+        wanted, documents = shared.hidden_states, shared.document_ids
         kept: dict[int, Tensor] = {}
         whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
         if wanted is not None:
@@ -82,8 +88,9 @@ class Decoder(TensorParallel):
         hidden = inputs
         for number, hidden in self._outputs(inputs, shared):
             if wanted is not None and number in wanted.layers:
-                rows = whole(hidden)
-                kept[number] = rows if wanted.documents is None else means(rows, shared.document_ids, wanted.documents)
+                kept[number] = rows = whole(hidden)
+                if wanted.documents is not None:
+                    kept[number] = means(rows, documents, wanted.documents, shared.mean_weights)
         if self.span.head:
             hidden = whole(hidden)
         return hidden if wanted is None else (hidden, kept)

@@ -9,16 +9,28 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph import above, at_least, setting
-from drawloom.kernels.rope_frequencies import DynamicScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from drawloom.kernels.rope_frequencies import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    Scaling,
+    YarnScaling,
+    scaled_base,
+)
 
 USED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "ntk": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 """The keys that each `rope_type` takes."""
+
+HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
+"""The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""
 
 NEEDED = ("factor", "original_max_position_embeddings")
 """Keys without a default."""
@@ -37,8 +49,10 @@ class InvalidSetting:
 class RopeScaling:
     """`rope_scaling` or `rope_parameters` of a `config.json`; what is left out is as in transformers."""
 
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = setting(
-        default="default", doc="how positions are scaled, see kernels/rope_frequencies.py; default: not"
+    rope_type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3"] = setting(
+        default="default",
+        doc="how positions are scaled, see kernels/rope_frequencies.py; default: not; ntk is exported as a larger "
+        "rope_theta, for Hugging Face has no such type",
     )
     rope_theta: float | None = setting(
         default=None, check=above(1), doc="base of rotary positions; may be written outside as well"
@@ -83,8 +97,8 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     if rope is None:
         return None
     given = rope.given()
-    if rope.rope_type == "linear":
-        return LinearScaling(given["factor"])
+    if rope.rope_type in ("linear", "ntk"):
+        return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
     made = {"dynamic": DynamicScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}[rope.rope_type]
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
@@ -107,8 +121,8 @@ def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scalin
         if (less in given or more in given) and values[less] >= values[more]:
             why = f"{key}.{more} = {values[more]:g} is not above {less} = {values[less]:g}"
             yield InvalidSetting((key, more if more in given else less), why, f"write {more} = {2 * values[less]:g}")
-    if rope.rope_type == "dynamic" and head_dim == 2:
-        why = f"{key}.rope_type = 'dynamic' scales all pairs but the first, and head_dim = 2 has one"
+    if rope.rope_type in ("ntk", "dynamic") and head_dim == 2:
+        why = f"{key}.rope_type = {rope.rope_type!r} scales all pairs but the first, and head_dim = 2 has one"
         yield InvalidSetting((key, "rope_type"), why, "write another rope_type")
 
 
@@ -116,11 +130,13 @@ BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that do not belong to the scaling."""
 
 
-def rope_parameters_of(rope: RopeScaling | None, base: float) -> dict[str, Any]:
-    """`rope_parameters` of a config, which repeats `rope_theta` at its top for older readers."""
+def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` of a config, which repeats `rope_theta` at its top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}
     given = rope.given()
+    if rope.rope_type == "ntk":
+        return {"rope_theta": scaled_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
         given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
@@ -166,8 +182,8 @@ def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
-    if kind not in list(USED):
-        kinds = ", ".join(USED)
+    if kind not in HUGGING_FACE:
+        kinds = ", ".join(HUGGING_FACE)
         raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
     used = USED.get(kind, ())
     if strange := [key for key in given if key not in used]:

@@ -6,7 +6,7 @@ from itertools import accumulate
 import attrs
 
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
+from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -31,6 +31,11 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
             built.layers_by_stage(ranks, layers)
         except UserError as error:
             yield schedule.problem("use", str(error))
+    elif isinstance(layers, int) and isinstance(built, OuterLayersSchedule):
+        try:
+            built.layers_in_stages(ranks, layers)
+        except UserError as error:
+            yield schedule.problem("pipeline_parallel_layers", str(error))
 
 
 def build_schedule(schedule: NodeView) -> Schedule | None:
@@ -79,8 +84,12 @@ def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
     ]
 
 
-def with_ends_apart(spans: Sequence[LayerRange]) -> list[LayerRange]:
-    """The same layers, with embedding and head as spans of their own before and after them."""
-    layers = [attrs.evolve(span, embedding=False, head=False) for span in spans]
-    end = spans[-1].last
-    return [LayerRange(0, 0, embedding=True, head=False), *layers, LayerRange(end, end, embedding=False, head=True)]
+def with_ends_apart(spans: Sequence[LayerRange], layers: int) -> list[LayerRange]:
+    """
+    Return the same spans without ends, between the embedding's span and the head's.
+
+    The head's span has those of the model's `layers` that no other span has.
+    """
+    inner = [attrs.evolve(span, embedding=False, head=False) for span in spans]
+    head = LayerRange(spans[-1].last, layers, embedding=False, head=True)
+    return [LayerRange(0, 0, embedding=True, head=False), *inner, head]

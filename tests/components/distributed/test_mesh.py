@@ -1,5 +1,6 @@
 """The mesh of real and of fake processes."""
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -121,6 +122,7 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
     processes._launch, processes._joined, processes._limit = Launch(rank, 1024, rank % 8, 8), True, timedelta(seconds=9)
+    processes._hosts = [number // 8 for number in range(1024)]
     began = time.monotonic()
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
@@ -134,33 +136,36 @@ def test_a_thousand_ranks_take_no_time() -> None:
     sizes = {"pipeline": 4, "data_replicate": 4, "data_shard": 8, "context": 2, "tensor": 4}
     seconds, groups, found = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
     assert found == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}
-    assert groups == 7  # all; pipeline, data_replicate, context and tensor; and those of shards, and of data
+    assert groups == 8  # all; pipeline, data_replicate, context and tensor; those of shards, of data and of a model
     assert seconds < 5
     assert run_ranks(_of_many, 1, 777, {"data_shard": 512}, variables=False)[0][1] == 3
 
 
-def test_experts_divide_the_ranks_that_are_no_replicas() -> None:
-    """Four ranks that are replicas can't share the experts out: `check` says so, and so does an unchecked mesh."""
-    for sizes in ({"data_replicate": 4}, {}, {"data_shard": 3}, {"context": 3, "pipeline": 2}):
+def test_experts_divide_the_ranks_of_a_stage() -> None:
+    """`check` reports an `expert` that does not divide the known ranks of a stage, and an unchecked mesh raises."""
+    text = "expert = 2 does not divide data_replicate × data_shard × context × tensor"
+    for sizes in ({"data_replicate": 3}, {"data_replicate": 1}, {"context": 3, "pipeline": 2, "data_replicate": 1}):
         problems: list[Any] = list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
-        ranks = sizes.get("data_shard", 1) * sizes.get("context", 1)
-        assert problems == [("expert", f"expert = 2 does not divide data_shard × context × tensor = {ranks}")]
-    with pytest.raises(UserError, match="expert = 2 does not divide data_shard × context × tensor = 1; write 1"):
-        RankMesh(processes=FakeProcesses(world_size=2), expert=2).open()
-    for sizes in ({"data_shard": 2}, {"context": 2, "data_replicate": 3}, {"tensor": 6}):
+        assert problems == [("expert", f"{text} = {math.prod(sizes.values()) // sizes.get('pipeline', 1)}")]
+    with pytest.raises(UserError, match=f"{text} = 3; write one of 1, 3"):
+        RankMesh(processes=FakeProcesses(world_size=3), expert=2).open()
+    for sizes in ({}, {"data_replicate": 4}, {"data_shard": 3}, {"context": 3, "data_replicate": 2}, {"tensor": 6}):
         assert not list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
 
 
 def test_groups_of_experts_are_made_if_they_share_them_out() -> None:
     """A mesh without expert parallelism makes no group for it; with it, ranks of other experts and of the same ones."""
-    for expert, names in ((1, set[str]()), (2, {"expert", "expert_shard", "data_replicate × expert_shard"})):
+    for expert, names in (
+        (1, set[str]()),
+        (2, {"expert", "expert_shard", "expert_replicate", "expert_replicate × expert_shard"}),
+    ):
         processes = FakeProcesses(world_size=8)
         RankMesh(processes=processes, data_shard=4, expert=expert).open()
-        found = {name: sets for name, sets in processes.requests if "expert" in name}
+        found = {name: sets for name, sets in processes.requests if name.startswith("expert")}
         assert found.keys() == names
     assert found["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert found["expert_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert found["data_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert found["expert_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("size", [0, -1])

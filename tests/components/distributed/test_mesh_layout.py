@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import hypothesis
 import pytest
@@ -40,7 +41,7 @@ def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
     layout = resolve_shape({**ONES, "pipeline": 2, "data_shard": 2, "tensor": 2, "data_replicate": "auto"}, 2, 16)
     assert layout.sets("expert")[:3] == [[0, 1], [2, 3], [4, 5]]
     assert layout.sets("expert_shard")[:3] == [[0, 2], [1, 3], [4, 6]]
-    assert layout.sets("data_replicate", "expert_shard")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.sets("expert_replicate", "expert_shard")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert layout.sets("data_replicate")[:2] == [[0, 4], [1, 5]]
     assert [layout.size(name) for name in ("expert", "expert_shard", "tensor")] == [2, 2, 2]
     assert [layout.index(name, 6) for name in ("expert", "expert_shard", "data_replicate")] == [0, 1, 1]
@@ -68,8 +69,24 @@ def test_a_wrong_product_names_the_command() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_experts_must_divide_a_stage() -> None:
-    """expert = 4 does not divide six ranks of a replica, though it divides all 24; the message lists divisors."""
-    sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_shard": 3, "context": 2, "data_replicate": "auto"}
+@hypothesis.given(SIZES, st.data())
+def test_ranks_of_one_copy_of_the_model_hold_each_parameter_together(sizes: tuple[int, ...], data: Any) -> None:
+    """Ranks along `expert_replicate` are all that have equal indices along each dimension that splits parameters."""
+    whole = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
+    stage = math.prod(sizes[1:])
+    expert = data.draw(st.sampled_from([number for number in range(1, stage + 1) if stage % number == 0]))
+    layout = Layout(whole.sizes, expert)
+    assert math.prod(layout.expert_sizes.values()) == layout.world_size
+    split = ("pipeline", "data_shard", "context", "tensor", "expert", "expert_shard")
+    copies = layout.sets("expert_replicate")
+    for ranks in copies:
+        assert len({tuple(layout.index(name, rank) for name in split) for rank in ranks}) == 1
+    fits = [number for number in range(1, sizes[1] + 1) if number * math.prod(sizes[2:]) % expert == 0]
+    assert len(copies[0]) == sizes[1] // fits[0]
+
+
+def test_experts_must_divide_the_ranks_of_a_stage() -> None:
+    """expert = 4 does not divide the six ranks of a stage, though it divides all 12; the message lists divisors."""
+    sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_shard": 3, "data_replicate": "auto"}
     with pytest.raises(UserError, match=r"expert = 4 does not divide .* = 6; write one of 1, 2, 3, 6"):
-        resolve_shape(sizes, 4, 24)
+        resolve_shape(sizes, 4, 12)

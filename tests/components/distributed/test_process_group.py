@@ -54,6 +54,13 @@ def _broadcast_and_gather_each() -> tuple[list[float], list[list[Any]], list[str
     shapes = [(2, 0), (1, 3), (2, 2)]  # of which the first is empty
     parts = world.gather_each(torch.full(shapes[world.rank], 1 + world.rank, dtype=torch.bfloat16))
     numbers = world.gather_each(torch.tensor(float(world.rank)))
+    both = [torch.full((2, 2), 10.0 * number + world.rank) for number in range(2)]
+    gathered = [each.new_empty(world.size, 2, 2) for each in both]
+    pending = [world.start_gather(*pair) for pair in zip(both, gathered, strict=True)]
+    for each in reversed(pending):
+        each.wait()
+    assert all(each.is_completed() for each in pending)
+    assert all(torch.equal(found, world.gather(own)) for own, found in zip(both, gathered, strict=True))
     return table[0].tolist(), [part.tolist() for part in (*parts, *numbers)], [str(part.dtype) for part in parts]
 
 
@@ -87,7 +94,11 @@ def test_ranks_gather_values_of_unequal_length() -> None:
 
 
 def test_a_rank_sends_to_all_and_ranks_gather_tensors_of_any_shape() -> None:
-    """A column becomes that of rank 2, and its neighbours stay; gathered tensors have their own shapes, 0 rows too."""
+    """
+    A column becomes that of rank 2, and its neighbours stay; gathered tensors have their own shapes, 0 rows too.
+
+    Two gathers may be in progress, and be waited for in any order.
+    """
     expected = [[[], []], [[2.0, 2.0, 2.0]], [[3.0, 3.0], [3.0, 3.0]], 0.0, 1.0, 2.0]
     for rank, found in enumerate(run_ranks(_broadcast_and_gather_each, 3)):
         assert found == ([rank, 2.0, rank], expected, ["torch.bfloat16"] * 3)

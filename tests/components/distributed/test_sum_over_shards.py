@@ -1,50 +1,38 @@
 """Sums over ranks that hold different parameters."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import attrs
+import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout
+from drawloom.components.distributed.planned import PlannedGroup, PlannedMesh
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
-from drawloom.components.ports.distributed import Group
 
 
-class Twice(SingleProcess):
-    """Two ranks with equal values."""
+class EqualRanks(PlannedGroup):
+    """Ranks with equal values."""
 
     def sum(self, tensor: Tensor) -> None:
-        """Two equal values."""
-        tensor.mul_(2)
+        """Multiply by the number of ranks."""
+        tensor.mul_(self.size)
 
 
-@attrs.define
-class FakeMesh:
-    """Two pipeline ranks, two replicas, and two ranks that shard."""
+class MeshOfEqualRanks(PlannedMesh):
+    """A mesh of ranks with equal values."""
 
-    world: Group = attrs.field(factory=SingleProcess)
-    replicas: Group = attrs.field(factory=Twice)
-
-    def group(self, *dimensions: str) -> Group:
-        """Two ranks along pipeline, data_replicate and data_shard."""
-        return Twice() if {"pipeline", "data_replicate", "data_shard"} & {*dimensions} else SingleProcess()
-
-    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        raise AssertionError("nothing is sharded")
-
-    def size(self, dimension: str) -> int:
-        """The number of ranks."""
-        return self.group(dimension).size
-
-    def index(self, dimension: str) -> int:
-        """Index 0."""
-        return 0
+    def group(self, *dimensions: str) -> PlannedGroup:
+        return EqualRanks(**attrs.asdict(super().group(*dimensions)))
 
 
-def test_replicas_are_not_summed() -> None:
-    """The sum runs over ranks that split the layers or shard parameters, and not over replicas; the argument stays."""
+@pytest.mark.parametrize(("expert", "copies"), [(1, 2), (2, 2), (4, 1)])
+def test_sums_run_over_one_copy_of_the_model(expert: int, copies: int) -> None:
+    """
+    The sum runs over ranks that split layers, parameters or experts, and not over those that hold the same ones.
+
+    Of two replicas of two shards four expert ranks are one copy together. The argument stays.
+    """
+    sizes = dict.fromkeys(DIMENSIONS, 1) | {"pipeline": 2, "data_replicate": 2, "data_shard": 2}
     value = torch.tensor(3.0, dtype=torch.float64)
-    total = SumOverParameters(mesh=FakeMesh()).total(value)
-    assert (total.item(), total.dtype, value.item()) == (12, torch.float64, 3)
+    total = SumOverParameters(mesh=MeshOfEqualRanks(Layout(sizes, expert))).total(value)
+    assert (total.item(), total.dtype, value.item()) == (3 * 8 / copies, torch.float64, 3)

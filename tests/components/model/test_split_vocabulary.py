@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens, split_sizes
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import load_folder
 from drawloom.graph import UserError
@@ -26,7 +27,7 @@ class Ids:
         self.vocab_size, self.eos_id = count, 0
 
 
-def loaded(folder: Path, tokenizer: Any, new_tokens: int) -> tuple[DecoderBuilder, Any]:
+def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[DecoderBuilder, Any]:
     """The model of a folder with new tokens, and its module with the folder's weights."""
     model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens).builder
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
@@ -59,13 +60,17 @@ def test_the_table_is_the_folders_and_new_rows_are_its_mean(tied: bool, tmp_path
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tokens", [32, 27])
-def test_the_export_is_one_table_that_computes_the_same(tied: bool, tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("new", [3, {"audio": 2, "image": 1}], ids=["one split", "two splits"])
+def test_the_export_is_one_table_that_computes_the_same(
+    tied: bool, tokens: int, new: NewTokens, tmp_path: Path
+) -> None:
     """transformers' logits of the export, and its gradients by row, are ours; a second load has the same rows."""
     base(tmp_path / "base", tied)
-    model, module = loaded(tmp_path / "base", Ids(tokens), 3)
-    torch.nn.init.normal_(module.model.embed_tokens.new_tokens)
-    if not tied:
-        torch.nn.init.normal_(module.lm_head.new_tokens)
+    model, module = loaded(tmp_path / "base", Ids(tokens), new)
+    layers = ("model.embed_tokens", *([] if tied else ["lm_head"]))
+    for name in layers:
+        for split in split_sizes(new):
+            torch.nn.init.normal_(module.get_submodule(name).get_parameter(split))
     write_folder(tmp_path / "export", model, OneStage(module))
     size = max(29, tokens)
     assert json.loads((tmp_path / "export/config.json").read_text())["vocab_size"] == size
@@ -79,12 +84,53 @@ def test_the_export_is_one_table_that_computes_the_same(tied: bool, tokens: int,
     ours = losses_of(module, ids, one_document(2, 9), targets).sum()
     others = torch.nn.functional.cross_entropy(theirs(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.autograd.backward([ours, others])
-    for name in ("model.embed_tokens", *([] if tied else ["lm_head"])):
+    for name in layers:
         layer, wanted = module.get_submodule(name), theirs.get_submodule(name).weight.grad
-        torch.testing.assert_close(layer.new_tokens.grad, wanted[tokens - 3 : tokens], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer.weight.grad[: tokens - 3], wanted[: tokens - 3], rtol=1e-4, atol=1e-4)
-    again = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export", tokenizer=Ids(tokens), new_tokens=3).builder  # type: ignore[arg-type]
+        table, *splits = wanted[:tokens].split([tokens - 3, *split_sizes(new).values()])
+        for split, rows in zip(split_sizes(new), splits, strict=True):
+            torch.testing.assert_close(layer.get_parameter(split).grad, rows, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer.weight.grad[: tokens - 3], table, rtol=1e-4, atol=1e-4)
+    again, copy = loaded(tmp_path / "export", Ids(tokens), new)
     assert again.vocab_size == size
+    for name in layers:
+        for split in split_sizes(new):
+            assert torch.equal(
+                copy.get_submodule(name).get_parameter(split), module.get_submodule(name).get_parameter(split)
+            )
+
+
+def test_one_of_several_splits_is_trained_alone(tmp_path: Path) -> None:
+    """Without the others' gradients its own are those with them, of embedding and head."""
+    base(tmp_path / "base", False)
+    grads = []
+    for alone in (False, True):
+        _, module = loaded(tmp_path / "base", Ids(32), {"audio": 2, "image": 1})
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not alone or name.endswith(".audio"))
+        ids = torch.arange(32).view(2, 16)
+        losses_of(module, ids, one_document(2, 16), ids.flip(0)).sum().backward()
+        found = {name: part.grad for name, part in module.named_parameters() if part.grad is not None}
+        assert not alone or found.keys() == {"model.embed_tokens.audio", "lm_head.audio"}
+        grads.append(found)
+    for name, grad in grads[1].items():
+        torch.testing.assert_close(grad, grads[0][name])
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (-1, "-1 is less than 0"),
+        ({"weight": 2}, "'weight' can't be the name of a parameter of embedding and head; write another"),
+        ({"a b": 2}, "'a b' can't be the name"),
+        ({"audio": 1, "forward": 2}, "'forward' can't be the name"),
+        ({"split": 1}, "'split' can't be the name"),
+        ({"image": 0}, "image = 0 is less than 1"),
+    ],
+)
+def test_names_and_numbers_of_splits_are_checked(value: Any, why: str) -> None:
+    """A name must be free in both layers, and a split have a row."""
+    assert why in str(fault_of_new_tokens(value))
+    assert fault_of_new_tokens({"audio": 2, "image": 1}) is None and fault_of_new_tokens(0) is None
 
 
 def test_ids_that_have_no_rows_are_refused(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drawloom.components.phases.garbage_collection import CollectGarbage
 from drawloom.components.ports.run import Step
+from drawloom.components.run.events import Dispatcher
+from drawloom.graph import Every
+from support.checkpoints import StateNode, checkpointer
 
 
 class Cycle:
@@ -40,6 +45,29 @@ def test_only_chosen_steps_collect() -> None:
     garbage.run_phase(Step(2, 9))
     assert cycle() is None
     garbage.close()
+
+
+@pytest.mark.parametrize("before_saves", [False, True])
+def test_old_garbage_is_collected_before_a_checkpoint_is_taken(tmp_path: Path, before_saves: bool) -> None:
+    """A cycle of the oldest generation, which `every` leaves alone, is gone when a checkpoint reads the state."""
+    garbage = CollectGarbage(every="never", before_saves=before_saves)
+    garbage.open()
+    held = Cycle()
+    cycle, seen = weakref.ref(held), list[bool]()
+    gc.collect()  # what survives is of the oldest generation
+
+    class Reader(StateNode):
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(cycle() is None)
+            return {"step": 1}
+
+    events = Dispatcher(listeners=Every({"garbage_collection": garbage}))
+    node = checkpointer(tmp_path, {"reader": Reader()}, events=events)
+    del held
+    garbage.run_phase(Step(1, 9))
+    node.save(Step(1, 9))
+    garbage.close()
+    assert seen and all(found is before_saves for found in seen)
 
 
 def test_opening_and_closing_collect() -> None:

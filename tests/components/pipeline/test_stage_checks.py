@@ -99,6 +99,7 @@ def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: li
     assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
 
 
+OUTER = ("model.num_hidden_layers=6",)
 CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
 
 
@@ -122,6 +123,13 @@ def test_explain_says_how_many_layers_stages_have() -> None:
     words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
     text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *words).explain("stages")
     assert "layers of stages, by [schedule]: 3, 1" in text
+
+
+def test_explain_says_which_layers_are_outside_of_stages() -> None:
+    """With four of six layers in the circular pipeline, every rank has the other two."""
+    words = (*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4")
+    text = drawloom.Recipe.load("pipeline", *words).explain("stages")
+    assert "layers 4 to 5: on every pipeline rank, for its share of the microbatches" in text
 
 
 @pytest.mark.parametrize(
@@ -160,6 +168,15 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
         ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
         ((*CIRCULAR, "stages.head_layer_cost=2"), ["none has fewer layers for them; write head_layer_cost = 0"]),
         ((*CIRCULAR, "mesh.tensor=2", "model.vocab_size=320"), []),
+        ((*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4"), []),
+        (
+            (*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=7"),
+            ["pipeline_parallel_layers = 7 is more than the model's 6 layers; write a multiple of 4"],
+        ),
+        (
+            (*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=3"),
+            ["leaves some of 4 stages (2 ranks with 2 each) without a layer; write 4 or more"],
+        ),
     ],
 )
 def test_what_the_circular_pipeline_does_not_do_is_refused(words: tuple[str, ...], whys: list[str]) -> None:

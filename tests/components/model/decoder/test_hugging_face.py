@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drawloom.components.model.decoder.config import Qwen3MoeConfig
 from drawloom.components.model.decoder.hugging_face import config_of, read_config
-from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.rope import RopeScaling, scaling_of
 from drawloom.components.model.qwen3.dense import DENSE
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import UserError
+from drawloom.kernels.rope_frequencies import rope_frequencies
 from support.qwen3 import dense, sparse
 
 
@@ -166,6 +168,23 @@ def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeSc
         assert read_config(family, tmp_path / "theirs") == model.architecture
 
 
+def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
+    """Hugging Face has no static NTK: its model of the export has the frequencies of the published formula, as ours."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    model = dense(rope_scaling=RopeScaling(rope_type="ntk", factor=3.0), rope_theta=500.0)
+    width = model.architecture.head_dim
+    # b^(-2i/d) * s^(-2i/(d - 2)): the pair i of d / 2 turns the slower, the slower it is; the last one by s
+    pairs = torch.arange(width // 2, dtype=torch.float64)
+    expected = 500.0 ** (-2 * pairs / width) * 3.0 ** (-2 * pairs / (width - 2))
+    written = model.hugging_face_config()
+    assert "rope_parameters" not in written
+    theirs = Qwen3RotaryEmbedding(transformers.Qwen3Config(**written)).inv_freq
+    torch.testing.assert_close(theirs.double(), expected, rtol=1e-6, atol=0)
+    ours = rope_frequencies(width, 500.0, scaling_of(model.architecture.rope_scaling, 32))
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=0)
+
+
 def test_older_form_of_rope_scaling(tmp_path: Path, transformers: Any) -> None:
     """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
     old = {"type": "yarn", "factor": 4.0}
@@ -207,6 +226,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "scaled in another way": (
         {"rope_scaling": {"rope_type": "longrope"}},
         "scales rotary positions by 'longrope'",
+    ),
+    "scaled as no config says": (
+        {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+        "'ntk', where only default, linear, dynamic, yarn, llama3 can be built",
     ),
     "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "scales rotary positions by ['yarn']"),
     "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),

@@ -76,7 +76,7 @@ def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make
         for part in modules:
             part.zero_grad()
         expected.sum().backward()
-        found.sum().backward()
+        torch.autograd.backward(found.sum())
         for name, parameter in module.named_parameters():
             grads = [dict(part.named_parameters())[name].grad for part in modules if name in part.state_dict()]
             total = torch.stack([grad for grad in grads if grad is not None]).sum(0)
@@ -227,11 +227,44 @@ def test_a_mean_is_over_the_tokens_of_a_document() -> None:
     torch.testing.assert_close(found[1], torch.stack([hidden[1].float().mean(0), torch.zeros(3)]))
 
 
+def test_a_mask_leaves_tokens_out_of_means_and_weights_count() -> None:
+    """
+    By a mask the mean is over the tokens it has, by weights it is `torch.mean`'s with tokens repeated as often; a
+    document whose tokens all weigh nothing has zeros, and a finite gradient.
+    """
+    hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    documents = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]])
+    mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    found = means(hidden, documents, 2, mask)
+    torch.testing.assert_close(found[0], torch.stack([hidden[0, [0, 2]].mean(0), hidden[0, 3]]))
+    torch.testing.assert_close(found[1], torch.stack([hidden[1, :2].mean(0), torch.zeros_like(hidden[0, 0])]))
+    torch.autograd.backward(found.sum())
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    assert torch.equal(hidden.grad.any(-1), mask)
+    weights = torch.tensor([[2.0, 0.0, 1.0, 0.25], [0.5, 0.5, 1.0, 0.0]])
+    found = means(hidden, documents, 2, weights)
+    torch.testing.assert_close(found[0], torch.stack([hidden[0, [0, 0, 2]].mean(0), hidden[0, 3]]))
+
+
+def test_a_mask_of_the_batch_reaches_the_means(model: Qwen3Dense) -> None:
+    """Means that a model gives are those of the tokens in `mean_weights`, of every layer."""
+    module, tokens = whole(model), torch.arange(10).view(2, 5)
+    mask = torch.tensor([[True, True, False, False, False], [False, False, False, False, True]])
+    layers = tuple(range(LAYERS + 1))
+    _, states = module(tokens, context(tokens, hidden_states=HiddenStates(layers)))
+    _, pooled = module(tokens, context(tokens, hidden_states=HiddenStates(layers, documents=1), mean_weights=mask))
+    for layer in layers:
+        expected = torch.stack([states[layer][0, :2].mean(0), states[layer][1, 4]])
+        torch.testing.assert_close(pooled[layer][:, 0], expected)
+
+
 def test_what_can_not_be_had_is_refused() -> None:
-    """A layer that the model does not have, and rows that ranks share out."""
+    """A layer that the model does not have, a mask without means, and rows that ranks share out."""
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no hidden states of layer 3: the model has layers 0 to 2"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((3,))), 2)
+    with pytest.raises(ValueError, match="mean_weights is for means"):
+        check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), mean_weights=tokens), 2)
     part: Any = object()
     with pytest.raises(ValueError, match="hidden states are of whole rows"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -141,9 +141,10 @@ def test_invalid_rope_scaling(rope: RopeScaling, fault: tuple[str | tuple[str, .
     assert faults_of(**SIZES | {"rope_scaling": rope}) == [fault]
 
 
-def test_dynamic_scaling_needs_more_than_one_pair() -> None:
-    """Dynamic scaling leaves the first pair alone, so there must be another."""
-    rope = RopeScaling(rope_type="dynamic", factor=2.0)
+@pytest.mark.parametrize("kind", ["ntk", "dynamic"])
+def test_ntk_scaling_needs_more_than_one_pair(kind: Literal["ntk", "dynamic"]) -> None:
+    """NTK scaling, static and dynamic, leaves the first pair alone, so there must be another."""
+    rope = RopeScaling(rope_type=kind, factor=2.0)
     assert faults_of(**SIZES | {"rope_scaling": rope}) == []
     assert [key for key, _, _ in faults_of(**SIZES | {"rope_scaling": rope, "head_dim": 2})] == [
         ("rope_scaling", "rope_type")
