@@ -15,7 +15,7 @@ from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.serialize import serialize_recipe
 from drawloom.graph.problems import COMMAND_LINE, Problem, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf
-from drawloom.graph.recipe.loading import RecipeFolder, read_layers
+from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 from drawloom.graph.recipe.merged import MergedRecipe, merge
 from drawloom.graph.recipe.overrides import nested, read_overrides
@@ -156,11 +156,22 @@ class Recipe:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe", *, project: Project | None = None) -> "Recipe":
-        """A recipe from nested dicts, as tomllib returns them; problems are placed in `source`."""
-        return cls(MergedRecipe.of(data, source), project or Project.of("drawloom"))
+        """
+        Return a recipe from nested dicts, as tomllib returns them: `{"extends": "first_run", "trainer": {"steps": 9}}`.
+
+        They are read like a file at the path `source`, which problems name: `extends`, `unset` and `edit` work, and
+        the path of a base is relative to its folder. Raises RecipeError if a base can't be read.
+        """
+        project = project or Project.of("drawloom")
+        return cls(merge(source, read_bases(Layer(source, dict(data)), RecipeFolder(project.recipes))), project)
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
-        """Another recipe: this one with the values of nested dicts merged over it, called `source` in problems."""
+        """
+        Return another recipe: this one with the values of nested dicts merged over it, called `source` in problems.
+
+        Values merge like an overlay: `{"trainer": {"steps": 9}}` sets one value, `{"unset": ["clip"]}` removes a node,
+        `{"edit": {"trainer": {"phases": {"remove": "@clip"}}}}` edits a list. `extends` is a problem.
+        """
         return attrs.evolve(self, merged=self.merged.with_values(data, source))
 
     @cached_property

@@ -50,7 +50,9 @@ class MergedRecipe:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
         """Another recipe: this one with other values merged over it."""
-        return _merge(self.source, self.tree.copy(), [Layer(source, dict(data))], self.layers, self._merging)
+        layer = Layer(source, dict(data))
+        refused = [*self._merging, *_refuse_extends(layer)]
+        return _merge(self.source, self.tree.copy(), [layer], self.layers, refused)
 
 
 def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
@@ -93,6 +95,12 @@ def _check_format(layer: Layer) -> Iterator[Problem]:
     if number != FORMAT or isinstance(number, bool):  # True == 1
         text = f"recipes of format {number!r} can't be read, only those of format {FORMAT}"
         yield Problem("DL107", text, place=layer.value(("format",)))
+
+
+def _refuse_extends(layer: Layer) -> Iterator[Problem]:
+    if "extends" in layer.data:
+        text = "values that are merged over a recipe can't extend another one"
+        yield Problem("DL120", text, "extend it in the recipe itself", place=layer.value(("extends",)))
 
 
 def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
