@@ -90,7 +90,7 @@ def test_docs_give_cause_and_remedy_of_every_code() -> None:
 
 
 def test_every_code_has_a_golden_recipe() -> None:
-    """Each code is printed for some golden recipe, except for those that take values from Python or two installed packages."""
+    """Each code is printed for some golden recipe, except for two that take values from Python or two packages."""
     assert sorted({*re.findall(r"\((DL\d{3})\)$", printed(), re.MULTILINE), "DL120", "DL207"}) == CODES
 
 

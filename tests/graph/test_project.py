@@ -141,7 +141,7 @@ def test_plain_values_extend_unset_and_edit_like_a_file(project: Project, tmp_pa
     ]
     assert [serialize_recipe(recipe.merged) for recipe in given] == [serialize_recipe(recipe.merged) for recipe in read]
     assert "title" not in serialize_recipe(given[0].merged)["page"]
-    with pytest.raises(RecipeError, match="^mine: extends 'smal', which is not a shipped recipe; did you mean 'small'"):
+    with pytest.raises(RecipeError, match=r"^mine: extends .smal., which is not a shipped recipe"):
         Recipe.of({"extends": "smal"}, "mine", project=project)
 
 
