@@ -194,7 +194,10 @@ def component(
       read from; `given` are the keys that overlays or the command line set.
 
     The container calls `open()`, `close()` and `on_failure(error)` of objects that have them; `run --dry-run` opens
-    those with `preview()`, which returns what they say of a run before its first step.
+    those with `preview()`, which returns what they say of a run before its first step. Before it opens the first node,
+    it calls `check_machine()` of all that have it, as `check` does, too: it raises a UserError if this machine lacks
+    what the settings name, such as a file or a device. It reads little, holds nothing that has to be closed, and uses
+    of other nodes only what they have before they are open.
     """
 
     def make(cls: type[T]) -> type[T]:

@@ -13,10 +13,10 @@ from drawloom.graph.drawing.draw import Format, draw
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.serialize import serialize_recipe
-from drawloom.graph.problems import COMMAND_LINE, Problem, UserError, did_you_mean
+from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
-from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge
 from drawloom.graph.recipe.overrides import nested, read_overrides
 from drawloom.graph.registry.imports import source_of
@@ -179,9 +179,24 @@ class Recipe:
         """Its nodes and edges, with all problems."""
         return self.project.graph(self.project.in_its_folder(self.merged))
 
-    def check(self) -> list[Problem]:
-        """Check everything, as `drawloom check`: returns the warnings. Raises RecipeError with every error."""
-        return [problem for problem in self.graph.or_error().problems if problem.warning]
+    def check(self, *, elsewhere: bool = False) -> list[Problem]:
+        """
+        Check everything, as `drawloom check`, and return the warnings. Raises RecipeError with every error.
+
+        `elsewhere` leaves out whether this machine has the files and devices that a run needs.
+        """
+        problems = [*self.graph.problems, *([] if elsewhere else self._lacks())]
+        if errors := [problem for problem in problems if not problem.warning]:
+            raise RecipeError(errors)
+        return problems
+
+    def _lacks(self) -> list[Problem]:
+        """What this machine lacks for a run, as far as the nodes of the recipe are valid."""
+        root = self.project.root
+        valid = self.graph.valid_nodes([root]) if root in self.graph.nodes else []
+        container = Container(self.graph, valid, ResolvedRecipe("", ""))
+        container.build()
+        return container.check_machine()
 
     def explain(self, target: str = "") -> str:
         """Where a value such as "optimizer.lr", a node, or the whole recipe comes from, and what is connected why."""

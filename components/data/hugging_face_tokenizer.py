@@ -37,19 +37,12 @@ class HuggingFaceTokenizer:
     _end_token: str | None = attrs.field(init=False, default=None)
     _vocab_size: int = attrs.field(init=False, default=0)
 
-    @classmethod
-    def count_ids(cls, settings: Mapping[str, Any]) -> int | None:
-        """`vocab_size` for a recipe that is checked, from the file alone; None if it can't be read."""
-        path: Path = settings["path"]
-        try:
-            found = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_text("utf-8"))
-            vocab = found["model"]["vocab"]
-            ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # Unigram has a list
-            return int(max([*ids, *(token["id"] for token in found.get("added_tokens", []))])) + 1
-        except (OSError, ValueError, LookupError, TypeError):
-            return None  # `open` says why
-
     def open(self) -> None:
+        """Read the file, unless it has been read."""
+        if self._tokenizer is None:
+            self.check_machine()
+
+    def check_machine(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
         self._tokenizer = read_tokenizer(self._file)
         self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
@@ -69,6 +62,7 @@ class HuggingFaceTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the highest id, added tokens included; ids in between may be unused."""
+        self.open()  # models ask for it before they are opened
         return self._vocab_size
 
     @property

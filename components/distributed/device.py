@@ -76,10 +76,21 @@ class ComputeDevice:
             return self._backend
         return "nccl" if self.device.type == "cuda" else "gloo"
 
+    def check_machine(self) -> None:
+        """Raise UserError if this process has no GPU, and it is to have one."""
+        if self.kind == "cuda" and not torch.cuda.is_available():
+            raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")
+        if self.device.type == "cpu" and self.backend == "nccl":
+            raise UserError("backend: 'nccl' connects GPUs, and torch finds none here; write backend = 'gloo'")
+        if self.device.type == "cuda" and self.device.index >= (count := torch.cuda.device_count()):
+            raise UserError(
+                f"kind: process {self.device.index} of this machine has no GPU, there are only {count}; start as many "
+                "processes as there are GPUs, or write share = true or kind = 'cpu'"
+            )
+
     def open(self) -> None:
-        """Make the device torch's current device; a UserError if it does not exist."""
+        """Make the device torch's current device."""
         if self.device.type == "cuda":
-            self._check_gpu()
             if self._takes_turns:
                 self._let_ranks_share()
             self._cuda_before = torch.cuda.current_device()
@@ -89,10 +100,6 @@ class ComputeDevice:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
-        elif self.kind == "cpu" and self.tf32:
-            raise UserError("GPUs multiply in TF32, and kind is 'cpu'; remove tf32", exit_code=2)
-        elif self.backend == "nccl":
-            raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
         if self.threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
@@ -119,17 +126,6 @@ class ComputeDevice:
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    def _check_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            raise UserError("the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'", 2)
-        if self.device.index >= torch.cuda.device_count():
-            raise UserError(
-                f"process {self.device.index} of this machine has no GPU, there are only "
-                f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write share = true or "
-                "kind = 'cpu'",
-                exit_code=2,
-            )
 
     def _let_ranks_share(self) -> None:
         self._variables_before = {name: os.environ.get(name) for name in SHARING}

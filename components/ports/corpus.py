@@ -26,15 +26,11 @@ class Corpus(Protocol):
 
 @port
 class Tokenizer(Protocol):
-    """
-    Converts text to token ids and back.
-
-    A class may have a classmethod `count_ids(settings)`, which gives its `vocab_size`, or None, to `check`.
-    """
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids."""
+        """The number of token ids, which is known before `open`: models have their sizes by it."""
         ...
 
     @property

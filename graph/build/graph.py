@@ -115,6 +115,16 @@ class Graph:
                     stack += [need for need in reversed(self.nodes[name].needs) if need not in entered]
         return list(order)
 
+    def valid_nodes(self, roots: Iterable[str]) -> list[str]:
+        """Return the nodes that `roots` need, in topological order, without those that need a node with an error."""
+        faulty = {problem.node for problem in self.errors}
+        valid: dict[str, None] = {}
+        for name in self.topological_order(roots):
+            node = self.nodes[name]
+            if name not in faulty and self.is_complete(node) and all(need in valid for need in node.needs):
+                valid[name] = None
+        return list(valid)
+
     def restricted_to(self, roots: Iterable[str]) -> "Graph":
         """The graph of what `roots` need, with the problems of these nodes only: others need not even be known."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}

@@ -92,15 +92,14 @@ class PackedRows:
         self._splits.clear()
         self._fingerprints.clear()
 
-    def check_run(self) -> None:
+    def check_machine(self) -> None:
         """Raise UserError if there are more token ids than any model of the run has."""
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
             ids = self.tokens.vocab_size
             raise UserError(
                 f"the tokenizer has {ids} ids, but the model's vocabulary only {max(sizes)}; "
-                f"write vocab_size = {ids} in the model, or use another tokenizer",
-                exit_code=2,
+                f"write vocab_size = {ids} in the model, or use another tokenizer"
             )
 
     def count(self, split: Split) -> int:

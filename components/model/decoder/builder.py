@@ -170,9 +170,13 @@ class DecoderBuilder:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
+    def check_machine(self) -> None:
+        """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
+        _ = self.architecture
+
     @cached_property
     def architecture(self) -> DecoderConfig:
-        """All sizes. Computed on first use, because the tokenizer must be open."""
+        """All sizes. Computed on first use, because the tokenizer reads a file."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
