@@ -60,8 +60,11 @@ class Bound:
         if not isinstance(value, int | float):
             return None
         if self.at_least is not None and self.below is not None:
-            inside = self.at_least <= value < self.below
-            return None if inside else f"{value} is not in [{self.at_least}, {self.below})"
+            if self.at_least <= value < self.below:
+                return None
+            if isinstance(value, int) and value >= self.below == int(self.below):
+                return f"{value} is more than {int(self.below) - 1}"
+            return f"{value} is not in [{self.at_least}, {self.below})"
         if self.at_least is not None and value < self.at_least:
             return f"{value} is less than {self.at_least}"
         return f"{value} is not above {self.above}" if self.above is not None and value <= self.above else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.torchrun import read_launch
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
@@ -41,7 +41,9 @@ class ComputeDevice:
         default=False,
         doc="whether processes may take turns on a GPU where there are too few, to try out a mesh: slow",
     )
-    threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; default: torch's")
+    threads: int | None = setting(
+        default=None, check=between(1, 10_001), doc="CPU threads of one operation; default: torch's"
+    )
 
     _threads_before: int | None = attrs.field(init=False, default=None)
     _cuda_before: int | None = attrs.field(init=False, default=None)

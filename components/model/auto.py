@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
-from drawloom.components.model.decoder.config import tensor_faults
+from drawloom.components.model.decoder.config import MAX_SIZES, tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.llama import Llama
@@ -27,7 +27,7 @@ from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import fitting_folder
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
@@ -51,7 +51,7 @@ class AutoModel:
     path: Path = setting(doc="a folder with a config.json, and with safetensors files if its weights are to be loaded")
     new_tokens: int = setting(
         default=0,
-        check=at_least(0),
+        check=between(0, MAX_SIZES["vocab_size"]),
         doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
         "which the folder need not have",
     )

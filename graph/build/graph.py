@@ -240,34 +240,48 @@ class Member:
     flow: Flow
 
 
+@attrs.frozen
+class MemberSequence:
+    """The first member that writes each value, and the last one that reads it: a sequence may be long."""
+
+    first_writers: Mapping[str, Member]
+    last_readers: Mapping[str, Member]
+
+    @classmethod
+    def of(cls, members: Sequence[Member]) -> "MemberSequence":
+        """Index members in their order."""
+        writers = {value: member for member in reversed(members) for value in member.flow.writes}
+        return cls(writers, {name.removesuffix("?"): member for member in members for name in member.flow.reads})
+
+
 def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """The order of a sequence edge as a dataflow: no value is read before it is written, or changed too late."""
-    members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
+    first = {target: number for number, target in reversed([*enumerate(edge.targets)])}  # a duplicate is a problem
+    members = [Member(name, first[name], nodes[name].spec.traits.flow) for name in dict.fromkeys(edge.targets)]
+    sequence = MemberSequence.of(members)
     for member in members:
         place = node.place_of(edge.items[member.number])
-        for text, hint in _dataflow_problems(member, members, nodes, edge.incomplete):
+        for text, hint in _dataflow_problems(member, sequence, nodes, edge.incomplete):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
 
 
 def _dataflow_problems(
-    member: Member, members: list[Member], nodes: Mapping[str, Node], incomplete: bool
+    member: Member, sequence: MemberSequence, nodes: Mapping[str, Node], incomplete: bool
 ) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):
         value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
-        writers = [other for other in members if value in other.flow.writes]
-        if not writers and (name != value or incomplete):
+        writer = sequence.first_writers.get(value)
+        if writer is None and (name != value or incomplete):
             continue  # the read is optional, or the writer may be a member with problems
-        if not writers:
+        if writer is None:
             others = [name for name, node in nodes.items() if value in node.spec.traits.flow.writes]
             hint = f'add "@{others[0]}" before "@{member.name}"' if others else "add a member that writes it"
             yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", hint
-        elif writers[0].number >= member.number:
-            writer = writers[0].name
-            hint = f'move "@{member.name}" after "@{writer}"'
-            yield f"[{member.name}] {verb} {value} before [{writer}] writes it", hint
+        elif writer.number >= member.number:
+            hint = f'move "@{member.name}" after "@{writer.name}"'
+            yield f"[{member.name}] {verb} {value} before [{writer.name}] writes it", hint
     for value in member.flow.changes:
-        readers = [other for other in members if {value, f"{value}?"} & {*other.flow.reads}]
-        if readers and readers[-1].number < member.number:
-            reader = readers[-1].name
-            text = f"[{member.name}] changes {value} after [{reader}], the last to read it, so the change is lost"
-            yield text, f'move "@{member.name}" before "@{reader}"'
+        reader = sequence.last_readers.get(value)
+        if reader is not None and reader.number < member.number:
+            text = f"[{member.name}] changes {value} after [{reader.name}], the last to read it, so the change is lost"
+            yield text, f'move "@{member.name}" before "@{reader.name}"'

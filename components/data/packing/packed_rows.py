@@ -38,6 +38,15 @@ def sources_of(packing: NodeView) -> Iterator[NodeView]:
         yield from tokens.neighbours("sources") or [tokens]
 
 
+MAX_LENGTH = 100_000_000  # ten times the longest contexts
+
+
+def _fault_of_length(length: int) -> str | None:
+    if length < 2:
+        return f"a row of {length} tokens has nothing to predict"
+    return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
+
+
 @inherited
 class PackedRows:
     """
@@ -53,7 +62,7 @@ class PackedRows:
     models: Every[Model] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
-        check=lambda length: None if length >= 2 else f"a row of {length} tokens has nothing to predict",
+        check=_fault_of_length,
         doc="tokens in a row, at least 2",
     )
     _pad: int = attrs.field(init=False, default=0)

@@ -11,7 +11,7 @@ the last one.
 from typing import ClassVar
 
 from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
@@ -20,7 +20,7 @@ class Circular(RowSchedule):
 
     newest_first: ClassVar[bool] = True
     ends_on_every_rank: ClassVar[bool] = True
-    stages_per_rank: int = setting(default=2, check=at_least(1), doc="repeats, each a stage on every rank")
+    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, each a stage on every rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

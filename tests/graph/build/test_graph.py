@@ -9,7 +9,7 @@ import pytest
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.project import Project
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.merged import MergedRecipe
 
 Shop = Callable[..., Graph]
@@ -222,3 +222,13 @@ def test_an_invalid_order_of_a_sequence_is_a_problem_with_a_remedy(
 ) -> None:
     """Reading too early, changing too late and reading an unwritten value are problems with the line to move or add."""
     assert texts(shop, *names) == [expected]
+
+
+def test_a_sequence_that_names_its_members_a_thousand_times_is_checked_once() -> None:
+    """Duplicates are problems, and the order is that of the first of each: work grows with the length alone."""
+    recipe = Recipe.load("first_run")
+    phases = [f"@{name}" for name in recipe.graph.nodes["trainer"].edges["phases"].targets]
+    began = time.process_time()
+    problems = recipe.with_values({"trainer": {"phases": phases * 2000}}).graph.problems
+    assert {problem.code for problem in problems} == {"DL318"} and len(problems) == len(phases) * 1999
+    assert time.process_time() - began < 20  # it took minutes

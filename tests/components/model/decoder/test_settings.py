@@ -322,3 +322,21 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
     Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=5).check_machine()
     with pytest.raises(UserError, match=r"^num_experts_per_tok: "):
         Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_machine()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 10**10), ("num_attention_heads", 10**9)]
+)
+def test_a_config_of_impossible_sizes_is_refused_before_anything_is_made(key: str, value: int, tmp_path: Path) -> None:
+    """The key is named; lists of layers would take gigabytes."""
+    config = Qwen3Dense(kernels=cpu_kernels(), **SIZES).hugging_face_config()
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=f"says {key} = {value}, which is more than"):
+        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path).check_machine()
+
+
+def test_layers_of_too_many_experts_are_a_fault() -> None:
+    """Each number is possible, and their product is not: every expert is a tensor in files."""
+    many = {"num_hidden_layers": 1001, "num_experts": 1000}
+    assert [key for key, _, _ in faults_of_experts(**SPARSE_SIZES | many)] == ["num_experts"]
+    assert [key for key, _, _ in faults_of_experts(**SPARSE_SIZES | {"num_experts": 1000})] == []
