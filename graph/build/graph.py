@@ -1,6 +1,8 @@
 """The graph of a recipe: nodes and edges, their order, and the checks of the graph as a whole."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +13,7 @@ from drawloom.graph.build.node import Edge, Node, NodeView
 from drawloom.graph.component import Flow
 from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
-from drawloom.graph.recipe.layers import leaves
+from drawloom.graph.recipe.layers import Layer, leaves
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
@@ -19,7 +21,7 @@ from drawloom.graph.types.port_match import implements
 NO_ROOT = "DL321"
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Graph:
     """Nodes by name, and all problems of the recipe. Immutable: other values make another graph."""
 
@@ -201,11 +203,32 @@ class Graph:
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())
         return not incomplete and not any(self.nodes[name].invalid for name in (node.name, *node.needs))
 
-    @property
-    def _removed(self) -> set[Any]:
-        """References that list edits removed: these nodes are unused on purpose."""
-        edited = (old for table in self.recipe.nodes.values() for leaf in leaves(table) for old in leaf.history())
-        return {element for leaf in edited for element in leaf.removed if isinstance(element, str)}
+    def _is_left_out(self, node: Node) -> bool:
+        """
+        Return whether a node is unused on purpose.
+
+        Either an edit removed a reference to it, or a later layer replaced one, or only recipes that this one extends
+        write it: what they have for others is not for this one to remove.
+        """
+        layers = {id(layer): number for number, layer in enumerate(self.recipe.layers)}
+        written = {id(leaf.layer) for leaf in leaves(node.table)}
+        newest = max(layers[layer] for layer in written)
+        references = {f"@{node.name}", f"@{node.name.partition('.')[0]}.*"}
+        if any(
+            references & values and (edited or layers[id(layer)] > newest) for layer, values, edited in self._replaced
+        ):
+            return True
+        return not written & {id(layer) for layer in self.recipe.own_layers}
+
+    @cached_property
+    def _replaced(self) -> list[tuple[Layer, set[Any], bool]]:
+        """The references that each layer's values, or its edits, took from an edge."""
+        replaced = []
+        for leaf in (leaf for table in self.recipe.nodes.values() for leaf in leaves(table)):
+            for new, old in pairwise(leaf.history()):
+                replaced.append((new.layer, _references(old.value) - _references(new.value), False))
+                replaced.append((new.layer, _references([*new.removed]), True))
+        return replaced
 
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
@@ -214,12 +237,16 @@ class Graph:
         elif complete:  # otherwise an edge may be missing because of another problem
             needed = set(self.topological_order([self.root]))
             unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]
-            removed = self._removed if unneeded else ()
             for node in unneeded:
-                if f"@{node.name}" not in removed:
+                if not self._is_left_out(node):
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"
                     hint = f'refer to it, remove it, or write unset = ["{node.name}"]'
                     yield Problem("DL322", text, hint, node.name, node.place, warning=True)
+
+
+def _references(value: Any) -> set[Any]:
+    """The references in the value of an edge."""
+    return {part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)}
 
 
 def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from drawloom.graph.cli.exit_codes import INVALID, OK
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.drawing.draw import FORMATS
-from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins
+from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins, list_ports
 from drawloom.graph.problems import Problem, RecipeError, UserError, in_order
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import timing_table
@@ -70,7 +70,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
-    parser.add_argument("--fits", metavar="NODE", help="the components that can be this node of the shipped recipes")
+    help = "the components that can be this node of the shipped recipes, or that implement this port"
+    parser.add_argument("--fits", metavar="NODE|PORT", help=help)
+    parser.add_argument("--ports", action="store_true", help="all ports, each with the components that implement it")
     parser.add_argument(
         "--plugins", action="store_true", help="components of installed packages, with their distributions"
     )
@@ -172,6 +174,8 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
 def _list(options: argparse.Namespace, project: Project) -> int:
     if options.plugins:
         print_text(list_plugins(project.registry))
+    elif options.ports:
+        print_text(list_ports(project.registry))
     elif options.fits:
         print_text(list_fitting(project.registry, list(project.shipped()), options.fits))
     else:

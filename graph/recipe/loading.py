@@ -97,7 +97,8 @@ class _Reader:
         data = None if text is None else self._parse(text, shown)
         if text is None or data is None:
             return
-        self.add(Layer(shown, data, text, label=path.name if self.folder.contains(path) else shown), path, above)
+        label = path.name if self.folder.contains(path) else shown
+        self.add(Layer(shown, data, text, label=label, is_base=bool(above)), path, above)
 
     def add(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
         """Add a layer, and below it the recipes that it extends; `above` are those that extend it."""

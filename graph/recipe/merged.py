@@ -43,6 +43,12 @@ class MergedRecipe:
         written = [layer for layer in self.layers if layer.data]
         return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
 
+    @property
+    def own_layers(self) -> list[Layer]:
+        """The layers that are neither bases nor, if there are others, shipped recipes: what a user wrote."""
+        named = [layer for layer in self.layers if layer.data and not layer.is_base]
+        return [layer for layer in named if not layer.is_shipped] or named
+
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
         """A recipe from plain values."""
