@@ -62,8 +62,9 @@ class Bound:
         if self.at_least is not None and self.below is not None:
             if self.at_least <= value < self.below:
                 return None
-            if isinstance(value, int) and value >= self.below == int(self.below):
-                return f"{value} is more than {int(self.below) - 1}"
+            if isinstance(value, int) and isinstance(self.below, int) and self.below > 1:
+                less = f"{value} is less than {self.at_least}"
+                return less if value < self.at_least else f"{value} is more than {self.below - 1}"
             return f"{value} is not in [{self.at_least}, {self.below})"
         if self.at_least is not None and value < self.at_least:
             return f"{value} is less than {self.at_least}"
