@@ -69,8 +69,12 @@ class Bound:
         if not isinstance(value, int | float):
             return None
         if self.at_least is not None and self.below is not None:
-            inside = self.at_least <= value < self.below
-            return None if inside else f"{value} is not in [{self.at_least}, {self.below})"
+            if self.at_least <= value < self.below:
+                return None
+            if isinstance(value, int) and isinstance(self.below, int) and self.below > 1:
+                less = f"{value} is less than {self.at_least}"
+                return less if value < self.at_least else f"{value} is more than {self.below - 1}"
+            return f"{value} is not in [{self.at_least}, {self.below})"
         if self.at_least is not None and value < self.at_least:
             return f"{value} is less than {self.at_least}"
         return f"{value} is not above {self.above}" if self.above is not None and value <= self.above else None
@@ -204,7 +208,9 @@ def component(
 
     The container calls `open()`, `close()` and `on_failure(error)` of objects that have them. It opens and closes other
     objects in the contexts that their `stage_context(stage, node)` returns. `run --dry-run` opens those with
-    `preview()`, which returns what they say of a run before its first step.
+    `preview()`, which returns what they say of a run before its first step. Before it opens the first node, it calls
+    `check_machine()` of all that have it, as `check` does: it raises a UserError if this machine lacks a file or device
+    that the settings name. It reads little, leaves nothing open, and uses other nodes only as they are before `open`.
     """
 
     def make(cls: type[T]) -> type[T]:

@@ -13,10 +13,10 @@ from drawloom.graph.drawing.draw import Format, draw
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.serialize import serialize_recipe
-from drawloom.graph.problems import COMMAND_LINE, Problem, UserError, did_you_mean
+from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf
-from drawloom.graph.recipe.loading import RecipeFolder, read_layers
-from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
+from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge
 from drawloom.graph.recipe.overrides import nested, read_overrides
 from drawloom.graph.registry.imports import source_of
@@ -156,11 +156,22 @@ class Recipe:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe", *, project: Project | None = None) -> "Recipe":
-        """A recipe from nested dicts, as tomllib returns them; problems are placed in `source`."""
-        return cls(MergedRecipe.of(data, source), project or Project.of("drawloom"))
+        """
+        Return a recipe from nested dicts, as tomllib returns them: `{"extends": "first_run", "trainer": {"steps": 9}}`.
+
+        They are read like a file at the path `source`, which problems name: `extends`, `unset` and `edit` work, and
+        the path of a base is relative to its folder. Raises RecipeError if a base can't be read.
+        """
+        project = project or Project.of("drawloom")
+        return cls(merge(source, read_bases(Layer(source, dict(data)), RecipeFolder(project.recipes))), project)
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
-        """Another recipe: this one with the values of nested dicts merged over it, called `source` in problems."""
+        """
+        Return another recipe: this one with the values of nested dicts merged over it, called `source` in problems.
+
+        Values merge like an overlay: `{"trainer": {"steps": 9}}` sets one value, `{"unset": ["clip"]}` removes a node,
+        `{"edit": {"trainer": {"phases": {"remove": "@clip"}}}}` edits a list. `extends` is a problem.
+        """
         return attrs.evolve(self, merged=self.merged.with_values(data, source))
 
     @cached_property
@@ -168,9 +179,24 @@ class Recipe:
         """Its nodes and edges, with all problems."""
         return self.project.graph(self.project.in_its_folder(self.merged))
 
-    def check(self) -> list[Problem]:
-        """Check everything, as `drawloom check`: returns the warnings. Raises RecipeError with every error."""
-        return [problem for problem in self.graph.or_error().problems if problem.warning]
+    def check(self, *, elsewhere: bool = False) -> list[Problem]:
+        """
+        Check everything, as `drawloom check`, and return the warnings. Raises RecipeError with every error.
+
+        `elsewhere` leaves out whether this machine has the files and devices that a run needs.
+        """
+        problems = [*self.graph.problems, *([] if elsewhere else self._lacks())]
+        if errors := [problem for problem in problems if not problem.warning]:
+            raise RecipeError(errors)
+        return problems
+
+    def _lacks(self) -> list[Problem]:
+        """What this machine lacks for a run, as far as the nodes of the recipe are valid."""
+        root = self.project.root
+        valid = self.graph.valid_nodes([root]) if root in self.graph.nodes else []
+        container = Container(self.graph, valid, ResolvedRecipe("", ""))
+        container.build()
+        return container.check_machine()
 
     def explain(self, target: str = "") -> str:
         """Where a value such as "optimizer.lr", a node, or the whole recipe comes from, and what is connected why."""

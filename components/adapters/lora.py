@@ -12,7 +12,7 @@ from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.layers import Embedding, Linear
 from drawloom.components.ports.adapters import AdaptedLayer
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.graph import UserError, above, between, component, setting
 
 
 def _dropout(value: float) -> str | None:
@@ -34,7 +34,7 @@ class Lora:
         doc='names of modules in transformers, or ends of names, as patterns: "q_proj", "layers.[0-3].mlp.*"; '
         'of experts "experts", "experts.gate_up_proj" or "experts.down_proj"',
     )
-    rank: int = setting(check=at_least(1), impact="incompatible", doc="rows of A and columns of B")
+    rank: int = setting(check=between(1, 100_001), impact="incompatible", doc="rows of A and columns of B")
     alpha: float = setting(check=above(0), doc="scale * rank, or with rslora scale * sqrt(rank)")
     rslora: bool = setting(default=False, doc="divide alpha by sqrt(rank), for high ranks (arXiv 2312.03732)")
     dora: bool = setting(

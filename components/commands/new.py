@@ -44,7 +44,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     """Write the recipe, and print what to do with it."""
     path = Path(f"{options.name.removesuffix('.toml')}.toml")
     recipe = Recipe.load(options.base, project=project)
-    recipe.with_values({"run": {"name": path.stem}}).check()  # a name that no run can have is refused, too
+    # A name that no run can have is refused, too.
+    recipe.with_values({"run": {"name": path.stem}}).check(elsewhere=True)
     is_file = options.base.endswith(".toml")
     extends = os.path.relpath(options.base, path.parent) if is_file else options.base
     head = HEAD.format(path=path, base=options.base, name=path.stem, extends=dumps(extends), quoted=dumps(path.stem))

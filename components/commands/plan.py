@@ -53,7 +53,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
             return 0
         raise UserError("plan takes a recipe, or --calibrate", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check()
+    recipe.check(elsewhere=True)
     device = device_model(options.device) if options.device else at_hand()
     if options.search:
         return _search(options, recipe, device)

@@ -147,7 +147,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
 
 def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check()
+    recipe.check(elsewhere=True)
     return recipe
 
 

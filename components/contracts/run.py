@@ -24,7 +24,6 @@ from drawloom.components.ports.run import (
     Randomness,
     ReadsFiles,
     Restorer,
-    RunCheck,
     RunFolder,
     RunInfo,
     Stateful,
@@ -363,12 +362,6 @@ def a_task_is_finished_once(task: FinalTask) -> None:
     for _ in range(2):
         task.finish(1)
         expect(task.is_finished(1), "the task has run and is not finished")
-
-
-def a_check_of_a_fitting_run_passes(check: RunCheck) -> None:
-    """In a recipe that fits, nothing is refused, and a check may be repeated."""
-    for _ in range(2):
-        check.check_run()
 
 
 def nothing_to_restore_is_no_error(node: AfterRestore) -> None:

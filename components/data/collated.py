@@ -37,24 +37,20 @@ class Collated:
     length: int = attrs.field(init=False, default=0)
     _splits: dict[Split, Sequence[Example]] = attrs.field(init=False, factory=dict)
     _vocab_size: int | None = attrs.field(init=False, default=None)
-    _longest: int = attrs.field(init=False, default=2)
     _tokens: dict[Split, int] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
         """Read all examples for their lengths. Raises UserError for one that the collator refuses or is too long."""
         self._vocab_size = min((model.vocab_size for model in self.models.values()), default=None)
-        self._longest = 2
+        longest = 2
         for split in SPLITS:
             held: Any = self.data.examples(split)
             # also a data set of Hugging Face's, which is no Sequence
             self._splits[split] = held if hasattr(held, "__getitem__") and hasattr(held, "__len__") else list(held)
             counts = [self._count(split, number) for number in range(len(self._splits[split]))]
-            self._longest, self._tokens[split] = max([self._longest, *counts]), sum(counts)
-        self.length = min(-(-self._longest // self.multiple) * self.multiple, self.max_length)
-
-    def check_run(self) -> None:
-        """Warn of examples that are longer than the texts that the model's positions are made for."""
-        warn_of_long_texts(self._longest, self.models)
+            longest, self._tokens[split] = max([longest, *counts]), sum(counts)
+        self.length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
+        warn_of_long_texts(longest, self.models)
 
     def close(self) -> None:
         """Free the examples."""

@@ -30,6 +30,11 @@ class HuggingFaceDataset:
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
 
+    def check_machine(self) -> None:
+        """Read the first document of each data set. Raises UserError if a folder is not one, or lacks the column."""
+        for name in filter(None, (self.train, self.validation)):
+            next(texts_of(self._parts(name)[:1]), None)
+
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split. Raises UserError if the folder is no data set, or has none of that name."""
         return texts_of(self.parts(split))

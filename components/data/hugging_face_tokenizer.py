@@ -34,26 +34,18 @@ class HuggingFaceTokenizer:
         doc="the token that ends a document, as the file writes it; eos_token of `tokenizer_config.json` if left out",
     )
 
-    @classmethod
-    def count_ids(cls, settings: Mapping[str, Any]) -> int | None:
-        """`vocab_size` for a recipe that is checked, from the file alone; None if it can't be read."""
-        path: Path = settings["path"]
-        try:
-            found = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_text("utf-8"))
-            vocab = found["model"]["vocab"]
-            ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # Unigram has a list
-            return int(max([*ids, *(token["id"] for token in found.get("added_tokens", []))])) + 1
-        except (OSError, ValueError, LookupError, TypeError):
-            return None  # `open` says why
-
     def open(self) -> None:
         """
-        Read the file. Raises UserError if the package, the file or the end token is missing.
+        Read the file, unless it has been read.
 
         Warns if the file is in a model's folder, and transformers gives other ids with this folder.
         """
-        _ = self.eos_id
+        self.check_machine()
         warn_of_other_ids(self._file.parent, self)
+
+    def check_machine(self) -> None:
+        """Read the file. Raises UserError if the package, the file or the end token is missing."""
+        _ = self.eos_id
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -61,7 +53,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _end_token(self) -> str:
-        """The token that ends a document; UserError if nothing says one."""
+        """Return the token that ends a document; raises UserError if nothing says one."""
         token = self.end_token or eos_token(self._file.parent)
         if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} says no eos_token"

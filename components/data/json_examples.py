@@ -26,6 +26,10 @@ class JsonExamples:
     )
     _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
 
+    def check_machine(self) -> None:
+        """Read the first line. Raises UserError for a glob without a file, or a line that is not an object."""
+        next(lines_of(self.paths), None)
+
     def open(self) -> None:
         """Read all lines. Raises UserError with the file and the number of one that is no object."""
         self._splits = {"train": [], "validation": []}

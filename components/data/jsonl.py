@@ -27,6 +27,10 @@ class JsonLines:
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
 
+    def check_machine(self) -> None:
+        """Read the first document. Raises UserError for a glob without a file, or a line of another form."""
+        next(texts_of(json_lines_parts(find(self.paths)[:1], self.field)), None)
+
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, in the order of files and lines. Raises UserError with the position of a bad line."""
         return texts_of(self.parts(split))

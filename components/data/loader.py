@@ -14,7 +14,7 @@ from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_pairs
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.run import Batching
-from drawloom.graph import Problem, UserError, above, at_least, component, setting
+from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.build.node import NodeView
 
 
@@ -65,11 +65,11 @@ class Loader:
     workers: int = setting(
         default=0,
         impact="safe",
-        check=at_least(0),
+        check=between(0, 1001),
         doc="processes that make batches ahead of time; 0: batches are made in this process",
     )
     prefetch: int = setting(
-        default=2, impact="safe", check=at_least(1), doc="microbatches that each worker makes ahead of time"
+        default=2, impact="safe", check=between(1, 10_001), doc="microbatches that each worker makes ahead of time"
     )
     timeout: float = setting(
         default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before it is an error"

@@ -33,7 +33,7 @@ class Megatron:
     )
     _documents: Any = attrs.field(init=False, default=None)
 
-    def open(self) -> None:
+    def check_machine(self) -> None:
         """Map the files. Raises UserError if they are none of Megatron's, or one is cut off."""
         self._documents = MegatronDocuments.open(self.path)
 

@@ -89,8 +89,8 @@ class Mixture:
     )
     _mixed: dict[Split, MixedDocuments] = attrs.field(init=False, factory=dict)
 
-    def open(self) -> None:
-        """Compare the vocabularies, and compute the weights."""
+    def check_machine(self) -> None:
+        """Raise UserError if two sources have different vocabularies."""
         first, *others = self.sources
         for other in others:
             ids, others_ids = ((each.vocab_size, each.eos_id) for each in (self.sources[first], self.sources[other]))

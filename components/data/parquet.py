@@ -26,6 +26,10 @@ class Parquet:
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
 
+    def check_machine(self) -> None:
+        """Read the first document. Raises UserError for a glob without a file, or a table without the column."""
+        next(texts_of(table_parts(find(self.paths)[:1], self.field)), None)
+
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, in the order of files and rows. Raises UserError with the row of what is no text."""
         return texts_of(self.parts(split))

@@ -30,6 +30,10 @@ class TextFiles:
         default="refuse", doc="a file that is not UTF-8: stop, or replace its invalid bytes by U+FFFD"
     )
 
+    def check_machine(self) -> None:
+        """Raise UserError for a glob without a file."""
+        find(self.paths)
+
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split. Raises UserError for a glob without a file, or a file that can't be read."""
         return texts_of(self.parts(split))

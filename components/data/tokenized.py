@@ -29,10 +29,15 @@ class Tokenized:
     _validation: Store | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
+        """Open the stores, unless they are open."""
+        if self._train is None:
+            self.check_machine()
+
+    def check_machine(self) -> None:
         """Open the stores. Raises UserError if one is damaged, or if they have different tokenizers."""
-        self._train = Store.open(self.path)
+        self._train = _opened("path", self.path)
         if self.validation_path is not None:
-            self._validation = Store.open(self.validation_path)
+            self._validation = _opened("validation_path", self.validation_path)
             if self._validation.tokenizer != self._train.tokenizer:
                 what = f"{self.validation_path} has another tokenizer than {self.path}"
                 raise UserError(f"validation_path: {what}; tokenize both with the same one")
@@ -61,3 +66,10 @@ class Tokenized:
         if self._validation is not None:
             return self._train if split == "train" else self._validation
         return split_documents(self._train, self._train.keys, split, self.validation_fraction)
+
+
+def _opened(key: str, path: Path) -> Store:
+    try:
+        return Store.open(path)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error

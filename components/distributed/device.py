@@ -12,7 +12,7 @@ import torch
 
 from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
 from drawloom.components.distributed.torchrun import read_launch
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
@@ -43,7 +43,7 @@ class ComputeDevice:
     )
     threads: int | None = setting(
         default=None,
-        check=at_least(1),
+        check=between(1, 10_001),
         doc="CPU threads of one operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
     )
 
@@ -80,10 +80,21 @@ class ComputeDevice:
             return self._backend
         return "nccl" if self.device.type == "cuda" else "gloo"
 
+    def check_machine(self) -> None:
+        """Raise UserError if this process has no GPU, and it is to have one."""
+        if self.kind == "cuda" and not torch.cuda.is_available():
+            raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")
+        if self.device.type == "cpu" and self.backend == "nccl":
+            raise UserError("backend: 'nccl' connects GPUs, and torch finds none here; write backend = 'gloo'")
+        if self.device.type == "cuda" and self.device.index >= (count := torch.cuda.device_count()):
+            raise UserError(
+                f"kind: process {self.device.index} of this machine has no GPU, there are only {count}; start as many "
+                "processes as there are GPUs, or write share = true or kind = 'cpu'"
+            )
+
     def open(self) -> None:
-        """Make the device torch's current device; a UserError if it does not exist."""
+        """Make the device torch's current device."""
         if self.device.type == "cuda":
-            self._check_gpu()
             if self._takes_turns:
                 self._let_ranks_share()
             self._cuda_before = torch.cuda.current_device()
@@ -93,10 +104,6 @@ class ComputeDevice:
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
-        elif self.kind == "cpu" and self.tf32:
-            raise UserError("GPUs multiply in TF32, and kind is 'cpu'; remove tf32", exit_code=2)
-        elif self.backend == "nccl":
-            raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
         threads = self.threads
         if threads is None and THREADS not in os.environ:
             # torch's own are the physical cores, whatever the quota and the other processes
@@ -127,17 +134,6 @@ class ComputeDevice:
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    def _check_gpu(self) -> None:
-        if not torch.cuda.is_available():
-            raise UserError("the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'", 2)
-        if self.device.index >= torch.cuda.device_count():
-            raise UserError(
-                f"process {self.device.index} of this machine has no GPU, there are only "
-                f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write share = true or "
-                "kind = 'cpu'",
-                exit_code=2,
-            )
 
     def _let_ranks_share(self) -> None:
         self._variables_before = {name: os.environ.get(name) for name in SHARING}

@@ -1,6 +1,7 @@
 """The device mesh: the ranks of a run, laid out in named dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Literal
 
 import attrs
@@ -9,13 +10,19 @@ import torch
 from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, expert_fault, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, MODEL, SHARDS, Group, P2PChannel, Processes
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
+MAX_RANKS = 2**20  # several times the GPUs of the largest clusters; checks and plans go through all ranks
+
+MAX_PIPELINE = 1024  # ten times the deepest known pipelines; a program has an action for each rank and microbatch
+
+RANKS = between(1, MAX_RANKS + 1)
+
 
 def _replicas(value: Any) -> str | None:
-    return None if value == "auto" else at_least(1)(value)
+    return None if value == "auto" else RANKS(value)
 
 
 @component(impact="safe")
@@ -23,16 +30,18 @@ class RankMesh:
     """All processes as a grid of five dimensions, the product of which is the world size."""
 
     processes: Processes
-    pipeline: int = setting(default=1, check=at_least(1), doc="pipeline parallel: ranks that split the layers")
+    pipeline: int = setting(
+        default=1, check=between(1, MAX_PIPELINE + 1), doc="pipeline parallel: ranks that split the layers"
+    )
     data_replicate: int | Literal["auto"] = setting(
         default="auto", check=_replicas, doc="data parallel: ranks with the same parameters; auto takes the rest"
     )
-    data_shard: int = setting(default=1, check=at_least(1), doc="FSDP: ranks that each hold a shard of every parameter")
-    context: int = setting(default=1, check=at_least(1), doc="context parallel: ranks that split each sequence")
-    tensor: int = setting(default=1, check=at_least(1), doc="tensor parallel: ranks that share every matrix product")
+    data_shard: int = setting(default=1, check=RANKS, doc="FSDP: ranks that each hold a shard of every parameter")
+    context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split each sequence")
+    tensor: int = setting(default=1, check=RANKS, doc="tensor parallel: ranks that share every matrix product")
     expert: int = setting(
         default=1,
-        check=at_least(1),
+        check=RANKS,
         doc="expert parallel: ranks that share the experts of a layer; it divides data_replicate × data_shard × "
         "context × tensor",
     )
@@ -43,7 +52,11 @@ class RankMesh:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems that do not depend on the number of processes."""
-        if fault := expert_fault(node.settings, node.settings["expert"]):
+        sizes = {name: size for name in DIMENSIONS if isinstance(size := node.settings[name], int)}
+        if (ranks := prod(sizes.values())) > MAX_RANKS:
+            widest = max(sizes, key=lambda name: sizes[name])
+            yield node.problem(widest, f"the mesh has {ranks} ranks, which is more than {MAX_RANKS}", "write less")
+        elif fault := expert_fault(node.settings, node.settings["expert"]):
             yield node.problem("expert", *fault)
 
     def open(self) -> None:

@@ -20,7 +20,7 @@ from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.model.split_vocabulary import NewTokens, count_new_tokens, fault_of_new_tokens
+from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.flops import ForwardFlops
@@ -28,7 +28,7 @@ from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import fitting_folder
-from drawloom.graph import Problem, UserError, component, setting, wired
+from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
@@ -60,38 +60,30 @@ class AutoModel:
         default=True, impact="changes_training", doc="start from the folder's weights; false for random ones"
     )
 
-    @classmethod
-    def constraints(cls, node: Any) -> Iterator[Problem]:
-        """A config that can't be built, a folder without the weights that it says, or a tokenizer of more ids."""
-        path: Path = node.settings["path"]
+    def check_machine(self) -> None:
+        """Raise UserError for a config that can't be built, a folder without weights, or a tokenizer of more ids."""
+        try:
+            self._check_path()
+            read_config(_family(self.path).family, self.path)
+            if self.weights and not any(self.path.glob("*.safetensors")):
+                raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
+            if self.weights:
+                _check_weights(self.path, self.new_tokens)
+            _ = self.builder.architecture  # last: the tokenizer may be what can't be read
+        except UserError as error:
+            raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
+
+    def _check_path(self) -> None:
+        path = self.path
         if not path.exists():
             # An absolute path, or one of several folders, is no name of a model on the hub.
             on_hub = len(path.parts) == 2 and not path.is_absolute()
             download = f", such as `hf download {path} --local-dir {path.name}` makes" if on_hub else ""
-            yield node.problem("path", f"there is no folder {path}", f"write one with a config.json{download}")
-            return
+            raise UserError(f"there is no folder {path}; write one with a config.json{download}")
         if (path / LOCK).is_file():
-            yield node.problem("path", f"{path} is a run folder", f"write its export, {path / 'export'}")
-            return
-        if node.settings["weights"] and path.is_file():
-            yield node.problem("path", f"{path} is a file, and weights are in a folder", f"write {path.parent}")
-            return
-        try:
-            rows = read_config(_family(path).family, path).vocab_size
-            if node.settings["weights"] and any(path.glob("*.safetensors")):
-                _check_weights(path, node.settings["new_tokens"])
-        except UserError as error:
-            why, _, instead = str(error).removeprefix("config: ").rpartition("; ")
-            yield node.problem("path", why, instead)
-            return
-        if node.settings["weights"] and not any(path.glob("*.safetensors")):
-            yield node.problem("path", f"{path} has no safetensors files", "write weights = false for random weights")
-        for tokenizer in node.neighbours("tokenizer"):
-            counted = getattr(tokenizer.component, "count_ids", lambda settings: None)(tokenizer.settings) or 0
-            if counted - count_new_tokens(node.settings["new_tokens"]) > rows:
-                text = f"[{tokenizer.name}] has {counted} ids, but the vocabulary in {path} only {rows}"
-                instead = f"write new_tokens = {counted - rows} for some that were added, or another tokenizer"
-                yield node.problem("path", text, instead)
+            raise UserError(f"{path} is a run folder; write its export, {path / 'export'}")
+        if self.weights and path.is_file():
+            raise UserError(f"{path} is a file, and weights are in a folder; write {path.parent}")
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:

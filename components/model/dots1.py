@@ -7,7 +7,7 @@ import attrs
 from torch import nn
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, missing_size
+from drawloom.components.model.decoder.config import MoeConfig, missing_size, size
 from drawloom.components.model.decoder.experts import SharedExpertsMoeBlock
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.layer import SwiGLU
@@ -114,13 +114,21 @@ class Dots1(DecoderBuilder):
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
-        default=None, check=at_least(1), doc="channels inside the feed-forward network of layers without experts"
+        default=None,
+        check=size("intermediate_size"),
+        doc="channels inside the feed-forward network of layers without experts",
     )
-    num_experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer that tokens are sent to")
-    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token is sent to")
-    moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
+    num_experts: int | None = setting(
+        default=None, check=size("num_experts"), doc="experts of a layer that tokens are sent to"
+    )
+    num_experts_per_tok: int | None = setting(
+        default=None, check=size("num_experts_per_tok"), doc="experts that each token is sent to"
+    )
+    moe_intermediate_size: int | None = setting(
+        default=None, check=size("moe_intermediate_size"), doc="channels inside an expert"
+    )
     n_shared_experts: int | None = setting(
-        default=None, check=at_least(1), doc="experts of a layer that all tokens visit; 1 if left out"
+        default=None, check=size("n_shared_experts"), doc="experts of a layer that all tokens visit; 1 if left out"
     )
     first_k_dense_replace: int | None = setting(
         default=None, check=at_least(0), doc="how many layers, from the first, have no experts; 0 if left out"

@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.model.decoder.config import MAX_SIZES
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -41,15 +42,17 @@ def count_new_tokens(new_tokens: NewTokens) -> int:
 def fault_of_new_tokens(value: Any) -> str | None:
     """Return why a setting `new_tokens` is invalid, None if it is valid."""
     if isinstance(value, int):
-        return f"{value} is less than 0" if value < 0 else None
+        return (
+            f"{value} is not from 0 to {MAX_SIZES['vocab_size']}" if not 0 <= value <= MAX_SIZES["vocab_size"] else None
+        )
     kernels: Any = None
     with torch.device("meta"):
         layers = Embedding(1, 1, kernels), Linear(1, 1, kernels)
     for name, size in value.items():
         if not name.isidentifier() or name == "split" or any(hasattr(layer, name) for layer in layers):
             return f"{name!r} can't be the name of a parameter of embedding and head; write another, such as {NEW}"
-        if size < 1:
-            return f"{name} = {size} is less than 1"
+        if not 1 <= size <= MAX_SIZES["vocab_size"]:
+            return f"{name} = {size} is not from 1 to {MAX_SIZES['vocab_size']}"
     return None
 
 

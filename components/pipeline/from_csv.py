@@ -10,12 +10,16 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.pipeline.program.notation import read_csv
+from drawloom.components.pipeline.program.notation import begins_with_action, read_csv
 from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.ports.program import FORWARD, Program
+from drawloom.components.storage import regular_file
 from drawloom.graph import UserError, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+
+MAX_TABLE = 2**24
+"""Bytes of a table, about two million actions."""
 
 
 @component(impact="safe")
@@ -58,11 +62,18 @@ class FromCsv:
 def read_file(path: Path) -> Program:
     """The program in a CSV file; UserError if it can't be read or is not valid."""
     try:
-        program = read_csv(path.read_text("utf-8-sig"))  # spreadsheets write a byte order mark
+        content = regular_file.read_file(path.resolve(), MAX_TABLE)
+        text = content.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError:
+        raise UserError(f"{path} is not a valid schedule: it is not a table of actions such as 3F7") from None
+    try:
+        program = read_csv(text)
     except ValueError as error:
-        raise UserError(f"{path} is not a valid schedule: {error}") from error
+        # The path may lead to any file, the content of which is not for a message.
+        why = str(error) if begins_with_action(text) else "it is not a table of actions such as 3F7"
+        raise UserError(f"{path} is not a valid schedule: {why}") from None
     found = violations(program)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

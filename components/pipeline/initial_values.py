@@ -1,5 +1,6 @@
 """The memory of a rank's modules, and the values that a run starts from: drawn, or read from a folder."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -15,9 +16,27 @@ from drawloom.components.pipeline.sharded_store import local_part, slice_of
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import LOSS
+from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
 from drawloom.components.weights.load import folder_fingerprint, load_folder
 from drawloom.graph import UserError
+
+
+def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.device) -> None:
+    """Raise UserError if this rank's share of parameters of any shape, partitioned over `ranks`, exceeds its device."""
+    wanted = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
+    if wanted > (capacity := memory_of(device)):
+        raise UserError(
+            f"the parameters of this rank take {byte_size(wanted)}, and its device, {device}, has "
+            f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
+        )
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory that a device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.compilation import compile_blocks, idle_policies, undivided_backwards
-from drawloom.components.pipeline.initial_values import InitialValues
+from drawloom.components.pipeline.initial_values import InitialValues, check_capacity
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
@@ -171,6 +171,7 @@ class MaterializedStages:
         if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         spans, modules = self._build_all()
+        check_capacity(modules.values(), self.mesh.group(*SHARDS).size, self.device.device)
         self._boundaries = ActivationSpecs(spans, self._build_for_compute, self._layers_keep_shapes)
         sharded = self._shard(modules.values())
         places = {name: each.place for name, each in self._splits.items()}
@@ -242,8 +243,8 @@ class MaterializedStages:
         return self._boundaries.of(stage, tokens, shared)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The trained parameters of all local stages, each once."""
-        return self._parameters.named()
+        """The trained parameters of all local stages, each once; none while these are not open."""
+        return [] if self._parameters is None else self._parameters.named()
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Of each trained parameter, the slice that this rank has; None for a whole one."""

@@ -26,11 +26,7 @@ class Corpus(Protocol):
 
 @port
 class Tokenizer(Protocol):
-    """
-    Converts text to token ids and back.
-
-    A class may have a classmethod `count_ids(settings)`, which gives its `vocab_size`, or None, to `check`.
-    """
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:

@@ -327,15 +327,6 @@ class Restorer(Protocol):
 
 
 @port
-class RunCheck(Protocol):
-    """Checks that open nodes fit one another, where that can't be seen before they are open."""
-
-    def check_run(self) -> None:
-        """Called on every rank when all nodes are open, before a restore. Raises UserError on every rank or none."""
-        ...
-
-
-@port
 class AfterRestore(Protocol):
     """Acts when the state of the run has been restored."""
 

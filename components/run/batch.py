@@ -9,16 +9,21 @@ import attrs
 
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Mesh
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, at_least, between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import KeyPath, Problem
+
+MAX_ROWS = 1_000_000
+"""Rows of a step: many times those of the largest runs; a step holds the numbers of all its rows."""
+
+ROWS = between(1, MAX_ROWS + 1)
 
 
 @attrs.frozen(kw_only=True)
 class RampStage:
     """Steps of another size at the beginning of a run: until a step is done, or until a number of tokens are seen."""
 
-    size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
+    size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
     until_step: int | None = setting(default=None, check=at_least(1), doc="the last step of this size")
     until_tokens: int | None = setting(
         default=None,
@@ -38,8 +43,8 @@ class GlobalBatch:
 
     mesh: Mesh
     rows: PackedDataset | None = None
-    global_size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
-    micro_size: int = setting(check=at_least(1), impact="safe", doc="rows in a microbatch")
+    global_size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
+    micro_size: int = setting(check=ROWS, impact="safe", doc="rows in a microbatch")
     ramp: list[RampStage] = setting(
         factory=list, doc='sizes of earlier steps, in order; `until_tokens` takes rows = "@packing", for their length'
     )

@@ -19,7 +19,6 @@ from drawloom.components.ports.run import (
     Phase,
     Randomness,
     Restorer,
-    RunCheck,
     Step,
     Stop,
     StoppedError,
@@ -44,7 +43,6 @@ class Trainer:
     stop: Stop
     randomness: Randomness
     checkpointer: Restorer | None = None
-    checks: Every[RunCheck]
     restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
@@ -94,8 +92,6 @@ class Trainer:
 
     def _run(self) -> None:
         self.events.emit(Event("run_started"))
-        for check in self.checks.values():
-            check.check_run()
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore()
         last = max(done, self.steps)

@@ -1,6 +1,8 @@
 """The graph of a recipe: nodes and edges, their order, and the checks of the graph as a whole."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +13,7 @@ from drawloom.graph.build.node import Edge, Node, NodeView
 from drawloom.graph.component import Flow
 from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
-from drawloom.graph.recipe.layers import leaves
+from drawloom.graph.recipe.layers import Layer, leaves
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
@@ -19,7 +21,7 @@ from drawloom.graph.types.port_match import implements
 NO_ROOT = "DL321"
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Graph:
     """Nodes by name, and all problems of the recipe. Immutable: other values make another graph."""
 
@@ -115,6 +117,16 @@ class Graph:
                     stack += [need for need in reversed(self.nodes[name].needs) if need not in entered]
         return list(order)
 
+    def valid_nodes(self, roots: Iterable[str]) -> list[str]:
+        """Return the nodes that `roots` need, in topological order, without those that need a node with an error."""
+        faulty = {problem.node for problem in self.errors}
+        valid: dict[str, None] = {}
+        for name in self.topological_order(roots):
+            node = self.nodes[name]
+            if name not in faulty and self.is_complete(node) and all(need in valid for need in node.needs):
+                valid[name] = None
+        return list(valid)
+
     def restricted_to(self, roots: Iterable[str]) -> "Graph":
         """The graph of what `roots` need, with the problems of these nodes only: others need not even be known."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
@@ -194,11 +206,32 @@ class Graph:
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())
         return not incomplete and not any(self.nodes[name].invalid for name in (node.name, *node.needs))
 
-    @property
-    def _removed(self) -> set[Any]:
-        """References that list edits removed: these nodes are unused on purpose."""
-        edited = (old for table in self.recipe.nodes.values() for leaf in leaves(table) for old in leaf.history())
-        return {element for leaf in edited for element in leaf.removed if isinstance(element, str)}
+    def _is_left_out(self, node: Node) -> bool:
+        """
+        Return whether a node is unused on purpose.
+
+        Either an edit removed a reference to it, or a later layer replaced one, or only recipes that this one extends
+        write it: what they have for others is not for this one to remove.
+        """
+        layers = {id(layer): number for number, layer in enumerate(self.recipe.layers)}
+        written = {id(leaf.layer) for leaf in leaves(node.table)}
+        newest = max(layers[layer] for layer in written)
+        references = {f"@{node.name}", f"@{node.name.partition('.')[0]}.*"}
+        if any(
+            references & values and (edited or layers[id(layer)] > newest) for layer, values, edited in self._replaced
+        ):
+            return True
+        return not written & {id(layer) for layer in self.recipe.own_layers}
+
+    @cached_property
+    def _replaced(self) -> list[tuple[Layer, set[Any], bool]]:
+        """The references that each layer's values, or its edits, took from an edge."""
+        replaced = []
+        for leaf in (leaf for table in self.recipe.nodes.values() for leaf in leaves(table)):
+            for new, old in pairwise(leaf.history()):
+                replaced.append((new.layer, _references(old.value) - _references(new.value), False))
+                replaced.append((new.layer, _references([*new.removed]), True))
+        return replaced
 
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
@@ -207,12 +240,16 @@ class Graph:
         elif complete:  # otherwise an edge may be missing because of another problem
             needed = set(self.topological_order([self.root]))
             unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]
-            removed = self._removed if unneeded else ()
             for node in unneeded:
-                if f"@{node.name}" not in removed:
+                if not self._is_left_out(node):
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"
                     hint = f'refer to it, remove it, or write unset = ["{node.name}"]'
                     yield Problem("DL322", text, hint, node.name, node.place, warning=True)
+
+
+def _references(value: Any) -> set[Any]:
+    """The references in the value of an edge."""
+    return {part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)}
 
 
 def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
@@ -233,34 +270,48 @@ class Member:
     flow: Flow
 
 
+@attrs.frozen
+class MemberSequence:
+    """The first member that writes each value, and the last one that reads it: a sequence may be long."""
+
+    first_writers: Mapping[str, Member]
+    last_readers: Mapping[str, Member]
+
+    @classmethod
+    def of(cls, members: Sequence[Member]) -> "MemberSequence":
+        """Index members in their order."""
+        writers = {value: member for member in reversed(members) for value in member.flow.writes}
+        return cls(writers, {name.removesuffix("?"): member for member in members for name in member.flow.reads})
+
+
 def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """The order of a sequence edge as a dataflow: no value is read before it is written, or changed too late."""
-    members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
+    first = {target: number for number, target in reversed([*enumerate(edge.targets)])}  # a duplicate is a problem
+    members = [Member(name, first[name], nodes[name].spec.traits.flow) for name in dict.fromkeys(edge.targets)]
+    sequence = MemberSequence.of(members)
     for member in members:
         place = node.place_of(edge.items[member.number])
-        for text, hint in _dataflow_problems(member, members, nodes, edge.incomplete):
+        for text, hint in _dataflow_problems(member, sequence, nodes, edge.incomplete):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
 
 
 def _dataflow_problems(
-    member: Member, members: list[Member], nodes: Mapping[str, Node], incomplete: bool
+    member: Member, sequence: MemberSequence, nodes: Mapping[str, Node], incomplete: bool
 ) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):
         value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
-        writers = [other for other in members if value in other.flow.writes]
-        if not writers and (name != value or incomplete):
+        writer = sequence.first_writers.get(value)
+        if writer is None and (name != value or incomplete):
             continue  # the read is optional, or the writer may be a member with problems
-        if not writers:
+        if writer is None:
             others = [name for name, node in nodes.items() if value in node.spec.traits.flow.writes]
             hint = f'add "@{others[0]}" before "@{member.name}"' if others else "add a member that writes it"
             yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", hint
-        elif writers[0].number >= member.number:
-            writer = writers[0].name
-            hint = f'move "@{member.name}" after "@{writer}"'
-            yield f"[{member.name}] {verb} {value} before [{writer}] writes it", hint
+        elif writer.number >= member.number:
+            hint = f'move "@{member.name}" after "@{writer.name}"'
+            yield f"[{member.name}] {verb} {value} before [{writer.name}] writes it", hint
     for value in member.flow.changes:
-        readers = [other for other in members if {value, f"{value}?"} & {*other.flow.reads}]
-        if readers and readers[-1].number < member.number:
-            reader = readers[-1].name
-            text = f"[{member.name}] changes {value} after [{reader}], the last to read it, so the change is lost"
-            yield text, f'move "@{member.name}" before "@{reader}"'
+        reader = sequence.last_readers.get(value)
+        if reader is not None and reader.number < member.number:
+            text = f"[{member.name}] changes {value} after [{reader.name}], the last to read it, so the change is lost"
+            yield text, f'move "@{member.name}" before "@{reader.name}"'

@@ -8,8 +8,8 @@ from pathlib import Path
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.drawing.draw import FORMATS
-from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins
-from drawloom.graph.problems import RecipeError, UserError
+from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins, list_ports
+from drawloom.graph.problems import Problem, RecipeError, UserError, in_order
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import timing_table
 from drawloom.graph.schema import recipe_schema
@@ -32,6 +32,8 @@ def add_packages(parser: argparse.ArgumentParser) -> None:
 def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text on stderr, or JSON on stdout")
+    help = "do not check files and devices: the recipe runs on another machine"
+    parser.add_argument("--elsewhere", action="store_true", help=help)
 
 
 def _add_draw(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +70,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
-    parser.add_argument("--fits", metavar="NODE", help="the components that can be this node of the shipped recipes")
+    help = "the components that can be this node of the shipped recipes, or that implement this port"
+    parser.add_argument("--fits", metavar="NODE|PORT", help=help)
+    parser.add_argument("--ports", action="store_true", help="all ports, each with the components that implement it")
     parser.add_argument(
         "--plugins", action="store_true", help="components of installed packages, with their distributions"
     )
@@ -79,11 +83,15 @@ def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
     return Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
 
 
-def _checked(options: argparse.Namespace, project: Project) -> Recipe:
-    """A recipe whose warnings are printed. Raises RecipeError with its errors, after the warnings."""
+def _checked(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
+    """
+    A recipe whose warnings are printed. Raises RecipeError with its errors, after the warnings.
+
+    Without `elsewhere` also with what this machine lacks; a run finds that out itself.
+    """
     recipe = _recipe(options, project)
     options.console.warn(problem for problem in recipe.graph.problems if problem.warning)
-    recipe.check()
+    recipe.check(elsewhere=elsewhere)
     return recipe
 
 
@@ -107,19 +115,23 @@ def _run(options: argparse.Namespace, project: Project) -> int:
 def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
         return _check_json(options, project)
-    recipe = _checked(options, project)
-    count = len(recipe.check())
+    recipe = _checked(options, project, elsewhere=options.elsewhere)
+    count = len(recipe.graph.problems)
     found = f"{count} warning{'s' * (count > 1)}" if count else "no problems"
     print_text(f"{options.recipe}: {len(recipe.graph.nodes)} nodes, {found}")
     return OK
 
 
 def _check_json(options: argparse.Namespace, project: Project) -> int:
+    problems: list[Problem] = []
+    nodes = 0
     try:
-        graph = _recipe(options, project).graph
-        problems, nodes = graph.problems, len(graph.nodes)
+        recipe = _recipe(options, project)
+        nodes = len(recipe.graph.nodes)
+        problems = [problem for problem in recipe.graph.problems if problem.warning]
+        recipe.check(elsewhere=options.elsewhere)
     except RecipeError as error:
-        problems, nodes = tuple(error.problems), 0
+        problems = in_order([*problems, *error.problems])
     found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
     print_text(json.dumps(found, indent=1))
     return OK if all(problem.warning for problem in problems) else INVALID
@@ -162,6 +174,8 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
 def _list(options: argparse.Namespace, project: Project) -> int:
     if options.plugins:
         print_text(list_plugins(project.registry))
+    elif options.ports:
+        print_text(list_ports(project.registry))
     elif options.fits:
         print_text(list_fitting(project.registry, list(project.shipped()), options.fits))
     else:

@@ -1,6 +1,6 @@
 """`drawloom list`: components with their settings, edges and documentation, also by the node that they can be."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
@@ -26,18 +26,47 @@ def list_components(registry: Registry, subject: str = "") -> str:
 
 def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
     """
-    The components that can be the node `name`, one a line, by the edges that lead to it in these graphs.
+    List the components that implement the port `name`, or that can be the node `name` of these graphs, one a line.
 
-    Of a sequence such as phases only those fit that write and change the same values. A group is named for its members.
+    A node is known by the edges that lead to it. Of a sequence such as phases only those fit that write and change the
+    same values. A group is named for its members.
     """
-    wanted = [role for graph in graphs for role in roles(graph, name)]
-    if not wanted:
-        known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
-        raise UserError(f"no shipped recipe has a node [{name}]; {did_you_mean(name, known)}".rstrip("; "), 2)
-    found = {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
-    fitting = {use: spec for use, spec in found.items() if all(role(spec) for role in wanted)}
-    width = max(map(len, fitting))
-    return "\n".join(f"{use:{width}}  {spec.doc}" for use, spec in fitting.items())
+    specs, ports = _specs(registry), {}
+    if not (wanted := [role for graph in graphs for role in roles(graph, name)]):
+        ports = ports_of(specs.values())
+        if name not in ports:
+            known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
+            hint = did_you_mean(name, known | ports.keys())
+            raise UserError(f"no shipped recipe has a node [{name}], and there is no such port; {hint}".rstrip("; "), 2)
+        wanted = [lambda spec: implements(spec.cls, ports[name])]
+    fitting = {use: spec.doc for use, spec in specs.items() if all(role(spec) for role in wanted)}
+    return _table(fitting) or f"no component implements {name}"
+
+
+def list_ports(registry: Registry) -> str:
+    """List the ports that edges and other fields of components have, each with the components that implement it."""
+    specs = _specs(registry)
+    blocks = []
+    for name, port in ports_of(specs.values()).items():
+        doc = (port.__doc__ or "").strip().partition("\n")[0]
+        names = [use for use, spec in specs.items() if implements(spec.cls, port)]
+        blocks.append("\n".join([f"{name}: {doc}".rstrip(": "), *(f"  {use}" for use in names)]))
+    return "\n\n".join(blocks)
+
+
+def ports_of(specs: Iterable[Spec]) -> dict[str, type]:
+    """Return the ports of all fields of these components by name, sorted."""
+    ports = {port.__name__: port for spec in specs for field in spec.fields.values() for port in field.ports}
+    return dict(sorted(ports.items()))
+
+
+def _specs(registry: Registry) -> dict[str, Spec]:
+    return {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows.items())
 
 
 def roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:

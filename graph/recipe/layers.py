@@ -15,13 +15,15 @@ class Layer:
     """
     One source of values: a recipe file or, without text, the command line or values from Python.
 
-    `label` names a shipped recipe independently of where it is installed: `pretrain.toml`.
+    `label` names a shipped recipe independently of where it is installed: `pretrain.toml`. A base is a recipe that
+    another one extends.
     """
 
     source: str
     data: dict[str, Any]
     text: str | None = None
     label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
+    is_base: bool = attrs.field(default=False, kw_only=True)
     _places: SourceMap | None = attrs.field(default=None, init=False)
 
     @property

@@ -54,6 +54,19 @@ def read_layers(
     return reader.layers
 
 
+def read_bases(layer: Layer, folder: RecipeFolder) -> list[Layer]:
+    """
+    Return the layers of the recipes that a layer extends, lowest first, and then the layer itself.
+
+    Raises RecipeError with every base that can't be read. Paths are relative to the folder of the layer's source.
+    """
+    reader = _Reader(folder, {})
+    reader.add(layer, Path(layer.source), ())
+    if reader.problems:
+        raise RecipeError(reader.problems)
+    return reader.layers
+
+
 @attrs.define
 class _Reader:
     """Reads each base once, below all recipes that extend it, so that it can't undo what another base changed."""
@@ -84,11 +97,15 @@ class _Reader:
         data = None if text is None else self._parse(text, shown)
         if text is None or data is None:
             return
-        layer = Layer(shown, data, text, label=path.name if self.folder.contains(path) else shown)
+        label = path.name if self.folder.contains(path) else shown
+        self.add(Layer(shown, data, text, label=label, is_base=bool(above)), path, above)
+
+    def add(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
+        """Add a layer, and below it the recipes that it extends; `above` are those that extend it."""
         within = (*above, path.resolve())
         for base, base_shown, place in self._bases(layer, path):
             if base.resolve() in within:
-                self._problem("DL104", f"{base_shown} extends itself, by way of {shown}", "", place)
+                self._problem("DL104", f"{base_shown} extends itself, by way of {layer.source}", "", place)
             # resolve(): the same base may be reached by different paths and links.
             elif len(within) >= DEEPEST:
                 text = f"{base_shown} is the base of {DEEPEST} recipes that extend each other in a row"

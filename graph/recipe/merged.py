@@ -43,6 +43,12 @@ class MergedRecipe:
         written = [layer for layer in self.layers if layer.data]
         return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
 
+    @property
+    def own_layers(self) -> list[Layer]:
+        """The layers that are neither bases nor, if there are others, shipped recipes: what a user wrote."""
+        named = [layer for layer in self.layers if layer.data and not layer.is_base]
+        return [layer for layer in named if not layer.is_shipped] or named
+
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
         """A recipe from plain values."""
@@ -50,7 +56,9 @@ class MergedRecipe:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
         """Another recipe: this one with other values merged over it."""
-        return _merge(self.source, self.tree.copy(), [Layer(source, dict(data))], self.layers, self._merging)
+        layer = Layer(source, dict(data))
+        refused = [*self._merging, *_refuse_extends(layer)]
+        return _merge(self.source, self.tree.copy(), [layer], self.layers, refused)
 
 
 def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
@@ -93,6 +101,12 @@ def _check_format(layer: Layer) -> Iterator[Problem]:
     if number != FORMAT or isinstance(number, bool):  # True == 1
         text = f"recipes of format {number!r} can't be read, only those of format {FORMAT}"
         yield Problem("DL107", text, place=layer.value(("format",)))
+
+
+def _refuse_extends(layer: Layer) -> Iterator[Problem]:
+    if "extends" in layer.data:
+        text = "values that are merged over a recipe can't extend another one"
+        yield Problem("DL120", text, "extend it in the recipe itself", place=layer.value(("extends",)))
 
 
 def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Edge, Node
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import paused_collection
-from drawloom.graph.problems import UserError, did_you_mean
+from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.runtime.origin import place_of, raised_in
@@ -164,6 +164,26 @@ class Container(Mapping[str, Any]):
                 began = ended
         self._fill_all()
 
+    def check_machine(self) -> list[Problem]:
+        """
+        Return what this machine lacks, by the built nodes: each problem at the setting that names a file or a device.
+
+        A problem is reported by the node that has it, and not by others that read from this node.
+        """
+        problems: dict[str, Problem] = {}
+        checked = {name: item for name, item in self._built.items() if hasattr(item, "check_machine")}
+        for name, item in checked.items():
+            try:
+                item.check_machine()
+            except UserError as error:
+                if raised_in(error, checked, name) == name:
+                    place = place_of(self.graph.nodes[name], str(error), self.graph.recipe.vars)
+                    problems[name] = Problem("DL403", str(error), node=name, place=place)
+            except Exception:
+                if not problems.keys() & {*self.graph.topological_order([name])}:
+                    raise  # a bug, and not a consequence of what a node that it needs could not read
+        return list(problems.values())
+
     def _check_given(self, users: Set[str]) -> None:
         """Raise ValueError or TypeError if an object can't be the node that it is given for, for one of its users."""
         for name, item in self.given.items():
@@ -220,6 +240,8 @@ class Container(Mapping[str, Any]):
     def __enter__(self) -> "Container":
         try:
             self.build()
+            if problems := self.check_machine():
+                raise RecipeError(problems)
             for name, item in self._objects.items():
                 if name not in self.given:
                     self._open(name, item)
@@ -240,7 +262,7 @@ class Container(Mapping[str, Any]):
                     item.open()
             except UserError as error:  # printed without traceback, so the message must name the node
                 node = self.graph.nodes[raised_in(error, self._built, name)]
-                error.set_node(place_of(node, str(error)), node.name)
+                error.set_node(place_of(node, str(error), self.graph.recipe.vars), node.name)
                 raise
         if hasattr(item, "stage_context"):
             self._watchers.append(name)

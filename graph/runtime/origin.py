@@ -6,6 +6,8 @@ from typing import Any
 
 from drawloom.graph.build.node import Node
 from drawloom.graph.problems import Place
+from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.recipe.merged import VARIABLE
 
 NAMED = re.compile(r"^(\w+): |`(\w+)`")
 """How messages name the setting that is wrong, or that would help: `paths: ...`, or in backticks."""
@@ -26,9 +28,11 @@ def raised_in(error: BaseException, objects: Mapping[str, Any], otherwise: str =
     return found
 
 
-def place_of(node: Node, message: str) -> Place | None:
+def place_of(node: Node, message: str, variables: Mapping[str, Leaf]) -> Place | None:
     """
-    The position of the setting that a message names; that of the node if it names none that is written.
+    Return the position of the setting that a message names, or of the variable that is its value.
+
+    It is that of the node if the message names no setting that is written.
 
     None for a node of a shipped recipe: what is wrong is not written there.
     """
@@ -36,4 +40,8 @@ def place_of(node: Node, message: str) -> Place | None:
     use = node.table.use
     if not keys and use is not None and use.layer.is_shipped:
         return None
+    item = node.table.items[keys[0]] if keys else None
+    value = str(item.value) if isinstance(item, Leaf) else ""
+    if value.startswith(VARIABLE) and (variable := variables.get(value.removeprefix(VARIABLE))) is not None:
+        return variable.place
     return node.place_of((keys[0],) if keys else ())

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
+from drawloom.graph.inspect.serialize import serialize_recipe
 from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
@@ -124,3 +126,30 @@ def test_a_recipe_is_made_from_plain_values(project: Project) -> None:
     with pytest.raises(RecipeError, match="size") as caught:
         Recipe.of({"store": {"use": "stores.memory", "size": "x"}}, project=project).open(only="store")
     assert [problem.code for problem in caught.value.problems] == ["DL303"]
+
+
+def test_plain_values_extend_unset_and_edit_like_a_file(project: Project, tmp_path: Path) -> None:
+    """The same text read from a file and given as dicts is the same recipe, with the same problems of bases."""
+    text = 'extends = "small"\nunset = ["page.title"]\n[store]\nsize = 7\n[edit.trainer.pages]\nremove = "@page"\n'
+    (tmp_path / "mine.toml").write_text(text, "utf-8")
+    (tmp_path / "above.toml").write_text('extends = "mine.toml"\n', "utf-8")
+    source = tmp_path / "values.toml"
+    read = [Recipe.load(tmp_path / "mine.toml", project=project), Recipe.load(tmp_path / "above.toml", project=project)]
+    given = [
+        Recipe.of(tomli.loads(text), project=project),
+        Recipe.of({"extends": "mine.toml"}, str(source), project=project),
+    ]
+    assert [serialize_recipe(recipe.merged) for recipe in given] == [serialize_recipe(recipe.merged) for recipe in read]
+    assert "title" not in serialize_recipe(given[0].merged)["page"]
+    with pytest.raises(RecipeError, match=r"^mine: extends .smal., which is not a shipped recipe"):
+        Recipe.of({"extends": "smal"}, "mine", project=project)
+
+
+def test_merged_values_unset_and_edit_but_do_not_extend(project: Project) -> None:
+    """`with_values` removes a node and edits a list; a base is refused instead of ignored."""
+    small = Recipe.load("small", project=project).with_values(
+        {"edit": {"trainer": {"pages": {"remove": "@page"}}}, "unset": ["page"]}
+    )
+    assert small.check() == [] and small.graph.needs("trainer") == ("store",)
+    with pytest.raises(RecipeError, match=r"^mine: values .* can't extend another one; .* \(DL120\)"):
+        small.with_values({"extends": "small"}, "mine").check()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project, Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
@@ -139,18 +140,21 @@ def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("recipe", "data"), [("finetune", TEXT), ("finetune_lora", TEXT), ("chat", CONVERSATIONS), ("dpo", PAIRS)]
 )
-def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, base: Path) -> None:
+def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, chat_base: Path) -> None:
     """With both there is no problem; a message about one that is missing has what to write."""
 
     def problems(*words: str) -> list[str]:
-        return [str(problem) for problem in PROJECT.graph(PROJECT.load(recipe, (), words)).problems]
+        try:
+            return [str(problem) for problem in Recipe.load(recipe, *words).check()]
+        except RecipeError as error:
+            return [str(problem) for problem in error.problems]
 
-    assert problems(f"vars.base={base}", data) == []
+    assert problems(f"vars.base={chat_base}", data) == []
     assert problems(data) and all(
         "write base = ... in [vars], or vars.base=..." in problem for problem in problems(data)
     )
-    assert any("config.json" in problem for problem in problems(f"vars.base={base.parent}", data))
-    [problem] = problems(f"vars.base={base}")
+    assert any("config.json" in problem for problem in problems(f"vars.base={chat_base.parent}", data))
+    [problem] = problems(f"vars.base={chat_base}")
     node = data.partition(".")[0]
     assert f"""write paths = ["..."] in [{node}], or '{node}.paths=["..."]' behind a command""" in problem
     lines = (Path(__file__).parents[2] / "recipes" / f"{recipe}.toml").read_text("utf-8").splitlines()
@@ -178,7 +182,7 @@ def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> Non
     [outcome] = drawloom(tmp_path, "run", "finetune", *words)
     assert (
         outcome.code == 2
-        and "[tokenizer] has 302 ids" in outcome.text
+        and "the tokenizer has 302 ids" in outcome.text
         and "write new_tokens = 2 for some that were added" in outcome.text
     ), outcome.text
     alone = ('stages.adapters=["@new"]', "new.use=adapters.full_tuning", 'new.targets=["new_tokens"]')

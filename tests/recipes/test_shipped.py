@@ -87,7 +87,32 @@ def test_any_number_of_steps_is_valid(steps: int) -> None:
     assert problems("first_run", f"trainer.steps={steps}") == []
 
 
-def test_a_number_of_layers_that_no_machine_holds_is_a_problem() -> None:
-    """`check` refuses it in words, where building the layers would take until memory runs out."""
-    [problem] = problems("first_run", "model.num_hidden_layers=1000000000000")
-    assert "num_hidden_layers: 1000000000000 is not in [1, 10000)" in problem
+@pytest.mark.parametrize(
+    ("setting", "most"),
+    [
+        ("model.num_hidden_layers", 10_000),
+        ("model.vocab_size", 2**31),
+        ("model.num_attention_heads", 100_000),
+        ("mesh.pipeline", 1024),
+        ("mesh.data_shard", 2**20),
+        ("mesh.data_replicate", 2**20),
+        ("batch.global_size", 1_000_000),
+        ("batch.micro_size", 1_000_000),
+        ("packing.length", None),
+        ("data.workers", 1000),
+        ("device.threads", 10_000),
+    ],
+)
+def test_a_size_that_no_machine_holds_is_a_problem(setting: str, most: int | None) -> None:
+    """`check` refuses it in words, where making something of that size would take until memory or patience run out."""
+    [problem] = [text for text in problems("first_run", f"{setting}=1000000000000") if "DL303" in text]
+    name = setting.partition(".")[2]
+    what = "a row of 1000000000000 tokens is longer than" if most is None else f"1000000000000 is more than {most}"
+    assert f"{name}: {what}" in problem
+
+
+def test_a_mesh_of_more_ranks_than_there_are_is_a_problem() -> None:
+    """Sizes that are possible each, and not together."""
+    words = "mesh.data_shard=1000000", "mesh.tensor=4", "batch.global_size=1000000", "batch.micro_size=1"
+    [problem] = [text for text in problems("first_run", *words) if "[mesh] the mesh has" in text]
+    assert "the mesh has 4000000 ranks, which is more than 1048576" in problem

@@ -318,7 +318,7 @@ def tokens_of(use: str, values: Values, _place: Path) -> Any:
 def first_tokens(use: str, values: Values, _place: Path) -> Any:
     """The tokens of the first document of each split; stores are in the current directory."""
     corpus = build(use, **values)
-    corpus.open()
+    corpus.check_machine()
     splits = [corpus.documents(split) for split in ("train", "validation")]
     found = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
     return found, corpus.vocab_size, corpus.eos_id

@@ -2,7 +2,8 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,8 +54,14 @@ class ChatCorpus:
     def nothing_trained(self) -> str:
         """Why there may be no trained token in any line, for the message."""
 
+    def check_machine(self) -> None:
+        """Encode the first line. Raises UserError for a glob without a file, a line of another form, or no template."""
+        with closing(self.lines()) as lines:
+            next(lines, None)
+
     def open(self) -> None:
         """Render and tokenize all lines. Raises UserError with the file and the line of a bad one."""
+        self._untrained = self._straddling = 0
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
         for line, kept in self.lines():
             self._untrained += not kept
@@ -64,7 +71,7 @@ class ChatCorpus:
         self._splits = {split: self._arrays(each, split) for split, each in rows.items()}
         self._report(sum(map(len, rows.values())))
 
-    def lines(self) -> Iterator[tuple[Line, list[Encoded]]]:
+    def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
         """All lines, and of each the documents that have a trained token."""
         # Lines of plain texts need no template, and so no process that renders it.
         template = ChatTemplate(self._template(), self.tokenizer.template_tokens, self.date)

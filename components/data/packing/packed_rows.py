@@ -38,6 +38,15 @@ def sources_of(packing: NodeView) -> Iterator[NodeView]:
         yield from tokens.neighbours("sources") or [tokens]
 
 
+MAX_LENGTH = 100_000_000  # ten times the longest contexts
+
+
+def _fault_of_length(length: int) -> str | None:
+    if length < 2:
+        return f"a row of {length} tokens has nothing to predict"
+    return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
+
+
 @inherited
 class PackedRows:
     """
@@ -53,7 +62,7 @@ class PackedRows:
     models: Every[Model] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
-        check=lambda length: None if length >= 2 else f"a row of {length} tokens has nothing to predict",
+        check=_fault_of_length,
         doc="tokens in a row, at least 2",
     )
     _pad: int = attrs.field(init=False, default=0)
@@ -76,7 +85,7 @@ class PackedRows:
         """The rows of a source's documents, shuffled if there is an order; lengths: (documents,)."""
 
     def open(self) -> None:
-        """Pack both splits."""
+        """Pack both splits; warn of texts that are too long for a model."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack(split)
@@ -86,24 +95,23 @@ class PackedRows:
                     "%s: %d documents in %d rows of %d, %.2f %% filled",
                     *(_name(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
                 )
+        lengths = [packed.documents.lengths for packed in self._splits.values()]
+        longest = max((int(each.max()) for each in lengths if len(each)), default=0)
+        warn_of_long_texts(min(longest, self.length), self.models)
 
     def close(self) -> None:
         """Free the index."""
         self._splits.clear()
         self._fingerprints.clear()
 
-    def check_run(self) -> None:
-        """Raise UserError if there are more token ids than any model of the run has; warn of texts too long for it."""
-        lengths = [packed.documents.lengths for packed in self._splits.values()]
-        longest = max((int(each.max()) for each in lengths if len(each)), default=0)
-        warn_of_long_texts(min(longest, self.length), self.models)
+    def check_machine(self) -> None:
+        """Raise UserError if there are more token ids than any model of the run has."""
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
             ids = self.tokens.vocab_size
             raise UserError(
                 f"the tokenizer has {ids} ids, but the model's vocabulary only {max(sizes)}; "
-                f"write vocab_size = {ids} in the model, or use another tokenizer",
-                exit_code=2,
+                f"write vocab_size = {ids} in the model, or use another tokenizer"
             )
 
     def count(self, split: Split) -> int:

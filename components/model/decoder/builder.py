@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.decoder.config import DecoderConfig, MoeConfig, tensor_faults
+from drawloom.components.model.decoder.config import DecoderConfig, MoeConfig, size, tensor_faults
 from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of, read_config
 from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
@@ -35,13 +35,11 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting, wired
+from drawloom.graph import Problem, UserError, above, at_least, inherited, setting, wired
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
-
-MAX_LAYERS = 10_000  # ten times the deepest transformers; building many more would take hours
 
 
 def fill_with_initial_weights(
@@ -79,22 +77,24 @@ class DecoderBuilder:
         default=None, doc="a Hugging Face config.json, or its folder; what follows is set over it"
     )
     _num_hidden_layers: int | None = setting(
-        default=None, alias="num_hidden_layers", check=between(1, MAX_LAYERS), doc="how many layers"
+        default=None, alias="num_hidden_layers", check=size("num_hidden_layers"), doc="how many layers"
     )
-    hidden_size: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
-    num_attention_heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
+    hidden_size: int | None = setting(default=None, check=size("hidden_size"), doc="channels of the hidden states")
+    num_attention_heads: int | None = setting(default=None, check=size("num_attention_heads"), doc="query heads")
     num_key_value_heads: int | None = setting(
-        default=None, check=at_least(1), doc="key and value heads; heads if left out"
+        default=None, check=size("num_key_value_heads"), doc="key and value heads; heads if left out"
     )
-    head_dim: int | None = setting(default=None, check=at_least(1), doc="channels of a head; width / heads if left out")
+    head_dim: int | None = setting(
+        default=None, check=size("head_dim"), doc="channels of a head; width / heads if left out"
+    )
     intermediate_size: int | None = setting(
-        default=None, check=at_least(1), doc="channels inside the feed-forward network"
+        default=None, check=size("intermediate_size"), doc="channels inside the feed-forward network"
     )
     _vocab_size: int | None = setting(
-        default=None, alias="vocab_size", check=at_least(1), doc="token ids; the tokenizer's if left out"
+        default=None, alias="vocab_size", check=size("vocab_size"), doc="token ids; the tokenizer's if left out"
     )
     vocabulary_multiple: int = setting(
-        default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
+        default=1, check=size("vocab_size"), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
     )
     new_tokens: NewTokens = setting(
         default=0,
@@ -178,9 +178,13 @@ class DecoderBuilder:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
+    def check_machine(self) -> None:
+        """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
+        _ = self.architecture
+
     @cached_property
     def architecture(self) -> DecoderConfig:
-        """All sizes. Computed on first use, because the tokenizer must be open."""
+        """All sizes. Computed on first use, because the tokenizer reads a file."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size

@@ -7,6 +7,31 @@ import attrs
 
 from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
 from drawloom.components.model.decoder.router import Routing
+from drawloom.graph import between
+from drawloom.graph.component import Bound
+
+MAX_SIZES = {
+    "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
+    "hidden_size": 10_000_000,
+    "num_attention_heads": 100_000,
+    "num_key_value_heads": 100_000,
+    "head_dim": 1_000_000,
+    "intermediate_size": 10_000_000,
+    "moe_intermediate_size": 10_000_000,
+    "vocab_size": 2**31,  # token ids are int32
+    "num_experts": 10_000,
+    "num_experts_per_tok": 10_000,
+    "n_shared_experts": 10_000,
+}
+"""Sizes above those of all models, beyond which checks alone would take minutes or gigabytes."""
+
+MAX_EXPERTS_IN_ALL = 1_000_000
+"""Experts of all layers: each is a tensor of its own in files."""
+
+
+def size(name: str) -> Bound:
+    """Return a check of a size of a model: from 1 to the greatest."""
+    return between(1, MAX_SIZES[name] + 1)
 
 
 @attrs.frozen(kw_only=True)
@@ -86,8 +111,11 @@ class MoeConfig(DecoderConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """More choices than experts."""
-        if (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
+        """More choices than experts, and more experts than files can hold."""
+        if (every := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
+            why = f"num_hidden_layers × num_experts = {every} experts are more than {MAX_EXPERTS_IN_ALL}"
+            yield InvalidSetting("num_experts", why, "write fewer")
+        elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
             why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
             yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 

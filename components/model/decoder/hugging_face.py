@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig, head_faults
+from drawloom.components.model.decoder.config import MAX_SIZES, DecoderConfig, head_faults
 from drawloom.components.model.decoder.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_regular_file
@@ -194,7 +194,9 @@ def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
         if value is None and name in family.nullable:
             continue
         wanted, fits = KINDS.get(name) or KINDS[types[name]]
-        if not fits(value):
+        if fits(value) and name in MAX_SIZES and value > MAX_SIZES[name]:
+            yield f"says {name} = {value}, which is more than {MAX_SIZES[name]}"
+        elif not fits(value):
             yield f"says {name} = {json.dumps(value)}, which is not {wanted}"
 
 

@@ -26,8 +26,7 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     given = _given(family, settings)
     if settings["config"] is not None:
         yield from form_faults(given)
-        yield from _config_faults(family, settings)
-        return  # a config sets everything else
+        return  # a config, which another machine may have, sets everything else
     for key in family.needed:
         if key not in given:
             yield InvalidSetting(
@@ -55,18 +54,20 @@ def choose_architecture(
     Raises UserError for invalid settings.
     """
     for fault in faults(family, settings, tokens is not None):
-        raise UserError(f"{family.component}: {fault.why}; {fault.instead}")
+        raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
         architecture = _over_config(family, settings)
+        for fault in architecture_faults(architecture):
+            raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
         architecture = family.architecture(**_completed(family, settings, tokens))
     if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
         why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
         added = f"new_tokens = {tokens - rows} for some that were added"
-        instead = f"vocab_size = {tokens}" if settings["config"] is None else added
-        raise UserError(f"{family.component}: {why}; write {instead}, or another tokenizer")
+        key, instead = ("vocab_size", f"vocab_size = {tokens}") if settings["config"] is None else ("config", added)
+        raise UserError(f"{key}: {why}; write {instead}, or another tokenizer")
     if tokens is not None and new_tokens >= tokens:
-        raise UserError(f"{family.component}: new_tokens = {new_tokens} leaves none of the tokenizer's {tokens} ids")
+        raise UserError(f"new_tokens: {new_tokens} leaves none of the tokenizer's {tokens} ids")
     return architecture
 
 
@@ -94,14 +95,6 @@ def _over_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
     given = _given(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | take_apart(given))
-
-
-def _config_faults(family: Family, settings: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    try:
-        yield from architecture_faults(_over_config(family, settings))
-    except UserError as error:
-        why, _, instead = str(error).rpartition("; ")
-        yield InvalidSetting("config", why, instead)
 
 
 def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import Qwen3MoeConfig
+from drawloom.components.model.decoder.config import Qwen3MoeConfig, size
 from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.layer import SwiGLU
@@ -46,11 +46,17 @@ class Qwen3Moe(DecoderBuilder):
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
-        default=None, check=at_least(1), doc="channels inside the feed-forward network of layers without experts"
+        default=None,
+        check=size("intermediate_size"),
+        doc="channels inside the feed-forward network of layers without experts",
     )
-    num_experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer")
-    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token is sent to")
-    moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
+    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="experts of a layer")
+    num_experts_per_tok: int | None = setting(
+        default=None, check=size("num_experts_per_tok"), doc="experts that each token is sent to"
+    )
+    moe_intermediate_size: int | None = setting(
+        default=None, check=size("moe_intermediate_size"), doc="channels inside an expert"
+    )
     norm_topk_prob: bool | None = setting(
         default=None,
         impact="changes_training",

@@ -43,8 +43,31 @@ IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD)\d*
 
 def read_csv(text: str) -> Program:
     """The program in a CSV text; ValueError that names the cell if there is none."""
-    rows = list(csv.reader(io.StringIO(text)))
-    return Program.of([_line(cells, row) for row, cells in enumerate(rows, 1) if cells])
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    lines = [_line(cells, row) for row, cells in enumerate(rows, 1) if cells]
+    _check_size(lines)
+    return Program.of(lines)
+
+
+def _check_size(lines: list[RankProgram]) -> None:
+    """Raise ValueError if stages and microbatches are far too many for the actions: their product is allocated."""
+    parts = [part for line in lines for item in line for part in (item.parts if isinstance(item, Overlap) else (item,))]
+    stages = 1 + max((part.stage for part in parts), default=0)
+    microbatches = 1 + max((part.microbatch for part in parts), default=0)
+    if stages * microbatches > 1000 + 2 * len(parts):
+        raise ValueError(f"{len(parts)} actions are too few for {microbatches} microbatches on {stages} stages")
+
+
+def begins_with_action(text: str) -> bool:
+    """Whether the first cell of a text that is not empty is an action, as in a table with a mistake further on."""
+    first = text.lstrip(", \t\r\n").partition("\n")[0].partition(",")[0]
+    try:
+        return bool(_read(first.strip()))
+    except ValueError:
+        return False
 
 
 def write_csv(program: Program) -> str:

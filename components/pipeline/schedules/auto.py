@@ -35,7 +35,7 @@ from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from drawloom.components.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import FORWARD, OPS, Program
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.graph import UserError, above, at_least, between, component, setting
 
 
 def published(stages_per_rank: int) -> list[Schedule]:
@@ -143,7 +143,7 @@ class Auto:
         "if left out, those of a microbatch for each rank in the stage that holds most, where ranks cost alike",
     )
     stages_per_rank: int | None = setting(
-        default=None, check=at_least(1), doc="stages on each rank; 1 or 2, what is faster, if left out"
+        default=None, check=between(1, 1001), doc="stages on each rank; 1 or 2, what is faster, if left out"
     )
     microbatches: int | None = setting(
         default=None, check=at_least(1), doc="of a step, for which stages are placed and cut; 4 a rank if left out"

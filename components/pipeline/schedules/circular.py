@@ -12,7 +12,7 @@ each rank has them all, and computes them data-parallel, for its share of the mi
 from typing import ClassVar
 
 from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, between, component, setting
 
 
 @component(impact="safe")
@@ -21,10 +21,10 @@ class Circular(RowSchedule):
 
     newest_first: ClassVar[bool] = True
     ends_on_every_rank: ClassVar[bool] = True
-    stages_per_rank: int = setting(default=2, check=at_least(1), doc="repeats, each a stage on every rank")
+    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, each a stage on every rank")
     pipeline_parallel_layers: int | None = setting(
         default=None,
-        check=at_least(1),
+        check=between(1, 10_001),
         doc="the first layers of the model, which stages share; the others are on every rank, which computes them for "
         "its share of the microbatches; default: all layers are in stages",
     )

@@ -7,14 +7,14 @@ not be equal: any number of microbatches will do.
 """
 
 from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward, interleaved, loop
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
 class Interleaved1F1B(RowSchedule):
     """One forward, one backward, over several stages on each rank."""
 
-    stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
+    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

@@ -8,7 +8,7 @@ stages on a rank; every rank holds all microbatches.
 from typing import ClassVar
 
 from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
@@ -16,7 +16,7 @@ class LoopedBreadthFirst(RowSchedule):
     """All microbatches through one stage after another, then all backward."""
 
     newest_first: ClassVar[bool] = True
-    stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
+    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

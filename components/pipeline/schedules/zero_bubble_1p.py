@@ -6,14 +6,14 @@ interleaved form. Rank r defers r weight gradients, so that every rank holds as 
 """
 
 from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleaved, loop
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
 class ZeroBubble1P(RowSchedule):
     """1F1B with split backwards (ZB-H1), plain or interleaved; as much memory, a third of the bubble."""
 
-    stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
+    stages_per_rank: int = setting(default=1, check=between(1, 1001), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""

@@ -124,7 +124,7 @@ def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.
     """The longest example counts, and not the multiple that rows are rounded up to."""
     for longest, count in ((5, 0), (4, 1)):
         model = fake(Model, vocab_size=10, longest_text=longest)
-        opened(Own(), multiple=8, models=Every({"model": model})).check_run()
+        opened(Own(), multiple=8, models=Every({"model": model}))
         assert len(caplog.records) == count
     assert "has 5 tokens, and the positions of [model] are made for 4" in caplog.text
 

@@ -23,7 +23,6 @@ SOURCES: dict[str, TokenCorpus] = {
 
 def weights_of(**settings: Any) -> dict[str, float]:
     mixture = Mixture(sources=SOURCES, **settings)
-    mixture.open()
     return {source.name: source.weight for source in mixture.documents("train").sources}
 
 
@@ -37,7 +36,6 @@ def test_shares_follow_from_weights_epochs_or_temperature() -> None:
 def test_rows_are_of_one_source_each(job: Any) -> None:
     """A packing numbers the rows of one source after those of another, in both splits, and names their sources."""
     mixture = Mixture(sources=SOURCES, weights={"web": 1, "code": 2})
-    mixture.open()
     rows = Padded(tokens=mixture, job=job, length=6)
     rows.open()
     held = [(each.name, each.first, each.rows, each.tokens, each.weight) for each in rows.row_sources("train")]
@@ -79,7 +77,7 @@ def test_sources_of_two_tokenizers_are_refused() -> None:
     """Their numbers of ids, and their ends, are named."""
     mixture = Mixture(sources={**SOURCES, "other": TokensInMemory([], [], vocab_size=50, eos_id=1)})
     with pytest.raises(UserError, match="web has 100000 token ids, of which 0 ends a document, and other has 50 and 1"):
-        mixture.open()
+        mixture.check_machine()
 
 
 def problems(**settings: Any) -> Counter[str]:
@@ -87,7 +85,7 @@ def problems(**settings: Any) -> Counter[str]:
     tokens = {"use": "data.mixture", "sources": {"web": source, "code": source}, **settings}
     recipe = Recipe.load("first_run").with_values({"tokens": tokens})
     with pytest.raises(RecipeError) as error:
-        recipe.check()
+        recipe.check(elsewhere=True)
     return Counter(f"{problem.text}; {problem.hint}" for problem in error.value.problems if not problem.warning)
 
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange, Model
-from drawloom.graph import UserError
+from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.types.port_match import mismatches
 from support.adapted import OneStage
@@ -66,17 +68,27 @@ def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Pat
         _ = AutoModel(kernels=cpu_kernels(), path=tmp_path).vocab_size
 
 
+def lacking(*words: str) -> list[str]:
+    """The problems and warnings of fine-tuning, those of the machine included."""
+    recipe = Recipe.load("finetune", *words)
+    try:
+        return [str(problem) for problem in recipe.check()]
+    except RecipeError as error:
+        return [str(problem) for problem in error.problems]
+
+
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
         ("Qwen/Qwen3-0.6B", "such as `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` makes"),
-        ("nowhere", "write one with a config.json (DL401)"),
-        ("/no/where", "write one with a config.json (DL401)"),
+        ("nowhere", "write one with a config.json (DL403)"),
+        ("/no/where", "write one with a config.json (DL403)"),
     ],
 )
 def test_a_folder_that_is_not_there_is_to_be_downloaded(path: str, instead: str) -> None:
     """Nothing is downloaded by a recipe: a model's name on the hub is answered with the command that does it."""
-    [problem] = (str(each) for each in Recipe.load("finetune", TEXT, f"vars.base={path}").graph.problems)
+    [problem] = [text for text in lacking(f"vars.base={path}") if "[model]" in text]
+    assert problem.startswith("command line: [model] path: ")
     assert f"there is no folder {path}; " in problem and instead in problem
 
 
@@ -85,15 +97,15 @@ def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     model = small(FAMILIES["llama"])
     write_folder(folder, model, OneStage(whole(model)))
-    tokens = {"model": {"vocab": {"a": 0, "b": 28}}, "added_tokens": [{"id": 29}, {"id": 30}]}
-    (folder / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
+    tokenizer = Tokenizer(WordLevel({f"word{number}": number for number in range(31)}))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
     def problems(*words: str) -> list[str]:
-        return [str(problem) for problem in Recipe.load("finetune", TEXT, f"vars.base={folder}", *words).graph.problems]
+        return lacking(f"vars.base={folder}", "tokenizer.end_token=word0", *words)
 
     assert problems("model.new_tokens=2") == []
     [problem] = problems()
-    assert f"[tokenizer] has 31 ids, but the vocabulary in {folder} only 29; write new_tokens = 2 for some" in problem
+    assert "has 31 ids, but the model's vocabulary only 29; write new_tokens = 2 for some" in problem
     rounded = ("precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3")
     [problem] = problems("model.new_tokens=2", *rounded)
     assert "are float32, and are rounded to bfloat16" in problem and "warning" in problem
@@ -113,6 +125,5 @@ def test_a_run_folder_or_a_file_in_place_of_an_export_is_named(tmp_path: Path) -
         (tmp_path, "is a run folder", tmp_path / "export"),
         (tmp_path / "config.json", "is a file, and weights are in a folder", tmp_path),
     ):
-        found = Recipe.load("finetune", TEXT, f"vars.base={given}").graph.problems
-        [problem] = [str(each) for each in found if each.node == "model" and not each.warning]
+        [problem] = [each for each in lacking(f"vars.base={given}") if "[model]" in each]
         assert text in problem and str(instead) in problem and "weights = false" not in problem

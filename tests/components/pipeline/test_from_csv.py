@@ -48,6 +48,8 @@ def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:
         ("0F0,1F0\n2F0\n", "not a valid schedule: its 2 ranks hold different numbers of stages"),
         ("0F0,0F1\n", "forwards alone, with which nothing is trained; add backwards"),
         ("0B0,0F0\n", "not a valid schedule: stage 0 does BF for microbatch 0"),
+        ("0F999999999,0B999999999\n", "2 actions are too few for 1000000000 microbatches on 1 stages"),
+        (f"0F{10**30},0B0\n", "2 actions are too few for "),
     ],
 )
 def test_an_invalid_file_is_refused(tmp_path: Path, text: str, fault: str) -> None:
@@ -61,3 +63,27 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A file that can't be read is an error that names it."""
     with pytest.raises(UserError, match=r"nowhere\.csv can't be read: No such file"):
         FromCsv(path=tmp_path / "nowhere.csv").program(1, 1)
+
+
+@pytest.mark.parametrize(
+    "text", [b"root:x:0:0:secret\n", b"secret,0F0\n", b'"secret\n', b"\xff\xfesecret", b"0F0" * 10**6]
+)
+def test_no_message_shows_what_another_file_holds(tmp_path: Path, text: bytes) -> None:
+    """A path may lead anywhere: of a file that does not begin like a table only that is said."""
+    (tmp_path / "other").write_bytes(text)
+    with pytest.raises(UserError, match=r"it is not a table of actions such as 3F7$") as caught:
+        FromCsv(path=tmp_path / "other").stage_to_rank(2)
+    assert "secret" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_a_device_or_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    """Nothing of it is held in memory; a link to a table is followed."""
+    with pytest.raises(UserError, match="can't be read: it is not a regular file"):
+        FromCsv(path=Path("/dev/zero")).stage_to_rank(2)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match=f"can't be read: it has {2**40} bytes"):
+        FromCsv(path=tmp_path / "large").stage_to_rank(2)
+    (tmp_path / "table").write_text("0F0,0B0\n", "utf-8")
+    (tmp_path / "link").symlink_to("table")
+    assert FromCsv(path=tmp_path / "link").stage_to_rank(1) == (0,)

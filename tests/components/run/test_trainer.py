@@ -71,7 +71,6 @@ def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
         "stop": record,
         "checkpointer": record,
         "on_finish": [record],
-        "checks": Every(),
         "restored": Every(),
         **changes,
     }
@@ -92,19 +91,6 @@ def test_nodes_act_after_the_restore_and_before_the_first_step() -> None:
     with pytest.raises(UserError):
         trainer(failing, restored=Every({"folder": failing})).run()
     assert failing.calls == []
-
-
-def test_a_failed_check_ends_the_run_before_the_restore() -> None:
-    """Nothing is restored or run that open nodes refuse."""
-
-    class Refusing(Record):
-        def check_run(self) -> None:
-            raise UserError("the tokenizer does not fit")
-
-    record = Refusing()
-    with pytest.raises(UserError, match="does not fit"):
-        trainer(record, checks=Every({"rows": record}), restored=Every({"folder": record})).run()
-    assert record.calls == []
 
 
 def test_steps_count_from_one_to_the_last() -> None:
@@ -279,7 +265,6 @@ def test_phases_that_change_weights_wait_for_staging() -> None:
         "stop": record,
         "checkpointer": record,
         "randomness": record,
-        "checks": Every(),
         "restored": Every(),
     }
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()

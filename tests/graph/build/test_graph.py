@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.project import Project
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.merged import MergedRecipe
 
 Shop = Callable[..., Graph]
@@ -128,6 +129,30 @@ def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> 
     assert graph.problems == () and graph.nodes["page"].edges["filters"].targets == ("second",)
 
 
+def unused(*words: str, text: str = "", folder: Path) -> list[str]:
+    """The nodes of a recipe over `first_run` that are reported as unused."""
+    (folder / "mine.toml").write_text(f'extends = "first_run"\n{text}', "utf-8")
+    problems = Recipe.load(folder / "mine.toml", *words).graph.problems
+    return [problem.node for problem in problems if problem.code == "DL322"]
+
+
+def test_a_node_that_the_choice_of_another_leaves_out_is_no_warning(tmp_path: Path) -> None:
+    """Nodes of the recipe that is extended, a list that is emptied, and a component without an edge that it had."""
+    assert unused(text="[trainer]\non_finish = []\n", folder=tmp_path) == []
+    assert unused("trainer.on_finish=[]", "tokens.use=data.tokenized", "tokens.path=store", folder=tmp_path) == []
+    spare = '[trainer]\non_finish = ["@sample", "@html_report"]\n[report_of_mine]\nuse = "metrics.fill_rate"\n'
+    assert unused("trainer.on_finish=[]", text=spare, folder=tmp_path) == ["report_of_mine"]
+    task = '[mine]\nuse = "sampling.sample"\nprompt = "a"\n[trainer]\non_finish = ["@mine"]\n'
+    assert unused(text=task, folder=tmp_path) == unused("trainer.on_finish=[]", text=task, folder=tmp_path) == []
+
+
+def test_a_setting_of_a_node_that_is_left_out_is_a_warning(tmp_path: Path) -> None:
+    """The recipe that empties the list also sets what the node would do: one of both is a mistake."""
+    text = "[trainer]\non_finish = []\n[export]\nmax_shard = 7\n"
+    assert unused(text=text, folder=tmp_path) == ["export"]
+    assert unused("trainer.on_finish=[]", "export.max_shard=7", folder=tmp_path) == ["export"]
+
+
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: int) -> None:
     """One store is taken without a word; two are a problem that names both and the lines to write."""
@@ -222,3 +247,13 @@ def test_an_invalid_order_of_a_sequence_is_a_problem_with_a_remedy(
 ) -> None:
     """Reading too early, changing too late and reading an unwritten value are problems with the line to move or add."""
     assert texts(shop, *names) == [expected]
+
+
+def test_a_sequence_that_names_its_members_a_thousand_times_is_checked_once() -> None:
+    """Duplicates are problems, and the order is that of the first of each: work grows with the length alone."""
+    recipe = Recipe.load("first_run")
+    phases = [f"@{name}" for name in recipe.graph.nodes["trainer"].edges["phases"].targets]
+    began = time.process_time()
+    problems = recipe.with_values({"trainer": {"phases": phases * 2000}}).graph.problems
+    assert {problem.code for problem in problems} == {"DL318"} and len(problems) == len(phases) * 1999
+    assert time.process_time() - began < 20  # it took minutes

@@ -203,7 +203,24 @@ def test_components_are_listed_by_the_node_that_they_can_be(
     assert "stores.memory" in fitting and "stores.disk" in fitting
     assert not [use for use in fitting if not use.startswith("stores.")]
     assert main(["list", "--fits", "stor"], project) == 2
-    assert capsys.readouterr().err == "no shipped recipe has a node [stor]; did you mean 'store'?\n"
+    assert (
+        capsys.readouterr().err
+        == "no shipped recipe has a node [stor], and there is no such port; did you mean 'store'?\n"
+    )
+
+
+def test_components_are_listed_by_the_port_that_they_implement(capsys: pytest.CaptureFixture[str]) -> None:
+    """One port by name, or all of them, of which each component is below those that it implements and no others."""
+    assert main(["list", "--fits", "Tokenizer"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["data.bytes", "data.hugging_face_tokenizer"]
+    assert main(["list", "--ports"]) == 0
+    blocks = [block.splitlines() for block in capsys.readouterr().out.split("\n\n")]
+    components = {block[0].partition(":")[0]: [line.strip() for line in block[1:]] for block in blocks}
+    assert components["Tokenizer"] == listed and components["ChatTokenizer"] == listed[1:]
+    assert list(components) == sorted(components) and {"Model", "Mesh"} <= components.keys()
+    assert main(["list", "--fits", "Tokeniser"]) == 2
+    assert "there is no such port; did you mean " in capsys.readouterr().err
 
 
 def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,10 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "faulty"
 
 @pytest.mark.parametrize("name", ["shop", "drawloom"])
 def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the golden recipes, in the same words; each mark begins where `check` says, or at `extends`."""
+    """
+    Of the golden recipes, in the same words; each mark begins where `check` says, or at `extends`. What the machine
+    lacks is not marked: no files are read while a recipe is typed.
+    """
     monkeypatch.chdir(GOLDEN)
     workspace, compared = Workspace(Project.of("support.shop" if name == "shop" else "drawloom")), set[str]()
     for path in sorted(GOLDEN.resolve().glob("*.toml")):
@@ -27,9 +30,9 @@ def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPa
         workspace.texts = {path: text}
         marks = [*diagnose(workspace, path)]
         if path not in workspace.analyses or not workspace.analyses[path].is_overlay:
-            assert [str(mark.problem) for mark in marks] == [line for line in golden if " nodes, " not in line], (
-                path.name
-            )
+            assert [str(mark.problem) for mark in marks] == [
+                line for line in golden if " nodes, " not in line and "(DL403)" not in line
+            ], path.name
             compared |= {mark.problem.code for mark in marks}
         for mark in marks:
             assert 0 <= mark.start <= mark.end <= len(text)

@@ -186,9 +186,8 @@ def test_texts_longer_than_the_models_positions_are_warned_of(
     rows = Concatenated(
         tokens=Texts(train=["ab", "abcdef", "c"]), job=job, length=length, models=Every({"model": model})
     )
-    rows.open()
     with caplog.at_level(logging.WARNING):
-        rows.check_run()
+        rows.open()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (tokens is not None)
     if tokens is not None:

@@ -195,7 +195,7 @@ def test_resuming_with_another_longest_text() -> None:
 
 
 def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
-    """The other values are the config's; sizes that do not fit together are faults, and so is a missing config."""
+    """The other values are the config's; sizes that do not fit together are refused, and so is a missing config."""
     scaled: Any = {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}
     other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **scaled, **SIZES)
     path = tmp_path / "config.json"
@@ -206,9 +206,11 @@ def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
     plain = RopeScaling(rope_type="default", rope_theta=5e3)
     found = Qwen3Dense(kernels=cpu_kernels(), config=path, rope_parameters=plain).architecture
     assert found == attrs.evolve(other.architecture, rope_theta=5e3, rope_scaling=None)
-    assert faults_of(config=path, **over) == []
-    assert [key for key, _, _ in faults_of(config=path, num_key_value_heads=3)] == ["num_key_value_heads"]
-    assert [key for key, _, _ in faults_of(config=tmp_path / "no.json", num_hidden_layers=2)] == ["config"]
+    assert faults_of(config=path, **over) == faults_of(config=tmp_path / "no.json") == []  # no file is read
+    with pytest.raises(UserError, match=r"^num_key_value_heads: "):
+        Qwen3Dense(kernels=cpu_kernels(), config=path, num_key_value_heads=3).check_machine()
+    with pytest.raises(UserError, match=r"^config: .*no.json can't be read"):
+        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path / "no.json").check_machine()
 
 
 def test_errors_at_run_time_say_the_same() -> None:
@@ -319,8 +321,9 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
     assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
     found: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
     assert (found.router_aux_loss_coef, attrs.evolve(found, router_aux_loss_coef=0.5)) == (0.0, other.architecture)
-    assert faults_of_experts(config=tmp_path, num_experts=5) == []
-    assert [key for key, _, _ in faults_of_experts(config=tmp_path, num_experts=1)] == ["num_experts_per_tok"]
+    Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=5).check_machine()
+    with pytest.raises(UserError, match=r"^num_experts_per_tok: "):
+        Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_machine()
 
 
 def test_the_only_tokenizer_of_a_recipe_is_the_models() -> None:
@@ -355,3 +358,21 @@ def test_the_longest_text_is_what_scaling_makes_of_positions(scaling: dict[str, 
     rope = None if scaling is None else RopeScaling(**scaling)
     sizes = SIZES | {"max_position_embeddings": 64, "rope_scaling": rope}
     assert Qwen3Dense(kernels=cpu_kernels(), **sizes).longest_text == longest
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 10**10), ("num_attention_heads", 10**9)]
+)
+def test_a_config_of_impossible_sizes_is_refused_before_anything_is_made(key: str, value: int, tmp_path: Path) -> None:
+    """The key is named; lists of layers would take gigabytes."""
+    config = Qwen3Dense(kernels=cpu_kernels(), **SIZES).hugging_face_config()
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=f"says {key} = {value}, which is more than"):
+        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path).check_machine()
+
+
+def test_layers_of_too_many_experts_are_a_fault() -> None:
+    """Each number is possible, and their product is not: every expert is a tensor in files."""
+    many = {"num_hidden_layers": 1001, "num_experts": 1000}
+    assert [key for key, _, _ in faults_of_experts(**SPARSE_SIZES | many)] == ["num_experts"]
+    assert [key for key, _, _ in faults_of_experts(**SPARSE_SIZES | {"num_experts": 1000})] == []

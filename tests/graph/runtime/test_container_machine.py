@@ -1,0 +1,89 @@
+"""What a machine lacks for a recipe, as `check` and a run find it."""
+
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from drawloom.graph.cli.main import main
+from drawloom.graph.problems import RecipeError, UserError
+from drawloom.graph.project import Project, Recipe
+from support.shop.components.pages.plain import Plain
+from support.shop.components.servers.loop import Loop
+from support.shop.components.stores.memory import Memory
+
+opened: list[str] = []
+
+
+def lack(reason: str) -> NoReturn:
+    """Raise a UserError."""
+    raise UserError(reason)
+
+
+@pytest.fixture
+def needy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has no disk, the page asks the store before it looks for its template, and nothing may be opened."""
+    opened.clear()
+    monkeypatch.setattr(Memory, "check_machine", lambda self: lack("name: there is no disk"), raising=False)
+    monkeypatch.setattr(Memory, "open", lambda self: opened.append(self.name), raising=False)
+    monkeypatch.setattr(Loop, "check_machine", lambda self: lack("there is no network"), raising=False)
+
+
+def problems(recipe: Recipe, *, elsewhere: bool = False) -> list[str]:
+    """All problems of a recipe."""
+    try:
+        return [str(problem) for problem in recipe.check(elsewhere=elsewhere)]
+    except RecipeError as error:
+        return [str(problem) for problem in error.problems]
+
+
+@pytest.mark.usefixtures("needy")
+def test_check_reports_what_the_machine_lacks_beside_what_is_wrong(project: Project, tmp_path: Path) -> None:
+    """All at once, each at the setting or variable that its message names; nodes with errors are left out."""
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "small"\n[vars]\nname = "disk"\n[store]\nname = "$vars.name"\n', "utf-8")
+    recipe = Recipe.load(path, project=project)
+    assert problems(recipe) == [
+        f"{path}:3:8: [store] name: there is no disk (DL403)",
+        "[trainer] there is no network (DL403)",
+    ]
+    assert problems(recipe, elsewhere=True) == []
+    faulty = Recipe.load(path, "page.title=3", project=project)
+    assert [text[-7:] for text in problems(faulty)] == ["(DL403)", "(DL303)"]
+    assert "disk" in problems(faulty)[0] and not any("network" in text for text in problems(faulty))
+
+
+@pytest.mark.usefixtures("needy")
+def test_a_run_is_refused_before_anything_is_opened(project: Project) -> None:
+    """By the same problems as `check`, and only by those of what is opened."""
+    recipe = Recipe.load("small", project=project)
+    with pytest.raises(RecipeError) as caught, recipe.open():
+        pass
+    assert [str(problem) for problem in caught.value.problems] == problems(recipe)
+    with pytest.raises(RecipeError, match=r"^\[store\] name: there is no disk \(DL403\)$"), recipe.open("store"):
+        pass
+    assert opened == []
+
+
+def test_a_problem_is_reported_by_the_node_that_has_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that reads from a store without a disk adds nothing; a bug of its own is raised."""
+    monkeypatch.setattr(Memory, "check_machine", lambda self: lack("there is no disk"), raising=False)
+    recipe = Recipe.load("small", project=project)
+    for reads in (lambda self: self.store.check_machine(), lambda self: self.store.get("what was not read")):
+        monkeypatch.setattr(Plain, "check_machine", reads, raising=False)
+        assert problems(recipe) == ["[store] there is no disk (DL403)"]
+    monkeypatch.setattr(Memory, "check_machine", lambda _: None)
+    with pytest.raises(KeyError):
+        recipe.check()
+
+
+@pytest.mark.usefixtures("needy")
+def test_the_command_leaves_the_machine_out_for_recipes_that_run_elsewhere(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also as JSON; other commands never ask."""
+    assert main(["check", "small"], project) == 2 and "there is no disk" in capsys.readouterr().err
+    assert main(["check", "small", "--format", "json"], project) == 2 and '"DL403"' in capsys.readouterr().out
+    assert main(["check", "small", "--elsewhere"], project) == 0
+    assert main(["check", "small", "--elsewhere", "--format", "json"], project) == 0
+    assert main(["explain", "small"], project) == main(["show", "small"], project) == 0

@@ -1,0 +1,86 @@
+"""What `check` finds that this machine lacks: in each of these cases a run would end at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Recipe
+from support.chat import tokenizer_folder
+
+
+def lacks(*words: str) -> list[str]:
+    """The text of each problem that `check` finds."""
+    try:
+        return [str(problem) for problem in Recipe.load(*words).check()]
+    except RecipeError as error:
+        return [str(problem) for problem in error.problems]
+
+
+def write_lines(path: Path, *rows: Any) -> str:
+    """Write JSON lines; return the setting of a corpus that reads them."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    return f'["{path}"]'
+
+
+def test_a_gpu_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if the recipe asks for one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert lacks("first_run") == []
+    [problem] = lacks("first_run", "device.kind=cuda")
+    assert problem.startswith("command line: [device] kind: the device is 'cuda', but torch finds no GPU here")
+
+
+@pytest.mark.parametrize("use", ["text_files", "jsonl", "parquet"])
+def test_a_corpus_without_files_is_found(use: str, tmp_path: Path) -> None:
+    """The glob is named."""
+    [problem] = lacks("first_run", f"corpus.use=data.{use}", f'corpus.paths=["{tmp_path}/*.txt"]')
+    assert problem.startswith(f'command line: [corpus] paths: no file matches "{tmp_path}/*.txt"')
+
+
+def test_a_tokenizer_that_cannot_be_read_is_found_once(tmp_path: Path) -> None:
+    """A missing file, and a file without an end token: neither the model nor the rows report it again."""
+    words = "first_run", "tokenizer.use=data.hugging_face_tokenizer"
+    [problem] = lacks(*words, f"tokenizer.path={tmp_path / 'none'}")
+    assert f"[tokenizer] path: there is no file {tmp_path / 'none'}" in problem
+    folder = tokenizer_folder(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+    [problem] = lacks(*words, f"tokenizer.path={folder}")
+    assert "[tokenizer] end_token: " in problem and "write one of " in problem
+    assert lacks(*words, f"tokenizer.path={folder}", "tokenizer.end_token=</s>") == []
+
+
+def test_a_vocabulary_that_is_too_small_is_found(tmp_path: Path) -> None:
+    """Whether the model has the tokenizer, or only the rows have it."""
+    words = "model.vocab_size=100", "tokenizer.use=data.hugging_face_tokenizer", f"tokenizer.path={tmp_path}"
+    tokenizer_folder(tmp_path)
+    [problem] = lacks("first_run", *words)
+    assert problem.startswith("command line: [model] vocab_size: the tokenizer has ")
+    apart = Recipe.load("first_run", *words).with_values({"unset": ["model.tokenizer"]})
+    with pytest.raises(RecipeError, match=r"\[packing\] the tokenizer has \d+ ids, but .* only 100"):
+        apart.check()
+
+
+def test_lines_of_another_form_are_found(tmp_path: Path) -> None:
+    """ShareGPT's conversations, chat given to DPO, preferences given to chat, and lines without the text field."""
+    sharegpt = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "there"}]}
+    chat = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]}
+    pair = {"prompt": "hello", "chosen": "there", "rejected": "you"}
+    folder = tokenizer_folder(tmp_path / "tokenizer")
+    tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(folder)}
+
+    def refused(use: str, row: Any) -> list[str]:
+        paths = json.loads(write_lines(tmp_path / "lines.jsonl", row))
+        recipe = Recipe.of({"tokens": {"use": use, "paths": paths, "tokenizer": tokenizer}})
+        with recipe.project.container(recipe.graph, "tokens") as _:
+            return []
+
+    for use, row in (("conversations", sharegpt), ("conversations", pair), ("preferences", chat)):
+        with pytest.raises(RecipeError, match=rf"{tmp_path}/lines.jsonl:1: it has {', '.join(row)}; write \{{"):
+            refused(f"data.{use}", row)
+    paths = write_lines(tmp_path / "texts.jsonl", sharegpt)
+    [problem] = lacks("first_run", "corpus.use=data.jsonl", f"corpus.paths={paths}")
+    assert f'{tmp_path}/texts.jsonl:1: the object has no field "text", only conversations' in problem
