@@ -21,7 +21,18 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, check_cadence, due
+from drawloom.components.ports.run import (
+    Cadence,
+    Durable,
+    Event,
+    Events,
+    GrowingState,
+    RunFolder,
+    Stateful,
+    Step,
+    check_cadence,
+    due,
+)
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
@@ -57,6 +68,7 @@ class Checkpointer:
     mesh: Mesh
     processes: Processes
     states: Every[Stateful]
+    growing: Every[GrowingState]
     records: Every[Durable]
     recipe: ResolvedRecipe
     staging: Stager | None = None
@@ -286,11 +298,8 @@ class Checkpointer:
 
     def _check_space(self, last: int) -> None:
         """Check the free disk space; `last` is the size of the newest checkpoint in bytes, 0 if there is none."""
-        now = self._protocol.plan.take(self.states, Step(0, 0))
-        fresh = any(slices_of(node) and not node.state_dict() for node in self.states.values())
-        # an optimizer that has not stepped has no state yet; Adam's two moments are the most usual case
-        likely = now.bytes * (3 if fresh else 1)
-        check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))
+        mine = self._protocol.plan.forecast_bytes(self.states, self.growing)
+        check_space(self.mesh.world, self._checkpoints, mine, last)
 
 
 def _found(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpoint:

@@ -191,6 +191,19 @@ class Stateful(Protocol):
         ...
 
 
+@port(named=True)
+class GrowingState(Stateful, Protocol):
+    """A stateful node whose first step adds tensors to its state, such as an optimizer."""
+
+    def forecast_state(self) -> dict[str, Any]:
+        """
+        Return the state as it will be after the first step, with the shape and dtype of every tensor.
+
+        Its tensors may be on the meta device: only their bytes are counted, for the check of free disk space.
+        """
+        ...
+
+
 EventKind = Literal[
     "run_started",
     "step_started",
