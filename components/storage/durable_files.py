@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.storage.regular_file import CHUNK
-from drawloom.components.storage.sha256_stream import Content, Sha256Stream
+from drawloom.components.storage.sha256_stream import BLOCK, Content, Sha256Stream
 from drawloom.graph import UserError
 
 
@@ -52,10 +52,10 @@ class FileWriter:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[FileWriter]:
-    """Create a file, which is flushed to disk at the end of the block; OSError if it exists."""
+def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
+    """Create a file, hashed in blocks of this size, and flushed at the end of the context; OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    sha256 = Sha256Stream()
+    sha256 = Sha256Stream(block)
     try:
         yield FileWriter(str(path), descriptor, sha256)
         _sync(descriptor, path)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.runs import drawloom, write_corpus
+from support.stores import damage
 
 RECORD = ("record.use=data.record", "edit.trainer.phases.after.@forward_backward=@record")
 RUN = ("run", "tiny.toml", *RECORD, "checkpoint.every=2", "evaluate.every=100", "trainer.on_finish=[]")
@@ -93,3 +94,18 @@ def test_a_planted_fault_is_found(place: Path, change: Callable[[list[Any]], Non
     path.write_bytes(before)
     assert outcome.code == 1 and all(word in outcome.text for word in words), outcome.text
     assert "the data differs from what it should be" in outcome.text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_changed_token_ends_a_run(tmp_path: Path, workers: int) -> None:
+    """A run whose cached token store has another bit ends with the name of the file, and trains on nothing of it."""
+    write_corpus(tmp_path)
+    words = ("run", "tiny.toml", "trainer.steps=1", "trainer.on_finish=[]", f"data.workers={workers}")
+    [made] = drawloom(tmp_path, *words)
+    assert made.code == 0, made.text
+    [store] = (tmp_path / "runs/.tokens").glob("*-train")
+    damage(store / "00000.tokens", 40)
+    [outcome] = drawloom(tmp_path, *words, "run.name=other")
+    assert outcome.code == 1 and f"{store.name}/00000.tokens has other content" in outcome.text, outcome.text
+    assert "Traceback" not in outcome.text
+    assert not (tmp_path / "runs/other/checkpoints/step-1").exists()
