@@ -13,7 +13,7 @@ import torch
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.io_errors import check_space, described
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, step_of
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
@@ -151,6 +151,12 @@ class Checkpointer:
         self._saved = found.manifest.step if found else 0
         self._check_space(found.manifest.bytes if found else 0)
         return self._saved
+
+    def known_steps(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
+        """Return the steps of the checkpoints whose manifest is valid, with the numbers in it."""
+        for checkpoint in committed(self._checkpoints):
+            if (manifest := quick_check(checkpoint)) is not None:
+                yield manifest.step, manifest.values
 
     @cached_property
     def _checkpoints(self) -> Path:

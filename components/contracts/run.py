@@ -18,6 +18,7 @@ from drawloom.components.ports.run import (
     Events,
     FinalTask,
     GrowingState,
+    KnownSteps,
     Listener,
     Metric,
     Phase,
@@ -260,6 +261,14 @@ def _expect_covered(state: Any, forecast: Any, where: str) -> None:
             _expect_covered(part, forecast[name], f"{where}, {name}")
     elif isinstance(state, torch.Tensor):
         expect((state.shape, state.dtype) == (forecast.shape, forecast.dtype), f"{where} was forecast differently")
+
+
+def known_steps_have_numbers(node: KnownSteps) -> None:
+    """Steps are counted from 1, and what is known of them are numbers or None, by name."""
+    for step, values in node.known_steps():
+        expect(type(step) is int and step >= 1, f"{step!r} is not a step")
+        kinds = {type(value) for value in values.values()}
+        expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
 
 
 def a_foreign_state_is_refused(node: Stateful) -> None:

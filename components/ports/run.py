@@ -1,7 +1,7 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -315,6 +315,15 @@ class Durable(Protocol):
 
     def flush(self) -> None:
         """Return when everything written so far is on disk. May be called in any thread."""
+        ...
+
+
+@port
+class KnownSteps(Protocol):
+    """Has recorded numbers of some steps where damage is detected, as checkpoints have."""
+
+    def known_steps(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
+        """Return steps, each with numbers among its outputs; None for one that was not finite."""
         ...
 
 

@@ -1,12 +1,12 @@
 """What runs see of their data, from files to the audit."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drawloom.components.storage.step_log import encode_line, read_steps
 from support.runs import drawloom, write_corpus
 from support.stores import damage
 
@@ -56,7 +56,7 @@ def test_tokens_are_counted_by_source(place: Path) -> None:
 
 
 def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [line.row for line in read_steps(path)[0]]
 
 
 def test_a_run_has_seen_what_it_should(place: Path) -> None:
@@ -89,11 +89,22 @@ def test_a_planted_fault_is_found(place: Path, change: Callable[[list[Any]], Non
     before = path.read_bytes()
     rows = lines(path)
     change(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_bytes(b"".join(map(encode_line, rows)))
     [outcome] = drawloom(place, "data", "audit", "runs/tiny")
     path.write_bytes(before)
     assert outcome.code == 1 and all(word in outcome.text for word in words), outcome.text
     assert "the data differs from what it should be" in outcome.text
+
+
+def test_a_damaged_record_is_told(place: Path) -> None:
+    """A line that was changed is a fault of the file, and not of the data; it is not compared."""
+    path = place / "runs/tiny/rows/rank-0.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b'"step": 7', b'"step": 6').replace(b'"step": 9', b'"step\0 9'))
+    [outcome] = drawloom(place, "data", "audit", "runs/tiny")
+    path.write_bytes(before)
+    assert outcome.code == 1, outcome.text
+    assert "rank-0.jsonl is damaged: 1 line is unreadable (line 9), 1 line is out of order (line 7)" in outcome.text
 
 
 @pytest.mark.parametrize("workers", [0, 2])
