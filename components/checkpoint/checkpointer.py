@@ -34,9 +34,11 @@ from drawloom.components.ports.run import (
     due,
 )
 from drawloom.components.ports.staging import Stager
+from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
+LARGEST_RECIPE = 2**26  # bytes
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a checkpoint that is being written
 
 log = logging.getLogger("drawloom.checkpoint")
@@ -298,8 +300,9 @@ class Checkpointer:
     def _changed(self, checkpoint: Path) -> set[str]:
         """The nodes in which the recipe differs from the checkpoint's."""
         try:
-            return {change.node for change in self.recipe.changes((checkpoint / LOCK).read_text("utf-8"))}
-        except (RecipeError, ValueError):
+            text = read_file(checkpoint / LOCK, LARGEST_RECIPE).decode()
+            return {change.node for change in self.recipe.changes(text)}
+        except (RecipeError, ValueError, OSError):
             return set()  # a recipe of an older version that can't be read: its nodes must be the same then
 
     def _check_space(self, last: int) -> None:

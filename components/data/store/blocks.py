@@ -7,9 +7,11 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import UserError
 
 BLOCK = 2**16  # bytes; part of the format; small, because shuffled documents are read one by one
+MAX_SIZE = 2**32  # bytes of a JSON file or of the digests of a shard
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -64,3 +66,8 @@ class MappedFile:
     def verify_all(self) -> None:
         """Hash all blocks that were not verified yet."""
         self.verify(0, len(self.verified))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file, or of what a link leads to. Raises OSError for a pipe or a device."""
+    return read_file(path.resolve(), MAX_SIZE)

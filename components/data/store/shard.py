@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks
+from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular
 from drawloom.components.storage.durable_files import FileWriter, new_file, replace_file
 from drawloom.graph import UserError
 
@@ -233,7 +233,7 @@ class Shard:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): {_DAMAGED.format(path.parent)}") from error
 

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom.components.data.store.blocks import read_regular
 from drawloom.components.data.store.shard import Shard, ShardFiles
 from drawloom.components.ports.corpus import DocumentPart
 from drawloom.components.storage.strict_json import parse
@@ -135,7 +136,7 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the index in `store.json`. Raises UserError if it is missing, of another format, or has changed."""
     anew = f"restore it, or remove {path.parent} and make the store anew"
     try:
-        text = path.read_bytes()
+        text = read_regular(path)
         index: dict[str, Any] = parse(text, most=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "make it with `drawloom tokenize`, which also completes one that was begun"

@@ -1,5 +1,6 @@
 """Hashes of every tensor of the state after each step."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from drawloom.components.checkpoint.state_hashes import StateHashes, state_hashes
 from drawloom.components.ports.run import Step
 from drawloom.components.storage.step_log import read_steps
-from drawloom.graph import Every
+from drawloom.graph import Every, UserError
 from support.checkpoints import FixedFolder, SingleRankMesh, StateNode
 
 
@@ -73,3 +74,11 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
     again.run_phase(Step(5, 9))
     assert [row["step"] for row in _rows(tmp_path)] == [1, 3, 4, 5]
     assert caplog.records[-1].getMessage() == f"{path} was removed during the run, and is written anew"
+
+
+def test_a_pipe_in_place_of_hashes_is_refused(tmp_path: Path) -> None:
+    """A run folder that a stranger sent can't make a run wait."""
+    (tmp_path / "digests").mkdir()
+    os.mkfifo(tmp_path / "digests" / "rank-0.jsonl")
+    with pytest.raises(UserError, match=r"rank-0\.jsonl can't be written .it is not a regular file"):
+        _node(tmp_path, memory=StateNode({"a": 1})).run_phase(Step(1, 9))

@@ -1,5 +1,6 @@
 """The record of the rows that steps have seen."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from drawloom.components.data.record import Record, row_digests
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.run import Batching, Step
 from drawloom.components.storage.step_log import encode_line, read_steps
+from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
 
@@ -75,3 +77,13 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
     again.run_phase(Step(5, 9, outputs={"batches": [batch(5)]}))
     assert [line["step"] for line in lines(tmp_path)] == [1, 3, 4, 5]
     assert caplog.records[-1].getMessage() == f"{path} was removed during the run, and is written anew"
+
+
+def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
+    """A run folder that a stranger sent can't make a run wait, also by the file of a rank that the run lacks."""
+    for name in ("rank-0", "rank-7"):
+        folder = tmp_path / name
+        (folder / "rows").mkdir(parents=True)
+        os.mkfifo(folder / "rows" / f"{name}.jsonl")
+        with pytest.raises(UserError, match=f"rows/{name}.jsonl can't be written .it is not a regular file"):
+            record(folder).run_phase(Step(1, 9, outputs={"batches": [batch(1)]}))
