@@ -13,7 +13,7 @@ import torch
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.io_errors import check_space, described
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, step_of
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
@@ -21,11 +21,24 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, check_cadence, due
+from drawloom.components.ports.run import (
+    Cadence,
+    Durable,
+    Event,
+    Events,
+    GrowingState,
+    RunFolder,
+    Stateful,
+    Step,
+    check_cadence,
+    due,
+)
 from drawloom.components.ports.staging import Stager
+from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
+LARGEST_RECIPE = 2**26  # bytes
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a checkpoint that is being written
 
 log = logging.getLogger("drawloom.checkpoint")
@@ -57,6 +70,7 @@ class Checkpointer:
     mesh: Mesh
     processes: Processes
     states: Every[Stateful]
+    growing: Every[GrowingState]
     records: Every[Durable]
     recipe: ResolvedRecipe
     staging: Stager | None = None
@@ -139,6 +153,12 @@ class Checkpointer:
         self._saved = found.manifest.step if found else 0
         self._check_space(found.manifest.bytes if found else 0)
         return self._saved
+
+    def known_steps(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
+        """Return the steps of the checkpoints whose manifest is valid, with the numbers in it."""
+        for checkpoint in committed(self._checkpoints):
+            if (manifest := quick_check(checkpoint)) is not None:
+                yield manifest.step, manifest.values
 
     @cached_property
     def _checkpoints(self) -> Path:
@@ -280,17 +300,15 @@ class Checkpointer:
     def _changed(self, checkpoint: Path) -> set[str]:
         """The nodes in which the recipe differs from the checkpoint's."""
         try:
-            return {change.node for change in self.recipe.changes((checkpoint / LOCK).read_text("utf-8"))}
-        except (RecipeError, ValueError):
+            text = read_file(checkpoint / LOCK, LARGEST_RECIPE).decode()
+            return {change.node for change in self.recipe.changes(text)}
+        except (RecipeError, ValueError, OSError):
             return set()  # a recipe of an older version that can't be read: its nodes must be the same then
 
     def _check_space(self, last: int) -> None:
         """Check the free disk space; `last` is the size of the newest checkpoint in bytes, 0 if there is none."""
-        now = self._protocol.plan.take(self.states, Step(0, 0))
-        fresh = any(slices_of(node) and not node.state_dict() for node in self.states.values())
-        # an optimizer that has not stepped has no state yet; Adam's two moments are the most usual case
-        likely = now.bytes * (3 if fresh else 1)
-        check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))
+        mine = self._protocol.plan.forecast_bytes(self.states, self.growing)
+        check_space(self.mesh.world, self._checkpoints, mine, last)
 
 
 def _found(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpoint:

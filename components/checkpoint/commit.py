@@ -7,6 +7,7 @@ checkpoints are removed.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -141,7 +142,7 @@ def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest and rename the folder. A corrupt checkpoint of the same step is kept under another name."""
     durable_files.write_file(temp / MANIFEST, manifest.write())
     durable_files.sync(temp)
-    if checkpoint.exists():
+    if os.path.lexists(checkpoint):
         durable_files.rename(checkpoint, _free_name(checkpoint))
     durable_files.rename(temp, checkpoint)
 

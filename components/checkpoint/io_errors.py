@@ -28,21 +28,22 @@ def described(error: Agreed, checkpoints: Path, need: int) -> str:
     return f"disk full: needs {byte_size(need)}, {free} free in {checkpoints} ({error})"
 
 
-def check_space(world: Group, checkpoints: Path, minimum: int, likely: int) -> None:
+def check_space(world: Group, checkpoints: Path, expected: int, last: int) -> None:
     """
-    UserError on all ranks if the disk has no space for one checkpoint, and a warning if not for two.
+    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has none for two.
 
-    `minimum` is the least size in bytes of this rank's part, `likely` the expected one after some steps.
+    `expected` is the size in bytes of this rank's part once all state exists. `last` is the size of the newest
+    checkpoint of all ranks, or 0: a state may have grown beyond its forecast.
     """
-    totals = [sum(column) for column in zip(*world.gather_json([minimum, likely]), strict=True)]
-    run_on_rank0(world, lambda: _check_space(checkpoints, *totals))
+    total = sum(world.gather_json(expected))
+    run_on_rank0(world, lambda: _check_space(checkpoints, total, max(total, last)))
 
 
-def _check_space(checkpoints: Path, minimum: int, likely: int) -> None:
+def _check_space(checkpoints: Path, expected: int, likely: int) -> None:
     free = durable_files.free(checkpoints)
-    if free < minimum:
+    if free < expected:
         raise UserError(
-            f"{checkpoints}: a checkpoint needs about {byte_size(likely)}, and {byte_size(free)} are free; free some "
+            f"{checkpoints}: a checkpoint needs about {byte_size(expected)}, and {byte_size(free)} are free; free some "
             "space, or set run.folder to another disk"
         )
     # two, because the last checkpoint is removed only after the next one is committed

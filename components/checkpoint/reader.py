@@ -1,6 +1,7 @@
 """Reads checkpoints: the newest valid one of a run, and the states in it."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -60,7 +61,7 @@ def newest(run_folder: Path) -> Path | None:
             verify(path)
             return path
         except CorruptCheckpoint as error:
-            if not path.exists():
+            if not os.path.lexists(path):
                 return newest(run_folder)  # the run that owns the folder has just removed it
             corrupt[path] = str(error)
             log.warning("%s is corrupt and skipped: %s", path, error)

@@ -4,8 +4,9 @@ A snapshot of the state after a step: the part of every stateful node that this 
 Tensors of sharded nodes are saved as the slices that ranks hold, and put together from those of any layout of ranks.
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Stateful, Step
+from drawloom.components.ports.run import GrowingState, Stateful, Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.state.trees import transform, transform_with_path
-from drawloom.components.storage.state_tree import Tree, pack
+from drawloom.components.storage.state_tree import Packed, Tree, pack
 
 
 def is_local(node: Stateful) -> bool:
@@ -84,16 +85,27 @@ class ShardPlan:
 
     def take(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
         """This rank's part of the state; a stager copies it, so that the state may change while it is written."""
-        mine: dict[str, dict[str, Any]] = {}
-        for name, node in states.items():
-            if name in self.sharded:
-                places = self.sharded[name]
-                mine[name] = {key: mark(part, places[key]) for key, part in node.state_dict().items() if key in places}
-            elif self.rank == 0 or name in self.local:
-                mine[name] = node.state_dict()
-        tree, tensors = pack(mine)
+        tree, tensors = self._pack({name: node.state_dict for name, node in states.items()})
         count = sum(tensor.nbytes for tensor in tensors.values())
         return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _values(step))
+
+    def forecast_bytes(self, states: Mapping[str, Stateful], growing: Mapping[str, GrowingState]) -> int:
+        """Return about how many bytes this rank writes into a checkpoint once all state exists."""
+        sources = {name: node.state_dict for name, node in states.items()}
+        tree, tensors = self._pack(sources | {name: node.forecast_state for name, node in growing.items()})
+        # the tree is a file; headers of the tensors' files repeat its names, with shapes, dtypes and offsets
+        return sum(tensor.nbytes for tensor in tensors.values()) + 2 * len(json.dumps(tree))
+
+    def _pack(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Packed:
+        """Return this rank's part of the states that these functions return."""
+        mine: dict[str, dict[str, Any]] = {}
+        for name, source in sources.items():
+            if name in self.sharded:
+                places = self.sharded[name]
+                mine[name] = {key: mark(part, places[key]) for key, part in source().items() if key in places}
+            elif self.rank == 0 or name in self.local:
+                mine[name] = source()
+        return pack(mine)
 
 
 def _as_json(place: TensorSlice | None) -> list[list[int]] | None:

@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-import os
-from pathlib import Path
 
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.storage.state_tree import entries, pack
+from drawloom.components.storage.step_log import StepLog
 from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Every, component
 
+FOLDER = "digests"
 SHORT = 16  # hexadecimal digits of a SHA-256: enough to distinguish tensors
 
 
@@ -31,26 +30,33 @@ class StateHashes:
     mesh: Mesh
     states: Every[Stateful]
 
-    _path: Path | None = attrs.field(init=False, default=None)
+    _log: StepLog | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
 
     def run_phase(self, step: Step) -> None:
         """Append the hashes of a step; later lines, of a process that was killed or went back, are removed."""
-        if self._path is None or step.index <= self._newest:
-            self._path = self._begin(step.index)
+        if self._log is None or step.index <= self._newest:
+            self._log = self._begin(step.index)
         self._newest = step.index
-        row = {
-            "step": step.index,
-            "digests": state_hashes({name: node.state_dict() for name, node in self.states.items()}),
-        }
-        with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        hashes = state_hashes({name: node.state_dict() for name, node in self.states.items()})
+        self._log.append({"step": step.index, "digests": hashes})
 
-    def _begin(self, step: int) -> Path:
-        path = make_folder(self.folder.folder / "digests") / f"rank-{self.mesh.world.rank}.jsonl"
-        kept = [line for line in read_lines(path) if json.loads(line)["step"] < step]
-        replace_file(path, "".join(line + "\n" for line in kept).encode())
-        return path
+    def flush(self) -> None:
+        """Return when every line is on disk; OSError if the disk does not accept some."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._log = self._log, None
+        if file is not None:
+            file.close()
+
+    def _begin(self, step: int) -> StepLog:
+        self.close()
+        begun = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
+        begun.rewind(step - 1)
+        return begun
 
 
 def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
@@ -58,15 +64,6 @@ def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
     tree, tensors = pack(states)
     found = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
     return found | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}
-
-
-def read_lines(path: Path) -> list[str]:
-    """The complete lines of a file; none if it is missing."""
-    if not path.exists():
-        return []
-    return [
-        line.removesuffix("\n") for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")
-    ]
 
 
 def _digest(data: memoryview | bytes) -> str:

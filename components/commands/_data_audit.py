@@ -1,8 +1,6 @@
 """Compares the rows that a run has recorded with those that its data and recipe make it see."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,13 @@ from drawloom.components.data.order.stream import row_sources
 from drawloom.components.data.record import FOLDER, row_digests
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
 from drawloom.components.ports.distributed import Mesh
+from drawloom.components.storage.step_log import read_steps
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
 
 MOST = 20  # faults that are listed
+MAX_PARTS = 2**20  # data-parallel ranks
 
 
 def audit(project: Project, run: Path) -> tuple[list[str], str]:
@@ -29,7 +29,7 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     The rows of a step follow from the recipe in the run folder and the newest checkpoint, and their content from the
     data as it is now, which has to be what that checkpoint was made with.
     """
-    recorded = _recorded(run)
+    recorded, damage = _recorded(run)
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.or_error()
     rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
@@ -42,7 +42,8 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
         if (checkpoint := newest(run)) is not None:
             objects[rows].load_state_dict(load_node(checkpoint, rows))
             loader.load_state_dict(load_node(checkpoint, data))
-        return _compared(recorded, objects[rows], loader)
+        faults, summary = _compared(recorded, objects[rows], loader)
+    return damage + faults, summary
 
 
 @attrs.frozen
@@ -92,28 +93,44 @@ def _counts(source: RowSource, seen: Counter[int]) -> str:
     return name + ", ".join([*counts, f"{source.rows - sum(often.values()):,} rows not yet"])
 
 
-def _recorded(run: Path) -> dict[int, list[str]]:
-    """The digests of the rows of each step, of all parts, from the files of all ranks."""
+def _recorded(run: Path) -> tuple[dict[int, list[str]], list[str]]:
+    """The digests of the rows of each step, of all parts, from the files of all ranks; and faults of these files."""
     parts: dict[int, dict[int, list[str]]] = {}
     expected: dict[int, int] = {}
-    for line in _lines(run / FOLDER):
-        held = parts.setdefault(line["step"], {}).setdefault(line["part"], line["rows"])
-        if held != line["rows"]:
-            raise UserError(f"step {line['step']}: two ranks with the same part of the data have recorded other rows")
-        expected[line["step"]] = line["parts"]
+    rows, faults = _lines(run / FOLDER)
+    for row in rows:
+        step, part = row["step"], row["part"]
+        digests = parts.setdefault(step, {}).setdefault(part, row["rows"])
+        if digests != row["rows"]:
+            raise UserError(f"step {step}: two ranks with the same part of the data have recorded other rows")
+        expected[step] = row["parts"]
     if not parts:
         raise UserError(
             f"{run} has no record of its rows; record them with record.use=data.record "
             "edit.trainer.phases.after.@forward_backward=@record",
             2,
         )
-    return {
+    recorded = {
         step: [digest for number in range(expected[step]) for digest in held.get(number, [])]
         for step, held in parts.items()
     }
+    return recorded, faults
 
 
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of all files that are as they were written, and a sentence for each file with others."""
+    rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
-        with path.open(encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.endswith("\n"))
+        try:
+            lines, damage = read_steps(path)
+        except OSError as error:
+            raise UserError(f"{path} can't be read ({error.strerror}); remove it") from error
+        rows += [line.row for line in lines if not line.has_changed and _is_record(line.row)]
+        faults += [f"{path} is damaged: {text}"] if (text := str(damage)) else []
+    return rows, faults
+
+
+def _is_record(row: dict[str, Any]) -> bool:
+    """Whether a row has the fields of a record, with sensible values."""
+    part, parts, rows = (row.get(name) for name in ("part", "parts", "rows"))
+    return type(part) is int and type(parts) is int and 0 <= part < parts <= MAX_PARTS and isinstance(rows, list)

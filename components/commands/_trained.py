@@ -1,6 +1,7 @@
 """Opens the model of a run folder with the weights of one of its checkpoints, for read-only commands."""
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.commands._recipes import only
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, Stages
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -63,7 +65,7 @@ def _read(
                 weights |= _averages(recipe, checkpoint)
             return step_of(checkpoint), recipe, names, weights
         except (UserError, OSError):
-            if checkpoint.exists():
+            if os.path.lexists(checkpoint):
                 raise
             # The run has removed it since: there is a newer one.
     raise no_checkpoint(folder)
@@ -112,7 +114,7 @@ def _checkpoint(options: argparse.Namespace) -> Path | None:
 
 def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
     """The recipe of a run for a single process; files that it read are read from their copies in the run folder."""
-    data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
+    data: dict[str, Any] = tomli.loads(_text(lock))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
             _initial_weights(data, node)
@@ -126,6 +128,11 @@ def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
     for copies in files.glob("*/*"):
         _use_copies(data, copies)
     return Recipe.of(data, str(lock), project=project)
+
+
+def _text(path: Path) -> str:
+    with open_regular_file(path) as file:
+        return file.read(0, file.size).decode("utf-8")
 
 
 def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:

@@ -57,13 +57,8 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> None:
 def _verify(folder: Path) -> int:
     if not (folder / "store.json").is_file():
         raise UserError(f"{folder} is no token store; give the folder that `drawloom tokenize --to` wrote", 2)
-    store = Store.open(folder)
-    faults = []
-    for shard in store.shards:
-        try:
-            shard.check_digests()
-        except UserError as error:
-            faults.append(str(error))
+    store = Store.describe(folder)
+    faults = store.faults()
     whole = f"{folder}: {len(store.shards)} shards, {store.token_count:,} tokens, all as they were written"
     print_text("\n".join(faults) or whole)
     return int(bool(faults))

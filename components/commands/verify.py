@@ -1,6 +1,7 @@
 """verify the checksums of every checkpoint of a run"""
 
 import argparse
+import os
 from pathlib import Path
 
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
@@ -30,5 +31,5 @@ def _line(checkpoint: Path) -> str:
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpoint as error:
-        return f"{checkpoint}: corrupt: {error}" if checkpoint.exists() else ""
+        return f"{checkpoint}: corrupt: {error}" if os.path.lexists(checkpoint) else ""
     return f"{checkpoint}: valid, {len(manifest.files)} files, {byte_size(manifest.bytes)}"

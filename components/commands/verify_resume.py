@@ -1,7 +1,6 @@
 """run a recipe twice, once killed half-way and resumed, and compare the two runs bit by bit"""
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -20,10 +19,10 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.checkpoint.state_hashes import read_lines
 from drawloom.components.commands._options import integer
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
+from drawloom.components.storage.step_log import read_steps
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
@@ -252,4 +251,4 @@ def _digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in read_lines(path)]
+    return [line.row for line in read_steps(path)[0]]

@@ -18,6 +18,8 @@ from drawloom.components.ports.run import (
     EventKind,
     Events,
     FinalTask,
+    GrowingState,
+    KnownSteps,
     Listener,
     Metric,
     Phase,
@@ -274,6 +276,28 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and bool(one == other)
+
+
+def a_forecast_covers_the_state(node: GrowingState) -> None:
+    """A forecast has every entry of the state that exists already, and each tensor of it has its shape and dtype."""
+    _expect_covered(node.state_dict(), node.forecast_state(), "the state")
+
+
+def _expect_covered(state: Any, forecast: Any, where: str) -> None:
+    if isinstance(state, dict):
+        for name, part in state.items():
+            expect(name in forecast, f"{where}, {name} is not in the forecast")
+            _expect_covered(part, forecast[name], f"{where}, {name}")
+    elif isinstance(state, torch.Tensor):
+        expect((state.shape, state.dtype) == (forecast.shape, forecast.dtype), f"{where} was forecast differently")
+
+
+def known_steps_have_numbers(node: KnownSteps) -> None:
+    """Steps are counted from 1, and what is known of them are numbers or None, by name."""
+    for step, values in node.known_steps():
+        expect(type(step) is int and step >= 1, f"{step!r} is not a step")
+        kinds = {type(value) for value in values.values()}
+        expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
 
 
 def a_foreign_state_is_refused(node: Stateful) -> None:

@@ -1,17 +1,14 @@
 """A record of the rows that each step has seen, which `drawloom data audit` compares with those that it should see."""
 
-import json
-import os
 from hashlib import blake2b
-from pathlib import Path
 
 import attrs
 
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.step_log import StepLog
 from drawloom.graph import component
 
 FOLDER = "rows"
@@ -30,28 +27,41 @@ class Record:
     mesh: Mesh
     batching: Batching
 
-    _path: Path | None = attrs.field(init=False, default=None)
+    _log: StepLog | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
 
     def run_phase(self, step: Step) -> None:
         """Append the digests of a step; later lines, of a process that was killed or went back, are removed."""
-        if self._path is None or step.index <= self._newest:
-            self._path = self._begin(step.index)
+        if self._log is None or step.index <= self._newest:
+            self._log = self._begin(step.index)
         self._newest = step.index
         digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
-        row = {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
-        with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._log.append(
+            {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
+        )
 
-    def _begin(self, step: int) -> Path:
+    def flush(self) -> None:
+        """Return when every line is on disk; OSError if the disk does not accept some."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._log = self._log, None
+        if file is not None:
+            file.close()
+
+    def _begin(self, step: int) -> StepLog:
+        self.close()
         folder = make_folder(self.folder.folder / FOLDER)
-        path = folder / f"rank-{self.mesh.world.rank}.jsonl"
         if self.mesh.world.rank == 0:
             # also those of ranks that this run no longer has
-            for each in folder.glob("rank-*.jsonl"):
-                _truncate(each, step)
+            for path in folder.glob("rank-*.jsonl"):
+                begun = StepLog.open(path)
+                begun.rewind(step - 1)
+                begun.close()
         self.mesh.world.gather_json(None)  # no rank appends before
-        return path
+        return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")
 
 
 def row_digests(batch: Batch) -> list[str]:
@@ -62,10 +72,3 @@ def row_digests(batch: Batch) -> list[str]:
 
 def _digest(content: bytes) -> str:
     return blake2b(content, digest_size=8).hexdigest()
-
-
-def _truncate(path: Path, step: int) -> None:
-    """Keep the complete lines of earlier steps."""
-    lines = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in lines if json.loads(line)["step"] < step]
-    replace_file(path, "".join(kept).encode())

@@ -14,6 +14,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.storage.regular_file import read_file
 from drawloom.components.weights.adapted import HEAD, MergeError, adapted_model, merge_error, merge_mapper
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
@@ -23,12 +24,14 @@ log = logging.getLogger("drawloom.run")
 STATE = "trainer_state.json"
 """The file with the step of the weights, by the name that Hugging Face's Trainer gives it."""
 
+LARGEST_STATE = 2**24  # bytes
+
 
 def exported_step(folder: Path) -> int | None:
     """The step of an exported folder's weights; None if there is no folder, or if it does not say."""
     try:
-        state = json.loads((folder / STATE).read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
+        state = json.loads(read_file(folder / STATE, LARGEST_STATE))
+    except (OSError, ValueError, RecursionError):
         return None
     return state.get("global_step") if isinstance(state, dict) else None
 

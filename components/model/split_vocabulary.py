@@ -51,8 +51,8 @@ def fault_of_new_tokens(value: Any) -> str | None:
     for name, size in value.items():
         if not name.isidentifier() or name == "split" or any(hasattr(layer, name) for layer in layers):
             return f"{name!r} can't be the name of a parameter of embedding and head; write another, such as {NEW}"
-        if not 1 <= size <= MAX_SIZES["vocab_size"]:
-            return f"{name} = {size} is not from 1 to {MAX_SIZES['vocab_size']}"
+        if not 1 <= size <= most:
+            return f"{name} = {size} is not from 1 to {most}"
     return None
 
 

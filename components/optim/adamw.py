@@ -1,11 +1,13 @@
 """AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2."""
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
 from drawloom.components.optim.adamw_step import adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
-from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, at_least, component, setting
@@ -26,10 +28,9 @@ class AdamW(TorchOptimizer):
     )
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
-    @property
-    def moments(self) -> int:
-        """Two: the means of gradients and of their squares."""
-        return 2
+    def moments(self) -> dict[str, Sequence[str]]:
+        """Return the means of gradients and of their squares for every parameter."""
+        return {name: ADAM_MOMENTS for name, _ in self.parameters.named()}
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""

@@ -1,7 +1,7 @@
 """Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from drawloom.components.optim.adamw_step import adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
-from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
 from drawloom.components.ports.distributed import DATA, Group, Mesh
-from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_of
 from drawloom.graph import above, at_least, between, component, setting
@@ -57,11 +56,12 @@ class Muon(TorchOptimizer):
     )
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of one mean for what Muon trains, and of two for the rest."""
+    def moments(self) -> dict[str, Sequence[str]]:
+        """Return the one mean of the matrices that Muon trains, and AdamW's two of other parameters."""
         of_muon = self._of_muon()
-        held = ((1 if part in of_muon else 2) * part.nbytes for _, part in self.parameters.named())
-        return {"optimizer_state": sum(held)}
+        return {
+            name: ("momentum_buffer",) if part in of_muon else ADAM_MOMENTS for name, part in self.parameters.named()
+        }
 
     def update_flops(self) -> float:
         """Those of Muon, of which ranks that have slices of the same matrices, or the same ones, have equal parts."""

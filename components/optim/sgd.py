@@ -1,5 +1,7 @@
 """Stochastic gradient descent with momentum."""
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from torch import Tensor
@@ -25,10 +27,10 @@ class SGD(TorchOptimizer):
     )
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
-    @property
-    def moments(self) -> int:
-        """One, the mean of gradients, if there is momentum."""
-        return 1 if self.momentum else 0
+    def moments(self) -> dict[str, Sequence[str]]:
+        """Return the mean of gradients for every parameter, if there is momentum."""
+        names = ("momentum_buffer",) if self.momentum else ()
+        return {name: names for name, _ in self.parameters.named()}
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""

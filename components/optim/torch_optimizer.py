@@ -17,6 +17,9 @@ from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem
 from drawloom.graph.build.node import NodeView
 
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of Adam's running means of gradients and of their squares."""
+
 Named = Sequence[tuple[str, nn.Parameter]]
 
 KEEP_UPDATES = (
@@ -51,6 +54,13 @@ def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, 
 def _copies(parts: dict[str, Any]) -> dict[str, Any]:
     """Copies of tensors, which the optimizer may change in place."""
     return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
+
+
+def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
+    """Return the shapes and dtypes of torch's state of a parameter."""
+    state = {name: torch.empty_like(parameter, device="meta") for name in moments}
+    # torch's optimizers count the steps of each parameter for the bias correction of two means
+    return {"step": torch.empty((), device="meta"), **state} if tuple(moments) == ADAM_MOMENTS else state
 
 
 @contextmanager
@@ -92,15 +102,19 @@ class TorchOptimizer:
                 text = f"[{node.name}] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
                 yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
 
-    @property
-    def moments(self) -> int:
-        """How many tensors of a parameter's shape and dtype the optimizer keeps for it, from its first step on."""
+    def moments(self) -> dict[str, Sequence[str]]:
+        """Return the names of the running means that the optimizer keeps of each parameter from its first step on."""
         raise NotImplementedError
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of the moments; counters of steps, 4 bytes for a parameter, are left out."""
-        held = sum(parameter.nbytes for _, parameter in self.parameters.named())
-        return {"optimizer_state": self.moments * held}
+        moments = self.moments()
+        return {"optimizer_state": sum(len(moments[name]) * part.nbytes for name, part in self.parameters.named())}
+
+    def forecast_state(self) -> dict[str, Any]:
+        """Return the state after a step in which every parameter has a gradient, on the meta device."""
+        moments = self.moments()
+        return {name: _state_on_meta(part, moments[name]) for name, part in self.parameters.named()}
 
     def run_phase(self, step: Step) -> None:
         """

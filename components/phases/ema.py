@@ -81,6 +81,13 @@ class WeightAverage:
         every = self._averages
         return {name: {"average": every[name]} if every else {} for name, _ in self.parameters.named()}
 
+    def forecast_state(self) -> dict[str, Any]:
+        """Return the shapes and dtypes of the averages, on the meta device."""
+        return {
+            name: {"average": torch.empty_like(part, dtype=_wide(part.dtype), device="meta")}
+            for name, part in self.parameters.named()
+        }
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved averages; KeyError for those of other parameters."""
         named = dict(self.parameters.named())

@@ -17,6 +17,7 @@ from drawloom.components.pipeline.program.timing import Costs, CostTable, depend
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
+from drawloom.components.storage.regular_file import regular_file
 from drawloom.graph import UserError
 
 FILE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
@@ -104,8 +105,8 @@ def _newest(folder: Path, multiple: int) -> Sequence[Path]:
 def _actions(path: Path) -> dict[str, Span]:
     """By name, the spans of the actions of the last step in a trace, without their waits; on the GPU if it has one."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            trace = json.load(file)
+        with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
+            trace = json.loads(gzip.decompress(packed.read()))
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         ranges = [event for event in events if event.get("cat") == "user_annotation"]

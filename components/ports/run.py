@@ -1,7 +1,7 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -190,6 +190,19 @@ class Stateful(Protocol):
         ...
 
 
+@port(named=True)
+class GrowingState(Stateful, Protocol):
+    """A stateful node whose first step adds tensors to its state, such as an optimizer."""
+
+    def forecast_state(self) -> dict[str, Any]:
+        """
+        Return the state as it will be after the first step, with the shape and dtype of every tensor.
+
+        Its tensors may be on the meta device: only their bytes are counted, for the check of free disk space.
+        """
+        ...
+
+
 EventKind = Literal[
     "run_started",
     "step_started",
@@ -306,6 +319,15 @@ class Durable(Protocol):
 
     def flush(self) -> None:
         """Return when everything written so far is on disk. May be called in any thread."""
+        ...
+
+
+@port
+class KnownSteps(Protocol):
+    """Has recorded numbers of some steps where damage is detected, as checkpoints have."""
+
+    def known_steps(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
+        """Return steps, each with numbers among its outputs; None for one that was not finite."""
         ...
 
 

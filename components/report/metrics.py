@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from drawloom.components.storage.regular_file import open_regular_file
 
 METRICS = "metrics.jsonl"
-NO_METRICS = {"step", "format", "tokens"}
+NO_METRICS = {"step", "format", "tokens", "crc32"}
 MOST_SERIES = 64
 MOST_NUMBERS = 40_000
 """Numbers in the curves of one run; the more series there are, the fewer points each keeps."""

@@ -11,6 +11,7 @@ from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.ports.stages import AveragedWeights, averaged
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
+from drawloom.components.storage.regular_file import regular_file
 from drawloom.graph import UserError, above, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -67,7 +68,12 @@ class Sample:
         )
 
     def _holds(self, step: int) -> bool:
-        return self._target.exists() and self._target.read_bytes().startswith(_heading(step).encode())
+        heading = _heading(step).encode()
+        try:
+            with regular_file(self._target) as file:
+                return file.read(0, min(file.size, len(heading))) == heading
+        except OSError:  # missing, or a stranger's pipe or link: it is replaced
+            return False
 
     @property
     def _target(self) -> Path:

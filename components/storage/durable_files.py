@@ -7,6 +7,7 @@ New content is written under a temporary name, flushed to disk, and renamed. No 
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.storage.regular_file import CHUNK
-from drawloom.components.storage.sha256_stream import Content, Sha256Stream
+from drawloom.components.storage.sha256_stream import BLOCK, Content, Sha256Stream
 from drawloom.graph import UserError
 
 
@@ -52,10 +53,10 @@ class FileWriter:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[FileWriter]:
-    """Create a file, which is flushed to disk at the end of the block; OSError if it exists."""
+def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
+    """Create a file, hashed in blocks of this size, and flushed at the end of the context; OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    sha256 = Sha256Stream()
+    sha256 = Sha256Stream(block)
     try:
         yield FileWriter(str(path), descriptor, sha256)
         _sync(descriptor, path)
@@ -94,11 +95,16 @@ def free(folder: Path) -> int:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with everything in it, if it exists; of a link or a file only its name."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    """Remove a folder with everything in it, if it exists; of all else, such as a link or a pipe, only its name."""
+    try:
+        kind = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    # rmtree opens what it is given, and would wait for a writer of a pipe
+    if stat.S_ISDIR(kind):
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def names(folder: Path) -> list[str]:
@@ -118,7 +124,7 @@ def rename(old: Path, new: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replace the content of a file atomically. Two processes must not replace the same file at once."""
     temporary = temporary_name(path)
-    temporary.unlink(missing_ok=True)  # a killed process may have left it
+    remove_folder(temporary)  # a killed process may have left it, or a stranger anything under its name
     try:
         write_file(temporary, data)
         rename(temporary, path)
@@ -147,7 +153,8 @@ class TempFolder:
 
     def discard(self) -> None:
         """Remove the temporary folder, if it was not committed."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            remove_folder(self.folder)
 
 
 def remove_folder_at_once(target: Path) -> None:
@@ -158,7 +165,8 @@ def remove_folder_at_once(target: Path) -> None:
             f".{target.name}.partial-{secrets.token_hex(4)}"
         )  # removed by `begin_folder` after a kill
         rename(target, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        with suppress(OSError):
+            remove_folder(hidden)
 
 
 def begin_folder(target: Path) -> TempFolder:
@@ -174,7 +182,8 @@ def begin_folder(target: Path) -> TempFolder:
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(target.parent):
         if name.startswith(prefix):
-            shutil.rmtree(target.parent / name, ignore_errors=True)
+            with suppress(OSError):
+                remove_folder(target.parent / name)
     folder = target.parent / f"{prefix}{secrets.token_hex(4)}"
     folder.mkdir()
     return TempFolder(target, folder)

@@ -50,8 +50,9 @@ class Sha256Stream:
     A piece must not change before `finish`, which also ends the thread. `size` is the number of bytes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK) -> None:
         self.size = 0
+        self._block = block  # bytes
         self._blocks: list[str] = []
         self._hash, self._hashed = hashlib.sha256(), 0  # of the last block, and how many of its bytes
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
@@ -84,10 +85,10 @@ class Sha256Stream:
 
     def _append(self, piece: memoryview) -> None:
         while piece:
-            part, piece = piece[: BLOCK - self._hashed], piece[BLOCK - self._hashed :]
+            part, piece = piece[: self._block - self._hashed], piece[self._block - self._hashed :]
             self._hash.update(part)
             self._hashed += len(part)
-            if self._hashed == BLOCK:
+            if self._hashed == self._block:
                 self._end_block()
 
     def _end_block(self) -> None:

@@ -131,8 +131,8 @@ class _Packer:
         name = _text(path)
         if not path or not all(PART.fullmatch(str(part)) for part in path) or ".." in name or len(name) > LONGEST:
             name = f"/{len(self.tensors)}"
-        # Empty tensors share the null pointer without being the same tensor.
-        memory = name if not tensor.numel() else (tensor.device, tensor.data_ptr())
+        # Empty tensors, and all on the meta device, share the null pointer without being the same tensor.
+        memory = name if tensor.is_meta or not tensor.numel() else (tensor.device, tensor.data_ptr())
         key = memory, tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._names:
             self._names[key] = name

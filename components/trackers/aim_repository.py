@@ -6,15 +6,14 @@ sequence is four arrays (value, epoch, time, step) under keys that Aim hashes fr
 `Run` object reads.
 """
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.storage.durable_files import rename
+from drawloom.components.storage.durable_files import remove_folder, rename
 from drawloom.graph import UserError
 
 
@@ -35,7 +34,8 @@ def open_repository(aim: Any, folder: Path) -> Any:
     """
     if not (folder / ".aim").exists():
         for left in folder.glob(".aim-*"):
-            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):
+                remove_folder(left)
         temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
         aim.Repo.from_path(str(temporary), init=True)
         rename(temporary / ".aim", folder / ".aim")

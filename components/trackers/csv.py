@@ -2,20 +2,20 @@
 
 import csv
 import io
-import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
 
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import open_to_append
+from drawloom.components.storage.appended_file import AppendedFile
 from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.graph import component
 
 STEP = "step"
+
+log = logging.getLogger("drawloom.trackers")
 
 
 @component(impact="safe")
@@ -32,41 +32,72 @@ class CsvTracker(TrackerInBackground):
     folder: RunFolder
 
     _names: list[str] = attrs.field(init=False, factory=list)
+    _file: AppendedFile | None = attrs.field(init=False, default=None)
 
     @property
-    def _path(self) -> Path:
-        return self.folder.folder / "metrics.csv"
+    def _opened(self) -> AppendedFile:
+        if self._file is None:
+            raise ValueError("metrics.csv is not open")
+        return self._file
 
     def _prepare(self) -> None:
-        os.close(open_to_append(self._path))
+        self._file = AppendedFile.open(self.folder.folder / "metrics.csv")
 
     def _begin(self, step: int) -> None:
-        with self._path.open(encoding="utf-8", newline="") as file:
-            table = csv.DictReader(file)
-            # A line that a kill left incomplete is one of a step that is done again.
-            rows = [row for row in table if (number := row.get(STEP) or "").isdigit() and int(number) <= step]
-            self._names = [STEP, *(name for name in table.fieldnames or () if name != STEP)]
-        self._replace(rows)
+        file = self._opened
+        content = file.read().rpartition(b"\n")[0]  # a line that a kill left incomplete is of a step done again
+        table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
+        names = next(table, [])
+        self._names = [STEP, *(name for name in names if name != STEP)]
+        rows, damaged = _readable(table, names)
+        if damaged:
+            log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
+        self._replace(row for row in rows if int(row[STEP]) <= step)
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         if not self._names:
             self._begin(step - 1)
         if new := [name for name in numbers if name not in self._names]:
-            with self._path.open(encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(io.StringIO(self._opened.read().decode(), newline="")))
             self._names += new
             self._replace(rows)
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
         line = _lines([values])
-        with os.fdopen(open_to_append(self._path), "ab") as file_:
-            file_.write(line)
+        while line:  # a disk that is nearly full accepts a part
+            line = line[self._opened.append(line) :]
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
         table = [self._names, *([row.get(name) or "" for name in self._names] for row in rows)]
-        replace_file(self._path, _lines(table))
+        self._opened.replace(_lines(table))
 
     def _end(self) -> None:
-        """Nothing: each line is written as it comes."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def _readable(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
+    """Return the lines of numbers with a step above that of the line before, and the number of other lines."""
+    rows, damaged, last = list[dict[str, str]](), 0, 0
+    for fields in table:
+        row = dict(zip(names, fields, strict=False))
+        step = row.get(STEP, "")
+        has_numbers = len(fields) == len(names) and all(map(_is_number, fields))
+        if has_numbers and step.isdecimal() and len(step) < 19 and int(step) > last:
+            rows.append(row)
+            last = int(step)
+        else:
+            damaged += 1
+    return rows, damaged
+
+
+def _is_number(field: str) -> bool:
+    """Whether a field is a number or empty."""
+    try:
+        float(field or "0")
+    except ValueError:
+        return False
+    return True
 
 
 def _lines(table: Iterable[Iterable[str]]) -> bytes:

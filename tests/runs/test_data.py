@@ -1,13 +1,14 @@
 """What runs see of their data, from files to the audit."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drawloom.components.storage.step_log import encode_line, read_steps
 from support.runs import drawloom, write_corpus
+from support.stores import damage
 
 RECORD = ("record.use=data.record", "edit.trainer.phases.after.@forward_backward=@record")
 RUN = ("run", "tiny.toml", *RECORD, "checkpoint.every=2", "evaluate.every=100", "trainer.on_finish=[]")
@@ -55,7 +56,7 @@ def test_tokens_are_counted_by_source(place: Path) -> None:
 
 
 def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [line.row for line in read_steps(path)[0]]
 
 
 def test_a_run_has_seen_what_it_should(place: Path) -> None:
@@ -88,8 +89,34 @@ def test_a_planted_fault_is_found(place: Path, change: Callable[[list[Any]], Non
     before = path.read_bytes()
     rows = lines(path)
     change(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_bytes(b"".join(map(encode_line, rows)))
     [outcome] = drawloom(place, "data", "audit", "runs/tiny")
     path.write_bytes(before)
     assert outcome.code == 1 and all(word in outcome.text for word in words), outcome.text
     assert "the data differs from what it should be" in outcome.text
+
+
+def test_a_damaged_record_is_told(place: Path) -> None:
+    """A line that was changed is a fault of the file, and not of the data; it is not compared."""
+    path = place / "runs/tiny/rows/rank-0.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b'"step": 7', b'"step": 6').replace(b'"step": 9', b'"step\0 9'))
+    [outcome] = drawloom(place, "data", "audit", "runs/tiny")
+    path.write_bytes(before)
+    assert outcome.code == 1, outcome.text
+    assert "rank-0.jsonl is damaged: 1 line is unreadable (line 9), 1 line is out of order (line 7)" in outcome.text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_changed_token_ends_a_run(tmp_path: Path, workers: int) -> None:
+    """A run whose cached token store has another bit ends with the name of the file, and trains on nothing of it."""
+    write_corpus(tmp_path)
+    words = ("run", "tiny.toml", "trainer.steps=1", "trainer.on_finish=[]", f"data.workers={workers}")
+    [made] = drawloom(tmp_path, *words)
+    assert made.code == 0, made.text
+    [store] = (tmp_path / "runs/.tokens").glob("*-train")
+    damage(store / "00000.tokens", 40)
+    [outcome] = drawloom(tmp_path, *words, "run.name=other")
+    assert outcome.code == 1 and f"{store.name}/00000.tokens has other content" in outcome.text, outcome.text
+    assert "Traceback" not in outcome.text
+    assert not (tmp_path / "runs/other/checkpoints/step-1").exists()

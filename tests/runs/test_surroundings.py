@@ -253,6 +253,26 @@ def test_a_folder_in_place_of_a_file_is_told_and_a_file_in_place_of_a_folder(pla
     assert (place / "runs/export/sample.txt").exists()  # an export that fails costs no sample
 
 
+PIPES = ("sample.txt", ".export.partial-1", "checkpoints/.tmp-step-9", "checkpoints/.trash-step-1", ".sample.txt.tmp")
+
+
+def test_pipes_of_a_stranger_delay_no_run(place: Path) -> None:
+    """A received run folder with pipes in place of leftovers and of the sample is resumed to its end."""
+    run = place / "runs" / "received"
+    (run / "checkpoints").mkdir(parents=True)
+    for name in PIPES:
+        os.mkfifo(run / name)
+    (run / "checkpoints" / "step-7").symlink_to("gone")
+    words = ("tiny.toml", "trainer.steps=1", "run.name=received")
+    [refused] = drawloom(place, "run", *words)
+    assert refused.code == 1 and "step-7: it is a symbolic link" in refused.text, refused.text
+    assert "Traceback" not in refused.text
+    (run / "checkpoints" / "step-7").unlink()
+    [outcome] = drawloom(place, "run", *words)
+    assert outcome.code == 0, outcome.text
+    assert (run / "sample.txt").is_file() and (run / "export").is_dir()
+
+
 def _files() -> list[str]:
     """The open files of this process."""
     found = []

@@ -16,6 +16,7 @@ import attrs
 
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.distributed.torchrun import rank_console
+from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 
@@ -154,8 +155,9 @@ def _code(arguments: list[str]) -> int:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    """The rows of a run's metrics.jsonl, without the checksums of the lines."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [{key: value for key, value in line.items() if key != CHECKSUM} for line in lines]
 
 
 def series(run: Path, *names: str) -> list[tuple[Any, ...]]:

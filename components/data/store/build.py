@@ -24,12 +24,12 @@ from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
 from drawloom.components.data.store.shard import Shard, ShardFiles, id_dtype
-from drawloom.components.data.store.store import FORMAT, STORE, Store, fingerprint_of
+from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, fingerprint_of, index_text, read_index
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
-PLAN, LOCK = "plan.json", "lock"
+PLAN = "plan.json"
 POLL = 0.1  # seconds between two tries to lock a folder
 WAITING_INTERVAL = 60.0  # seconds between two messages, which show that the process is alive
 
@@ -123,13 +123,10 @@ def _try_lock(descriptor: int) -> bool:
 
 def _complete(folder: Path, plan: dict[str, Any]) -> bool:
     """Whether the store is complete. Raises UserError if the folder holds another store, or other files."""
-    for name in (STORE, PLAN):
+    for name, read in ((STORE, read_index), (PLAN, _read_plan)):
         path = folder / name
         if path.is_file():
-            try:
-                held = json.loads(path.read_text("utf-8"))
-            except ValueError as error:
-                raise UserError(f"{path} is damaged ({error}); remove {folder}, and make the store anew") from error
+            held = read(path)
             if changed := [key for key in plan if held.get(key) != plan[key]]:
                 what = {"inputs": "files", "parts": "files"}.get(changed[0], changed[0])
                 raise UserError(f"{folder} holds a store of other {what}; choose another folder, or remove this one", 2)
@@ -137,6 +134,14 @@ def _complete(folder: Path, plan: dict[str, Any]) -> bool:
     if set(os.listdir(folder)) - {LOCK}:
         raise UserError(f"{folder} holds other files; choose a new folder", 2)
     return False
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        plan: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove {path.parent}, and make the store anew") from error
+    return plan
 
 
 def _make(
@@ -157,17 +162,14 @@ def _make(
     complete = sum(part.size for part in parts) - sum(sizes.values())
     processes.run(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
     shards = [_shard(folder, number, plan) for number in range(len(parts))]
-    counts = [[shard.documents, shard.tokens] for shard in shards]
-    held = {**plan, "fingerprint": fingerprint_of(shards), "shards": counts}
-    replace_file(folder / STORE, _text(held))
+    counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
+    replace_file(folder / STORE, index_text({**plan, "fingerprint": fingerprint_of(shards), "shards": counts}))
     (folder / PLAN).unlink()
 
 
 def _shard(folder: Path, number: int, plan: dict[str, Any]) -> Shard:
     """A complete shard, as its JSON file describes it."""
-    dtype = np.dtype(plan["dtype"]).newbyteorder("<")
-    summary = Shard(ShardFiles(folder, number), 0, 0, dtype, plan["weighted"]).summary
-    return Shard(ShardFiles(folder, number), summary["documents"], summary["tokens"], dtype, plan["weighted"])
+    return Shard.written(ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"])
 
 
 def _is_whole(folder: Path, number: int, plan: dict[str, Any]) -> bool:
@@ -175,7 +177,7 @@ def _is_whole(folder: Path, number: int, plan: dict[str, Any]) -> bool:
     if not ShardFiles(folder, number).path("json").is_file():
         return False
     try:
-        _shard(folder, number, plan).check_sizes()
+        _shard(folder, number, plan).check_header()
     except UserError:
         return False
     return True

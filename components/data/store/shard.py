@@ -1,32 +1,35 @@
 """
-A shard of a token store: one file of ids, one of columns by document, perhaps one of weights, and one of digests.
+A shard of a token store: one file of ids, one of columns by document, perhaps one of weights, and two of digests.
 
 `NNNNN.tokens` has the ids of all documents end to end, little-endian, 2 bytes each up to 65,536 ids and else 4.
 `NNNNN.weights`, if there are any, has a float32 for each id. `NNNNN.documents` has four columns, one after another,
 with a number for each document: where it ends in the shard (uint64, tokens), a hash of its ids and weights (uint64),
-its offset in its source (uint64), and the index of its source (uint32). `NNNNN.json` is written last: it has the
-counts, the names of the sources, and the SHA-256 of the others; a shard without it is not complete.
+its offset in its source (uint64), and the index of its source (uint32). `NNNNN.digests` has the SHA-256 (32 bytes) of
+each block of 2^16 bytes of tokens, then of weights, then of documents. `NNNNN.json` is written last: it has the counts,
+the names of the sources, and the SHA-256 of the digests; a shard without it is not complete.
 """
 
 import json
 from array import array
 from contextlib import ExitStack
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 
+from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular
 from drawloom.components.storage.durable_files import FileWriter, new_file, replace_file
-from drawloom.components.storage.regular_file import hash_file
 from drawloom.graph import UserError
 
 U8, U4 = np.dtype("<u8"), np.dtype("<u4")
+WEIGHT = np.dtype("<f4")
 COLUMNS = (("ends", U8), ("keys", U8), ("offsets", U8), ("sources", U4))
 ROW = sum(dtype.itemsize for _, dtype in COLUMNS)
 FLUSHED = 2**20  # bytes of ids that are written together
+_DAMAGED = "the token store is damaged; restore the file, or remove {} and make it anew"
 
 
 def id_dtype(vocab_size: int) -> type[np.generic]:
@@ -76,12 +79,13 @@ class ShardWriter:
         with self._new("documents") as file:
             for name, dtype in COLUMNS:
                 _append(file, np.array(self._columns[name], dtype))
-        written: dict[str, FileWriter] = {"tokens": self._out, "documents": file}
-        written |= {"weights": self._out_weights} if self._out_weights is not None else {}
+        written = [self._out, *([self._out_weights] if self._out_weights is not None else []), file]
+        digests = b"".join(map(_digests_of, written))
+        replace_file(self._files.path("digests"), digests)
         summary = {
             "documents": len(self._columns["ends"]),
             "tokens": self.tokens,
-            "digests": {kind: writer.content().digest for kind, writer in written.items()},
+            "digests": sha256(digests).hexdigest(),
             "sources": list(self._sources),
         }
         replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
@@ -110,7 +114,7 @@ class ShardWriter:
     def _new(self, kind: str) -> Any:
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
-        return new_file(path)
+        return new_file(path, BLOCK)
 
     def _flush(self) -> None:
         if self._pending:
@@ -122,52 +126,72 @@ class ShardWriter:
 
 @attrs.frozen
 class Shard:
-    """A complete shard, memory-mapped when it is first read."""
+    """A complete shard, memory-mapped when it is first read; `digest` is the SHA-256 of its JSON file."""
 
     files: ShardFiles
     documents: int
     tokens: int
     dtype: np.dtype[Any]
     weighted: bool
+    digest: str
 
-    def check_sizes(self) -> None:
-        """Raise UserError that names a file which is missing, or of another size than was written."""
-        sizes = {"tokens": self.tokens * self.dtype.itemsize, "documents": self.documents * ROW}
-        sizes |= {"weights": self.tokens * 4} if self.weighted else {}
-        for kind, size in sizes.items():
+    @classmethod
+    def written(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "Shard":
+        """Return a shard that was just completed, as its JSON file describes it."""
+        text = _read(files.path("json"))
+        summary = _parse(files.path("json"), text)
+        return cls(files, summary["documents"], summary["tokens"], dtype, weighted, sha256(text).hexdigest())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each of its files but the JSON file, in the order of their digests."""
+        weights = {"weights": self.tokens * WEIGHT.itemsize} if self.weighted else {}
+        sizes = {"tokens": self.tokens * self.dtype.itemsize, **weights, "documents": self.documents * ROW}
+        return {**sizes, "digests": DIGEST * sum(map(count_blocks, sizes.values()))}
+
+    @property
+    def paths(self) -> list[Path]:
+        """All of its files."""
+        return [self.files.path(kind) for kind in (*self.sizes, "json")]
+
+    def check_header(self) -> None:
+        """Raise UserError that names a file which is missing or of another size, or the JSON file if it has changed."""
+        for kind, size in self.sizes.items():
             path = self.files.path(kind)
             found = path.stat().st_size if path.is_file() else -1
             if found != size:
                 state = f"has {found} bytes instead of {size}" if found >= 0 else "is missing"
-                raise UserError(f"{path} {state}: the shard is damaged; restore it, or make the store anew")
+                raise UserError(f"{path} {state}: {_DAMAGED.format(path.parent)}")
+        self._verified("json", self.digest)
 
-    def check_digests(self) -> None:
+    def check_content(self) -> None:
         """Read the shard and raise UserError that names a file whose content is not what was written."""
-        self.check_sizes()
-        for kind, digest in self.summary["digests"].items():
-            path = self.files.path(kind)
-            if hash_file(path).digest != digest:
-                raise UserError(f"{path} has other content than was written: the shard is damaged; restore it")
+        self.check_header()
+        for file in self._mapped.values():
+            file.verify_all()
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The content of the shard's JSON file: counts, digests, names of sources."""
-        path = self.files.path("json")
-        try:
-            found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} can't be read ({error}): the shard is damaged; restore it") from error
-        return found
+        """The content of the shard's JSON file: counts, the digest of digests, names of sources."""
+        return _parse(self.files.path("json"), self._verified("json", self.digest))
 
-    @cached_property
+    @property
     def ids(self) -> np.ndarray:
         """All ids, (tokens,)."""
-        return _mapped(self.files.path("tokens"), self.dtype, 0, self.tokens)
+        return self.read_ids(0, self.tokens)
 
-    @cached_property
+    @property
     def weights(self) -> np.ndarray:
         """The weights of all ids, float32 (tokens,)."""
-        return _mapped(self.files.path("weights"), np.dtype("<f4"), 0, self.tokens)
+        return self.read_weights(0, self.tokens)
+
+    def read_ids(self, first: int, last: int) -> np.ndarray:
+        """Return the ids of the tokens from `first` to before `last`."""
+        return self._mapped["tokens"].read(self.dtype, first * self.dtype.itemsize, last - first)
+
+    def read_weights(self, first: int, last: int) -> np.ndarray:
+        """Return the weights, float32, of the tokens from `first` to before `last`."""
+        return self._mapped["weights"].read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -176,21 +200,56 @@ class Shard:
 
     def column(self, name: str) -> np.ndarray:
         """A column of the documents, (documents,)."""
-        place = 0
-        for each, dtype in COLUMNS:
-            if each == name:
-                return _mapped(self.files.path("documents"), dtype, place, self.documents)
-            place += dtype.itemsize * self.documents
+        offset = 0
+        for column, dtype in COLUMNS:
+            if column == name:
+                return self._mapped["documents"].read(dtype, offset, self.documents)
+            offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
     def source(self, document: int) -> str:
         """The source of a document and its offset there."""
         return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
 
+    @cached_property
+    def _mapped(self) -> dict[str, MappedFile]:
+        """The files of the shard by kind, each with the digests of its blocks."""
+        digests, start, files = memoryview(self._verified("digests", self.summary["digests"])), 0, {}
+        for kind, size in self.sizes.items():
+            if kind != "digests":
+                end = start + DIGEST * count_blocks(size)
+                files[kind] = MappedFile.open(self.files.path(kind), size, digests[start:end])
+                start = end
+        return files
 
-def _mapped(path: Path, dtype: np.dtype[Any], place: int, count: int) -> np.ndarray:
-    # an empty file can't be mapped
-    return np.memmap(path, dtype, "r", place, (count,)) if count else np.empty(0, dtype)
+    def _verified(self, kind: str, digest: str) -> bytes:
+        """Return the content of a small file. Raises UserError if it has another SHA-256."""
+        path = self.files.path(kind)
+        content = _read(path)
+        if sha256(content).hexdigest() != digest:
+            raise UserError(f"{path} has other content than was written: {_DAMAGED.format(path.parent)}")
+        return content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}): {_DAMAGED.format(path.parent)}") from error
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        summary: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} can't be read ({error}): {_DAMAGED.format(path.parent)}") from error
+    return summary
+
+
+def _digests_of(file: FileWriter) -> bytes:
+    """Return the digests of a file's blocks; none of an empty file."""
+    content = file.content()
+    return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 
 
 def _append(file: FileWriter, values: np.ndarray) -> None:

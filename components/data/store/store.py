@@ -11,12 +11,15 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom.components.data.store.blocks import read_regular
 from drawloom.components.data.store.shard import Shard, ShardFiles
 from drawloom.components.ports.corpus import DocumentPart
+from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
 
-FORMAT = 1
-STORE = "store.json"
+FORMAT = 2
+MAX_PARTS = 2**26  # values in `store.json`: three for each shard
+STORE, LOCK = "store.json", "lock"
 
 
 @attrs.frozen(eq=False)
@@ -37,24 +40,32 @@ class Store:
     @classmethod
     def open(cls, folder: Path) -> "Store":
         """Open a complete store. Raises UserError if it is none, or if a file of it is missing or cut off."""
-        path = folder / STORE
-        try:
-            held = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError as error:
-            hint = "make it with `drawloom tokenize`, which also completes one that was begun"
-            raise UserError(f"{folder} is no complete token store: there is no {STORE}; {hint}") from error
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} can't be read ({error}); restore it, or make the store anew") from error
-        if held.get("format") != FORMAT:
-            raise UserError(f"{path} has format {held.get('format')!r} instead of {FORMAT}; make the store anew")
-        dtype = np.dtype(held["dtype"]).newbyteorder("<")
+        store = cls.describe(folder)
+        for shard in store.shards:
+            shard.check_header()
+        return store
+
+    @classmethod
+    def describe(cls, folder: Path) -> "Store":
+        """Return the store that `store.json` describes; its shards are not looked at."""
+        index = read_index(folder / STORE)
+        dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [
-            Shard(ShardFiles(folder, number), documents, tokens, dtype, held["weighted"])
-            for number, (documents, tokens) in enumerate(held["shards"])
+            Shard(ShardFiles(folder, number), documents, tokens, dtype, index["weighted"], digest)
+            for number, (documents, tokens, digest) in enumerate(index["shards"])
         ]
-        for shard in shards:
-            shard.check_sizes()
-        return cls(folder, held["vocab_size"], held["eos_id"], held["tokenizer"], held["fingerprint"], shards)
+        return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
+
+    def faults(self) -> list[str]:
+        """Read all files, and return a sentence for each that is not as it was written, or not of the store."""
+        faults = [fault for shard in self.shards if (fault := _fault(shard))]
+        names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
+        for path in sorted(self.folder.iterdir()):
+            if path.name not in names:
+                faults.append(f"{path} is not a file of the token store; remove it")
+            elif path.name == LOCK and path.stat().st_size:
+                faults.append(f"{path} is not empty, as it was written; remove it")
+        return faults
 
     @property
     def token_count(self) -> int:
@@ -78,8 +89,9 @@ class Store:
         """Views of ids of a document, and of weights if the store has them; up to its end, if `last` is beyond that."""
         shard, number = self._shard(document)
         begin, end = int(shard.ends[number - 1]) if number else 0, int(shard.ends[number])
-        part = slice(begin + first, min(begin + last, end))
-        return DocumentPart(shard.ids[part], shard.weights[part] if shard.weighted else None)
+        start, stop = begin + first, max(begin + first, min(begin + last, end))
+        weights = shard.read_weights(start, stop) if shard.weighted else None
+        return DocumentPart(shard.read_ids(start, stop), weights)
 
     def source(self, document: int) -> str:
         """The file that a document is from, and its offset there."""
@@ -112,3 +124,37 @@ def fingerprint_of(shards: list[Shard]) -> str:
         lengths = np.diff(shard.ends, prepend=np.uint64(0)).astype("<u8")
         digest.update(np.stack([shard.column("keys"), lengths], axis=1).tobytes())
     return digest.hexdigest()
+
+
+def index_text(index: dict[str, Any]) -> bytes:
+    """Return the content of `store.json`: the index, with the SHA-256 of its JSON."""
+    digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
+    return (json.dumps({**index, "digest": digest}) + "\n").encode()
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Return the index in `store.json`. Raises UserError if it is missing, of another format, or has changed."""
+    anew = f"restore it, or remove {path.parent} and make the store anew"
+    try:
+        text = read_regular(path)
+        index: dict[str, Any] = parse(text, most=MAX_PARTS)
+    except FileNotFoundError as error:
+        hint = "make it with `drawloom tokenize`, which also completes one that was begun"
+        raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error}); {anew}") from error
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        found = index.get("format") if isinstance(index, dict) else None
+        raise UserError(f"{path} has format {found!r} instead of {FORMAT}; {anew}")
+    index.pop("digest", None)
+    if text != index_text(index):
+        raise UserError(f"{path} has other content than was written; {anew}")
+    return index
+
+
+def _fault(shard: Shard) -> str:
+    try:
+        shard.check_content()
+    except UserError as error:
+        return str(error)
+    return ""

@@ -154,6 +154,24 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [".damaged-step-3-1", "notes", "step-1"]
 
 
+def test_a_pipe_among_the_leftovers_blocks_no_start(tmp_path: Path) -> None:
+    """A pipe under the name of a leftover is removed, and nothing waits for its writer."""
+    save_steps(tmp_path, 1)
+    for name in (".trash-step-0", ".tmp-step-2"):
+        os.mkfifo(tmp_path / "checkpoints" / name)
+    checkpointer(tmp_path, {})
+    assert os.listdir(tmp_path / "checkpoints") == ["step-1"]
+
+
+def test_a_dangling_link_does_not_take_the_name_of_a_checkpoint(tmp_path: Path) -> None:
+    """A link that a stranger has put under a step's name is kept aside, and the step is saved."""
+    save_steps(tmp_path, 1)
+    (tmp_path / "checkpoints" / "step-2").symlink_to("gone")
+    save_steps(tmp_path, 2)
+    assert restored(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [".damaged-step-2-1", "step-1", "step-2"]
+
+
 def test_a_link_among_the_leftovers_blocks_no_start(tmp_path: Path) -> None:
     """The link is removed, and what it leads to stays."""
     save_steps(tmp_path, 1)

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from drawloom.components.checkpoint.io_errors import described
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
+from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
@@ -52,29 +55,58 @@ def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> No
     assert "an unknown number of bytes free in" in described(_failed(errno.ENOSPC), tmp_path / "gone", 7)
 
 
-def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, numbers: int = 1000) -> None:
+class _Optimizer(ShardedNode):
+    """A sharded node that gets moments in its first step."""
+
+    def forecast_state(self) -> dict[str, Any]:
+        """Return two moments of 1,000 numbers, on the meta device."""
+        return {"w": {"first": torch.empty(1000, device="meta"), "second": torch.empty(1000, device="meta")}}
+
+
+def _states() -> dict[str, StateNode]:
+    """Return weights of 4 kB, and an optimizer whose moments will be 8 kB."""
+    return {"stages": ShardedNode({"w": torch.zeros(1000)}), "optimizer": _Optimizer({"w": {}})}
+
+
+def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(durable_files, "free", lambda _: free)
-    checkpointer(folder, {"memory": StateNode({"weight": torch.zeros(numbers)})}).restore()
+    checkpointer(folder, _states()).restore()
+
+
+def _bytes_on_disk(folder: Path, state: dict[str, StateNode]) -> int:
+    """Return the bytes of the files that ranks write for a checkpoint."""
+    checkpointer(folder, state).save(Step(1, 1))
+    return sum(path.stat().st_size for path in (folder / "checkpoints/step-1").glob("rank*"))
 
 
 def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the bytes needed, the bytes free, and the folder."""
+    """The moments that the optimizer will have count; the error has the folder, the bytes needed and those free."""
     with pytest.raises(UserError) as caught:
-        _restore(tmp_path, monkeypatch, 3999)
-    assert str(caught.value).startswith(
-        f"{tmp_path}/checkpoints: a checkpoint needs about 4.0 kB, and 4.0 kB are free; free"
-    )
+        _restore(tmp_path, monkeypatch, 11_999)
+    text = str(caught.value)
+    assert re.match(rf"{tmp_path}/checkpoints: a checkpoint needs about 12\.\d kB, and 12\.0 kB are free; free", text)
+
+
+def test_a_forecast_is_as_large_as_the_checkpoint_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the files of the first checkpoint would fit exactly a run starts, and with 3 % less it does not."""
+    states = _states()
+    states["optimizer"].state = {"w": {"first": torch.zeros(1000), "second": torch.zeros(1000)}}
+    size = _bytes_on_disk(tmp_path / "full", states)
+    _restore(tmp_path / "roomy", monkeypatch, size)
+    with pytest.raises(UserError, match="a checkpoint needs about"):
+        _restore(tmp_path / "tight", monkeypatch, int(0.97 * size))
 
 
 def test_without_space_for_two_checkpoints_there_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The old checkpoint exists while the new one is written."""
-    _restore(tmp_path, monkeypatch, 8000)
+    _restore(tmp_path, monkeypatch, 26_000)
     assert not caplog.records
-    _restore(tmp_path, monkeypatch, 7999)
+    _restore(tmp_path, monkeypatch, 23_999)
     [record] = caplog.records
-    assert "a checkpoint will need about 4.0 kB, and 8.0 kB are free" in record.getMessage()
+    assert "a checkpoint will need about 12." in record.getMessage()
+    assert "and 24.0 kB are free" in record.getMessage()
 
 
 def test_the_size_of_the_last_checkpoint_counts(
@@ -86,16 +118,3 @@ def test_the_size_of_the_last_checkpoint_counts(
     monkeypatch.setattr(durable_files, "free", lambda _: 2 * size - 1)
     checkpointer(tmp_path, {"memory": StateNode()}).restore()
     assert len(caplog.records) == 1
-
-
-def test_an_optimizer_that_has_not_stepped_counts_for_two_moments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its state is empty at first, and later the larger part of a checkpoint."""
-    states = {"stages": ShardedNode({"w": torch.zeros(1000)}), "optimizer": ShardedNode({}, names=["w"])}
-    monkeypatch.setattr(durable_files, "free", lambda _: 23_999)
-    checkpointer(tmp_path, states).restore()
-    assert "will need about 12.0 kB" in caplog.text
-    monkeypatch.setattr(durable_files, "free", lambda _: 3_999)
-    with pytest.raises(UserError, match=r"a checkpoint needs about 12\.0 kB, and 4\.0 kB are free"):
-        checkpointer(tmp_path, states).restore()

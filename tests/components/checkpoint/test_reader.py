@@ -99,6 +99,16 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
+def test_a_dangling_link_is_corrupt(tmp_path: Path) -> None:
+    """A link under the name of a checkpoint, which leads nowhere, is skipped, and named if there is no other."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-3").symlink_to("gone")
+    with pytest.raises(UserError, match="step-3: it is a symbolic link"):
+        newest(tmp_path)
+    save_steps(tmp_path, 1)
+    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
+
+
 def test_without_checkpoints_newest_is_none(tmp_path: Path) -> None:
     """Neither a missing nor an empty folder is an error."""
     assert newest(tmp_path) is None

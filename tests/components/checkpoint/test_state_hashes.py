@@ -1,19 +1,22 @@
 """Hashes of every tensor of the state after each step."""
 
-import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from drawloom.components.checkpoint.state_hashes import StateHashes, state_hashes
 from drawloom.components.ports.run import Step
-from drawloom.graph import Every
+from drawloom.components.storage.step_log import read_steps
+from drawloom.graph import Every, UserError
 from support.checkpoints import FixedFolder, SingleRankMesh, StateNode
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "digests/rank-0.jsonl").read_text().splitlines()]
+    return [line.row for line in read_steps(folder / "digests/rank-0.jsonl")[0]]
 
 
 def _node(folder: Path, **states: StateNode) -> StateHashes:
@@ -55,3 +58,27 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     rows = _rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["digests"] != rows[1]["digests"] == rows[2]["digests"]
+
+
+def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resume counts damaged lines; a folder that is removed meanwhile is written anew, each with a warning."""
+    node = _node(tmp_path, memory=StateNode({"a": 1}))
+    for index in (1, 2, 3):
+        node.run_phase(Step(index, 9))
+    path = tmp_path / "digests/rank-0.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step\0 2'))
+    again = _node(tmp_path, memory=StateNode({"a": 1}))
+    again.run_phase(Step(4, 9))
+    assert [entry.getMessage() for entry in caplog.records] == [f"{path} is damaged: 1 line is unreadable (line 2)"]
+    shutil.rmtree(tmp_path / "digests")
+    again.run_phase(Step(5, 9))
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 3, 4, 5]
+    assert caplog.records[-1].getMessage() == f"{path} was removed during the run, and is written anew"
+
+
+def test_a_pipe_in_place_of_hashes_is_refused(tmp_path: Path) -> None:
+    """A run folder that a stranger sent can't make a run wait."""
+    (tmp_path / "digests").mkdir()
+    os.mkfifo(tmp_path / "digests" / "rank-0.jsonl")
+    with pytest.raises(UserError, match=r"rank-0\.jsonl can't be written .it is not a regular file"):
+        _node(tmp_path, memory=StateNode({"a": 1})).run_phase(Step(1, 9))

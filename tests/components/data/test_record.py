@@ -1,17 +1,23 @@
 """The record of the rows that steps have seen."""
 
-import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 import torch
 
 from drawloom.components.data.record import Record, row_digests
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.run import Batching, Step
+from drawloom.components.storage.step_log import encode_line, read_steps
+from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
+
+ONE = encode_line({"step": 1})
 
 
 def batch(*rows: int) -> Batch:
@@ -25,7 +31,7 @@ def record(folder: Path) -> Record:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows/rank-0.jsonl").read_text().splitlines()]
+    return [line.row for line in read_steps(folder / "rows/rank-0.jsonl")[0]]
 
 
 def test_each_row_has_its_own_digest() -> None:
@@ -48,10 +54,36 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     first = record(tmp_path)
     for step in (1, 2, 3):
         first.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
-    (tmp_path / "rows/rank-1.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    (tmp_path / "rows/rank-1.jsonl").write_bytes(ONE + encode_line({"step": 2}) + b'{"ste')
     record(tmp_path).run_phase(Step(2, 9, state={"batches": [batch(7)]}))
     assert [(line["step"], line["rows"]) for line in lines(tmp_path)] == [
         (1, row_digests(batch(1))),
         (2, row_digests(batch(7))),
     ]
-    assert (tmp_path / "rows/rank-1.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "rows/rank-1.jsonl").read_bytes() == ONE
+
+
+def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resume counts damaged lines; a folder that is removed meanwhile is written anew, each with a warning."""
+    node = record(tmp_path)
+    for step in (1, 2, 3):
+        node.run_phase(Step(step, 9, outputs={"batches": [batch(step)]}))
+    path = tmp_path / "rows/rank-0.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step\0 2'))
+    again = record(tmp_path)
+    again.run_phase(Step(4, 9, outputs={"batches": [batch(4)]}))
+    assert [entry.getMessage() for entry in caplog.records] == [f"{path} is damaged: 1 line is unreadable (line 2)"]
+    shutil.rmtree(tmp_path / "rows")
+    again.run_phase(Step(5, 9, outputs={"batches": [batch(5)]}))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 3, 4, 5]
+    assert caplog.records[-1].getMessage() == f"{path} was removed during the run, and is written anew"
+
+
+def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
+    """A run folder that a stranger sent can't make a run wait, also by the file of a rank that the run lacks."""
+    for name in ("rank-0", "rank-7"):
+        folder = tmp_path / name
+        (folder / "rows").mkdir(parents=True)
+        os.mkfifo(folder / "rows" / f"{name}.jsonl")
+        with pytest.raises(UserError, match=f"rows/{name}.jsonl can't be written .it is not a regular file"):
+            record(folder).run_phase(Step(1, 9, outputs={"batches": [batch(1)]}))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drawloom.components.distributed.process_group import TorchGroup
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import STATE, exported_step, write_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
@@ -180,6 +180,12 @@ def test_tokenizer_goes_along(tmp_path: Path) -> None:
     model = dense()
     write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
     assert json.loads((tmp_path / "export" / "tokenizer.json").read_text()) == {}
+
+
+def test_a_pipe_in_an_export_says_no_step(tmp_path: Path) -> None:
+    """The export of a stranger is made again where its step can't be read; nothing waits for a writer."""
+    os.mkfifo(tmp_path / STATE)
+    assert exported_step(tmp_path) is None
 
 
 def test_failure_leaves_nothing(tmp_path: Path) -> None:

@@ -33,13 +33,27 @@ class Weights:
     [(AdamW, {}), (Adam, {}), (Muon, {"targets": ["matrix"]}), (SGD, {"momentum": 0.9}), (SGD, {"momentum": 0.0})],
 )
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
-    """What is said before the first step is what tensors of the state take after it, but for counters of steps."""
+    """
+    The bytes announced before the first step are those of the state after it, without counters of steps; the forecast
+    has every tensor of that state.
+    """
     weights = Weights()
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
-    announced = optimizer.memory_bytes()
+    announced, forecast = optimizer.memory_bytes(), optimizer.forecast_state()
     for _, parameter in weights.named():
         parameter.grad = torch.ones_like(parameter)
     optimizer.run_phase(Step(1, 1))
     state = [each for parts in optimizer.state_dict().values() for each in parts.values() if torch.is_tensor(each)]
     assert announced == {"optimizer_state": sum(each.nbytes for each in state if each.ndim)}
+    assert _kinds(forecast) == _kinds(optimizer.state_dict())
+
+
+def _kinds(state: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], Any]:
+    """Return shape and dtype of each tensor of an optimizer's state."""
+    return {
+        (name, key): (tensor.shape, tensor.dtype)
+        for name, parts in state.items()
+        for key, tensor in parts.items()
+        if torch.is_tensor(tensor)
+    }

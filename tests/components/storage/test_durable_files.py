@@ -74,6 +74,16 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
     assert durable_files.names(tmp_path / "a") == []
 
 
+def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
+    """Nothing waits for the writer of a pipe that has the name of a leftover, of a folder or of a file."""
+    for name in ("pipe", ".export.partial-1", ".file.tmp"):
+        os.mkfifo(tmp_path / name)
+    durable_files.remove_folder(tmp_path / "pipe")
+    begin_folder(tmp_path / "export").discard()
+    durable_files.replace_file(tmp_path / "file", b"content")
+    assert durable_files.names(tmp_path) == ["file"]
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder that becomes the target at the end of the block."""

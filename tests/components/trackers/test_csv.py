@@ -103,3 +103,32 @@ def test_a_link_is_refused(make: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError):
         make()
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_removed_table_is_written_anew(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No line is lost, nor the first with the names, and one warning says that it happened."""
+    tracker = make()
+    tracker.rewind(0)
+    tracker.track(1, {"loss": 1.0})
+    assert tracker._background.run(lambda: (tmp_path / "metrics.csv").unlink(), 60)
+    tracker.track(2, {"loss": 2.0})
+    tracker.close()
+    assert [(row["step"], row["loss"]) for row in table(tmp_path)] == [("1", "1.0"), ("2", "2.0")]
+    assert "metrics.csv was removed during the run, and is written anew" in caplog.text
+
+
+def test_damaged_lines_of_a_table_are_counted(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resume removes lines with other bytes and those out of order, and says how many."""
+    tracker = make()
+    tracker.rewind(0)
+    for step in (1, 2, 3, 4):
+        tracker.track(step, {"loss": float(step)})
+    tracker.close()
+    path = tmp_path / "metrics.csv"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1], bytes(5) + b"\n", lines[3], lines[2], b"4,4.\xff\n"]))
+    again = make()
+    again.rewind(4)
+    again.close()
+    assert [row["step"] for row in table(tmp_path)] == ["1", "3"]
+    assert "3 of its lines can't be read" in caplog.text

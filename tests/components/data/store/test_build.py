@@ -103,7 +103,7 @@ def test_another_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds other files"):
         store_of(tmp_path / "mine", [["abc"]])
     damage(tmp_path / "store" / "store.json", 0)
-    with pytest.raises(UserError, match=r"store\.json is damaged"):
+    with pytest.raises(UserError, match=r"store\.json can't be read"):
         store_of(tmp_path / "store", [["abc"]])
 
 

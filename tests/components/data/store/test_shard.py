@@ -1,5 +1,6 @@
 """One shard of a token store."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ def write(folder: Path, weighted: bool = False) -> Shard:
         for ids, source, offset in DOCUMENTS:
             weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
             shard.add(np.array(ids, np.int64), source, offset, weights)
-    return Shard(ShardFiles(folder, 3), len(DOCUMENTS), 4, DTYPE, weighted)
+    return Shard.written(ShardFiles(folder, 3), DTYPE, weighted)
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
@@ -31,17 +32,19 @@ def test_documents_come_back(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     assert write(other, weighted=True).column("keys").tolist() == shard.column("keys").tolist()
-    shard.check_digests()
+    shard.check_content()
 
 
 def test_the_files_are_as_documented(tmp_path: Path) -> None:
     """The bytes on disk are little-endian columns, which other programs can read."""
     write(tmp_path)
     files = content(tmp_path)
-    assert sorted(files) == ["00003.documents", "00003.json", "00003.tokens"]
+    assert sorted(files) == ["00003.digests", "00003.documents", "00003.json", "00003.tokens"]
     assert files["00003.tokens"] == b"\x01\0\x02\0\xff\xff\x09\0"
     assert np.frombuffer(files["00003.documents"], "<u8", 3).tolist() == [3, 3, 4]
     assert np.frombuffer(files["00003.documents"], "<u4", 3, 72).tolist() == [0, 0, 1]
+    hashes = [hashlib.sha256(files[f"00003.{kind}"]).digest() for kind in ("tokens", "documents")]
+    assert files["00003.digests"] == b"".join(hashes)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "documents", "weights"])
@@ -50,15 +53,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     shard = write(tmp_path, weighted=True)
     path = tmp_path / f"00003.{kind}"
     damage(path)
-    shard.check_sizes()
+    shard.check_header()
     with pytest.raises(UserError, match=f"00003.{kind} has other content"):
-        shard.check_digests()
+        shard.check_content()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"00003.{kind} has .* bytes instead of"):
-        shard.check_sizes()
+        shard.check_header()
     path.unlink()
     with pytest.raises(UserError, match=f"00003.{kind} is missing"):
-        shard.check_sizes()
+        shard.check_header()
 
 
 def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
@@ -68,15 +71,15 @@ def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
         shard.add(np.array([1]), "a", 0)
         raise KeyError
     assert not (tmp_path / "00003.json").exists()
-    write(tmp_path).check_digests()
+    write(tmp_path).check_content()
 
 
 def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     """A part may have no document."""
     with ShardWriter(tmp_path, 0, DTYPE, False):
         pass
-    shard = Shard(ShardFiles(tmp_path, 0), 0, 0, DTYPE, False)
-    shard.check_digests()
+    shard = Shard.written(ShardFiles(tmp_path, 0), DTYPE, False)
+    shard.check_content()
     assert shard.ids.tolist() == shard.ends.tolist() == []
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from drawloom.components.data.store.blocks import MappedFile
 from drawloom.components.data.store.store import Store
 from drawloom.graph import UserError
-from support.stores import store_of
+from support.stores import damage, store_of
 
 PARTS = [["abc", "", "de"], [], ["f" * 300]]
 
@@ -40,27 +41,70 @@ def test_a_pickled_store_has_no_tokens(tmp_path: Path) -> None:
     assert pickle.loads(dumped).read(0, 49_998, 50_001).ids.tolist() == [*b"xx", 256]
 
 
-def test_opening_reads_no_tokens(tmp_path: Path) -> None:
-    """A store of 2^30 tokens, of which the disk holds none, is opened, and its last ones are read."""
-    store = store_of(tmp_path / "store", [["ab"]])
-    path = tmp_path / "store" / "store.json"
-    path.write_text(path.read_text().replace('"shards": [[1, 3]]', f'"shards": [[1, {2**30}]]'))
-    with (tmp_path / "store" / "00000.tokens").open("r+b") as file:
-        file.truncate(2**31)
-    with (tmp_path / "store" / "00000.documents").open("r+b") as file:
-        file.write((2**30).to_bytes(8, "little"))
+def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open a store reads no tokens, and to read a document verifies its blocks alone, each once."""
+    store_of(tmp_path / "store", [["a" * 300_000, "b" * 300_000]])
+    blocks: list[int] = []
+    verify = MappedFile.verify
+    monkeypatch.setattr(
+        MappedFile,
+        "verify",
+        lambda self, first, last: (
+            (blocks.extend(range(first, last)), verify(self, first, last))
+            if self.path.suffix == ".tokens"
+            else verify(self, first, last)
+        ),
+    )
     store = Store.open(tmp_path / "store")
-    assert store.token_count == 2**30 and store.read(0, 2**30 - 2, 2**30).ids.tolist() == [0, 0]
+    assert store.lengths.tolist() == [300_001, 300_001] and not blocks
+    for _ in range(2):
+        assert store.read(1, 0, 40_000).ids.tolist() == [*b"b" * 40_000]
+        assert blocks == [9, 10]  # of 2^16 bytes, which are 2^15 tokens
+
+
+@pytest.mark.parametrize("name", ["00000.tokens", "00000.documents", "00000.digests", "00000.json", "store.json"])
+def test_a_changed_bit_is_never_read(tmp_path: Path, name: str) -> None:
+    """A bit that flips anywhere in a file is an error, when the store is opened or read, that names this file."""
+    store_of(tmp_path / "store", [["abc", "de" * 60_000]])
+    path = tmp_path / "store" / name
+    content = path.read_bytes()
+    for place in {0, 1, 9, len(content) // 3, len(content) // 2, len(content) - 2, len(content) - 1}:
+        damage(path, place)
+        with pytest.raises(UserError, match=f"{name} .*(other content|can't be read|has format)"):
+            _read_all(tmp_path / "store")
+        path.write_bytes(content)
+    _read_all(tmp_path / "store")
+
+
+def _read_all(folder: Path) -> None:
+    store = Store.open(folder)
+    assert len(store.keys) == len(store.lengths)
+    for document, length in enumerate(store.lengths.tolist()):
+        store.read(document, 0, length)
+        store.source(document)
+
+
+def test_faults_names_every_file_that_changed(tmp_path: Path) -> None:
+    """All damaged shards are listed at once, files of others, and a lock with content."""
+    assert store_of(tmp_path / "store", PARTS).faults() == []
+    damage(tmp_path / "store" / "00000.tokens")
+    damage(tmp_path / "store" / "00001.json")
+    (tmp_path / "store" / "00002.digests").unlink()
+    (tmp_path / "store" / "lock").write_text("x")
+    (tmp_path / "store" / "00003.tokens").write_text("x")
+    faults = Store.describe(tmp_path / "store").faults()
+    names = [fault.removeprefix(f"{tmp_path}/store/").split()[0] for fault in faults]
+    assert names == ["00000.tokens", "00001.json", "00002.digests", "00003.tokens", "lock"]
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     """A folder without a store, a damaged index, another format and a damaged shard are errors that name the file."""
-    with pytest.raises(UserError, match="no complete token store"):
+    with pytest.raises(UserError, match="not a complete token store"):
         Store.open(tmp_path)
     store_of(tmp_path / "store", PARTS)
     path = tmp_path / "store" / "store.json"
     held = path.read_text()
-    for text, reason in ((held[:-9], "can't be read"), (held.replace('"format": 1', '"format": 7'), "format 7")):
+    for text, reason in ((held[:-9], "can't be read"), (held.replace('"format": 2', '"format": 7'), "format 7")):
         path.write_text(text)
         with pytest.raises(UserError, match=rf"store\.json .*{reason}"):
             Store.open(tmp_path / "store")

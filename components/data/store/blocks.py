@@ -1,0 +1,73 @@
+"""Memory-mapped files of a shard, in which each block is verified when a process first reads it."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from drawloom.components.storage.regular_file import read_file
+from drawloom.graph import UserError
+
+BLOCK = 2**16  # bytes; part of the format; small, because shuffled documents are read one by one
+MAX_SIZE = 2**32  # bytes of a JSON file or of the digests of a shard
+DIGEST = hashlib.sha256().digest_size
+
+
+def count_blocks(size: int) -> int:
+    """Return the number of blocks of a file of `size` bytes."""
+    return -(-size // BLOCK)
+
+
+@attrs.frozen(eq=False)
+class MappedFile:
+    """
+    A memory-mapped file of known digests.
+
+    content: uint8 (bytes,). digests: the SHA-256 of all blocks, one after another. Blocks that this process has
+    verified are 1 in `verified`.
+    """
+
+    path: Path
+    content: np.ndarray
+    digests: memoryview
+    verified: bytearray
+
+    @classmethod
+    def open(cls, path: Path, size: int, digests: memoryview) -> "MappedFile":
+        """Map a file of `size` bytes; nothing is read yet."""
+        # an empty file can't be mapped; a plain array is sliced in less time than a memmap
+        content = np.asarray(np.memmap(path, np.uint8, "r", 0, (size,))) if size else np.empty(0, np.uint8)
+        return cls(path, content, digests, bytearray(count_blocks(size)))
+
+    def read(self, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
+        """Return a view of `count` numbers from a byte on. Raises UserError if a block of them has changed."""
+        end = offset + count * dtype.itemsize
+        first, last = offset // BLOCK, count_blocks(end)
+        if self.verified.find(0, first, last) >= 0:
+            self.verify(first, last)
+        return self.content[offset:end].view(dtype)
+
+    def verify(self, first: int, last: int) -> None:
+        """Hash those blocks from `first` to before `last` that were not verified yet."""
+        for number in range(first, last):
+            if not self.verified[number]:
+                block = self.content[number * BLOCK : (number + 1) * BLOCK]
+                digest = self.digests[number * DIGEST : (number + 1) * DIGEST]
+                if hashlib.sha256(block).digest() != digest:
+                    end = number * BLOCK + len(block)
+                    raise UserError(
+                        f"{self.path} has other content than was written, in bytes {number * BLOCK} to {end}: the "
+                        f"token store is damaged; restore the file, or remove {self.path.parent} and make it anew"
+                    )
+                self.verified[number] = 1
+
+    def verify_all(self) -> None:
+        """Hash all blocks that were not verified yet."""
+        self.verify(0, len(self.verified))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file, or of what a link leads to. Raises OSError for a pipe or a device."""
+    return read_file(path.resolve(), MAX_SIZE)

@@ -1,0 +1,209 @@
+"""
+Files of JSON lines in a run folder: an object for each step, with a checksum, cut back to the step of a resume.
+
+A line is `{"step": N, ..., "crc32": C}`, in which C is the CRC-32 of the line's bytes without that last entry.
+"""
+
+import errno
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.storage.appended_file import AppendedFile
+from drawloom.components.storage.regular_file import read_file
+
+BUFFER_SIZE = 2**24  # bytes of lines that the disk has not accepted yet; further ones are dropped
+MAX_SIZE = 2**34  # bytes of a file; more is not a log that a run has written
+CHECKSUM = "crc32"
+MAX_NUMBERS_SHOWN = 5
+
+log = logging.getLogger("drawloom.storage")
+
+Row = dict[str, Any]
+
+
+@attrs.frozen
+class StepLine:
+    """A readable line: its step, its object without the checksum, and whether it has changed since it was written."""
+
+    step: int
+    row: Row
+    text: bytes
+    has_changed: bool
+
+
+@attrs.define
+class Damage:
+    """Damaged lines of a file: numbers of lines, from 1, and steps of the lines that have another checksum."""
+
+    unreadable: list[int] = attrs.field(factory=list)
+    out_of_order: list[int] = attrs.field(factory=list)
+    changed: list[int] = attrs.field(factory=list)
+
+    def __str__(self) -> str:
+        parts = [
+            _count("line is unreadable", "lines are unreadable", "line", self.unreadable),
+            _count("line is out of order", "lines are out of order", "line", self.out_of_order),
+            _count("line was changed after it was written", "lines were changed later", "step", self.changed),
+        ]
+        return ", ".join(filter(None, parts))
+
+
+@attrs.define(eq=False)
+class StepLog:
+    """
+    A file of lines by step that a run appends to.
+
+    What the disk does not accept is kept in memory, with one warning, and written with a later line.
+    """
+
+    _file: AppendedFile
+    _buffer: bytes = b""
+    _has_warned: bool = False
+    _written: int = 0  # the last step whose line the disk has accepted
+    _appended: int = 0  # the last step
+    # a checkpoint that is written in the background flushes from its own thread
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    @classmethod
+    def open(cls, path: Path) -> "StepLog":
+        """Open a file, which is created if it is missing. Raises UserError if it is a link or not a regular file."""
+        return cls(AppendedFile.open(path))
+
+    def append(self, row: Row) -> None:
+        """Append a row, which has a `step`, and write it at once, if the disk accepts it."""
+        with self._lock:
+            if len(self._buffer) < BUFFER_SIZE:
+                self._buffer += encode_line(row)
+            self._appended = row["step"]
+            self._write()
+
+    def flush(self) -> None:
+        """Return when every line is on disk. Raises OSError if the disk does not accept some."""
+        with self._lock:
+            self._write()
+            if self._buffer:
+                missing = f"the rows of steps {self._written + 1} to {self._appended} are in memory only"
+                raise OSError(errno.ENOSPC, missing, str(self._file.path))
+            self._file.sync()
+
+    def rewind(self, step: int, known: Mapping[int, Row] | None = None) -> int:
+        """
+        Remove the lines after a step, and damaged ones, with a warning that counts them; return the last step kept.
+
+        A line that has changed since it was written is kept, but what is `known` of its step replaces its values; an
+        unreadable line is replaced by what is known of its step.
+        """
+        with self._lock:
+            self._buffer, self._written, self._appended = b"", step, step
+            lines, damage = parse_lines(self._file.read())
+            kept = {line.step: line for line in lines if line.step <= step}
+            damage.changed = [number for number in damage.changed if number in kept]
+            repaired = _repaired(kept, damage, {number: row for number, row in (known or {}).items() if number <= step})
+            self._warn_of(damage, repaired)
+            rows = {number: line.text + b"\n" for number, line in kept.items()}
+            rows |= {number: encode_line(row) for number, row in repaired.items()}
+            self._file.replace(b"".join(rows[number] for number in sorted(rows)))
+        return max(rows, default=0)
+
+    def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        with self._lock:
+            self._write()
+            self._file.close()
+
+    def _write(self) -> None:
+        """Write the buffered lines, as far as the disk accepts them; an error is only a warning."""
+        try:
+            while self._buffer:
+                self._buffer = self._buffer[self._file.append(self._buffer) :]
+            self._written = self._appended
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                text = "%s: %s; lines are kept in memory until the disk accepts them"
+                log.warning(text, self._file.path, error.strerror)
+
+    def _warn_of(self, damage: Damage, repaired: Mapping[int, Row]) -> None:
+        if text := str(damage):
+            names = ", ".join(map(str, sorted(repaired)))
+            known = f"; the values of step {names} are the checkpoint's" if repaired else ""
+            log.warning("%s is damaged: %s%s", self._file.path, text, known)
+
+
+def encode_line(row: Row) -> bytes:
+    """Return the line of a row, with its checksum."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+    return text[:-1] + f', "{CHECKSUM}": {zlib.crc32(text)}}}\n'.encode()
+
+
+def read_steps(path: Path) -> tuple[list[StepLine], Damage]:
+    """Return the lines of a file in order of steps, and its damage. Raises OSError if it is not a regular file."""
+    try:
+        content = read_file(path, MAX_SIZE)
+    except FileNotFoundError:
+        content = b""
+    return parse_lines(content)
+
+
+def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
+    """
+    Return the readable lines in order of steps, and what is damaged.
+
+    A last line that a kill has left incomplete is no damage. Of lines out of order, those with a valid checksum stay.
+    """
+    kept: list[tuple[int, StepLine]] = []
+    damage = Damage()
+    *pieces, last = content.split(b"\n")
+    if last and (torn := _parse(last)) is not None and not torn.has_changed:
+        pieces.append(last)
+    for number, piece in enumerate(pieces, 1):
+        line = _parse(piece)
+        if line is None:
+            damage.unreadable.append(number)
+            continue
+        while not line.has_changed and kept and kept[-1][1].has_changed and kept[-1][1].step >= line.step:
+            damage.out_of_order.append(kept.pop()[0])
+        if kept and kept[-1][1].step >= line.step:
+            damage.out_of_order.append(number)
+        else:
+            kept.append((number, line))
+    damage.changed = [line.step for _, line in kept if line.has_changed]
+    return [line for _, line in kept], damage
+
+
+def _parse(text: bytes) -> StepLine | None:
+    """Return a line; None if it is not an object with a step."""
+    try:
+        row = json.loads(text)
+        step = row["step"]
+        checksum = row.pop(CHECKSUM, None)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if type(step) is not int or step < 1:
+        return None
+    begin, mark, _ = text.rpartition(f', "{CHECKSUM}": '.encode())
+    has_changed = not mark or text != begin + f', "{CHECKSUM}": {zlib.crc32(begin + b"}")}}}'.encode()
+    return StepLine(step, row, text, has_changed or type(checksum) is not int)
+
+
+def _repaired(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[int, Row]) -> dict[int, Row]:
+    """Return the rows of damaged lines whose step is known: of changed ones, and in place of unreadable ones."""
+    repaired = {number: kept[number].row | known[number] for number in damage.changed if number in known}
+    if damage.unreadable:
+        repaired |= {number: row for number, row in known.items() if number not in kept}
+    return repaired
+
+
+def _count(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    shown = ", ".join(map(str, sorted(numbers)[:MAX_NUMBERS_SHOWN]))
+    more = ", ..." if len(numbers) > MAX_NUMBERS_SHOWN else ""
+    return f"{len(numbers)} {singular if len(numbers) == 1 else plural} ({unit} {shown}{more})"
