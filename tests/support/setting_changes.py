@@ -404,6 +404,7 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
     ),
+    "phases.divergence": Row(parts.lost_steps_seen_by, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
