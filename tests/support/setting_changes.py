@@ -237,6 +237,7 @@ ROWS: dict[str, Row] = {
     "data.packing.first_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.pairs": Row(parts.packed_rows, {"length": 32}, {"length": 14}),
     "data.packing.padded": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.windows": Row(parts.packed_rows, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.preferences": Row(
         parts.conversations_of,
         {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
