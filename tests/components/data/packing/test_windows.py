@@ -1,5 +1,7 @@
 """Windows over documents, compared with a loop over the tokens of each document."""
 
+from pathlib import Path
+
 import attrs
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from drawloom import Recipe
 from drawloom.components.data.packing.windows import Windows, count_windows
 from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.run import RunInfo
+from drawloom.graph.testing import fake
 
 
 @attrs.frozen
@@ -26,11 +30,7 @@ class Documents:
         return TokenArrays.of(ids, np.uint16)
 
 
-@attrs.frozen
-class Job:
-    """A run's seed."""
-
-    seed: int = 1
+JOB = fake(RunInfo, name="test", seed=1, path=Path("runs/test"))
 
 
 def contexts(lengths: tuple[int, ...], length: int, stride: int) -> dict[int, int]:
@@ -55,7 +55,7 @@ def test_each_target_counts_once_with_the_context_of_its_window(
 ) -> None:
     """Whatever shares a row, each token but a document's first is predicted once, from as many tokens as alone."""
     stride = data.draw(st.integers(1, length))
-    rows = Windows(tokens=Documents(lengths), job=Job(), length=length, stride=stride)
+    rows = Windows(tokens=Documents(lengths), job=JOB, length=length, stride=stride)
     rows.open()
     batch = rows.batch("train", range(rows.count("train")))
     seen = torch.nonzero(batch.weights).tolist()
@@ -72,7 +72,7 @@ def test_a_document_of_a_row_and_a_token_has_one_window() -> None:
 
 def test_a_row_beyond_the_last_is_an_error() -> None:
     """Negative rows do not count from the end."""
-    index = Windows(tokens=Documents(()), job=Job(), length=4).index_of(np.array([5]), None)
+    index = Windows(tokens=Documents(()), job=JOB, length=4).index_of(np.array([5]), None)
     for row in (-1, 1):
         with pytest.raises(IndexError, match=f"no row {row} of 1"):
             index.pieces(row)
