@@ -3,11 +3,15 @@
 import argparse
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from drawloom.components.commands._options import integer
 from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
@@ -18,6 +22,7 @@ from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import nested
+from drawloom.graph.runtime.container import Container
 
 READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.parquet", "arrow": "data.parquet"}
 AT_ONCE = 16  # microbatches whose tokens are in memory together
@@ -26,34 +31,47 @@ AT_ONCE = 16  # microbatches whose tokens are in memory together
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_run(parser)
-    help = "text, JSON-lines, Parquet or Arrow files to measure on, whole; the run's own validation split if left out"
+    help = "text, JSON-lines, Parquet or Arrow files, measured document by document; default: the validation rows"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
+    help = "tokens by which the window moves over a document of --corpus longer than a row; default: half a row"
+    parser.add_argument("--stride", type=integer(), metavar="N", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the mean loss of a token, and what follows from it."""
+    if options.stride and not options.corpus:
+        raise UserError("--stride is of windows over the documents of --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # another corpus is measured whole
     corpus = _corpus(options.corpus) if options.corpus else None
-    ports = (Executor, PackedDataset, Batching, Tokenizer)
-    with trained(project, options, *ports, change=lambda recipe: _with_corpus(recipe, corpus)) as (run, step):
-        rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
+    change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None
+    ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
+    with trained(project, options, *ports, change=change) as (run, step):
+        rows = run.get(PackedDataset)
         if not rows.count(split) and options.corpus:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
-        for batches in _batches(rows, split, run.get(Batching).micro_size):
-            state = state_of_batches(batches)
-            run.get(Executor).evaluate(state)
-            sums = [float(number) for number in sum_losses(state)]
-            total, weight = total + sums[0], weight + sums[1]
-            named = state[LOSSES]["sums"]
-            nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
-            text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
-        unit = "pairs" if has_pairs(type(rows)) else "tokens"
-    results = f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
-    print_text(f"{options.run_folder}, step {step}: {results}")
+        lines = [f"{options.run_folder}, step {step}: {_measure(run, split)}"]
+        if isinstance(rows, Windows):
+            lines.append(_count_windows(run.get(TokenCorpus).documents(split).lengths, rows))
+    print_text("\n".join(lines))
     return 0
+
+
+def _measure(run: Container, split: Split) -> str:
+    """Evaluate all rows of a split, and say what the mean loss of a token or of a pair is."""
+    rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
+    total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
+    for batches in _batches(rows, split, run.get(Batching).micro_size):
+        state = state_of_batches(batches)
+        run.get(Executor).evaluate(state)
+        sums = [float(number) for number in sum_losses(state)]
+        total, weight = total + sums[0], weight + sums[1]
+        named = state[LOSSES]["sums"]
+        nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
+        text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
+    unit = "pairs" if has_pairs(type(rows)) else "tokens"
+    return f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
 
 
 def _corpus(globs: list[str]) -> dict[str, Any]:
@@ -67,10 +85,8 @@ def _corpus(globs: list[str]) -> dict[str, Any]:
     return {"use": next(iter(files)), "paths": globs, "validation_fraction": 0.0}
 
 
-def _with_corpus(recipe: Recipe, corpus: dict[str, Any] | None) -> Recipe:
-    """The recipe with another corpus in place of its data, which may be a store, or conversations or pairs of them."""
-    if corpus is None:
-        return recipe
+def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
+    """Put another corpus, in rows of whole documents, in place of a recipe's data: a store, conversations or pairs."""
     graph = recipe.graph
     # the sources of a mixture are written inside of it, and go with it
     names, tokens = (
@@ -81,17 +97,22 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any] | None) -> Recipe:
     for name in tokens or ["tokens"]:
         changes[name] = {"use": "data.tokenized_text", "corpus": f"@{names[0]}"}
     for name in graph.implementers(PackedDataset):
-        # rows of pairs, or of examples, which have a greatest length
         settings = graph.nodes[name].settings
-        if has_pairs(graph.nodes[name].spec.cls) or "tokens" not in graph.nodes[name].edges:
-            length = settings["length"] if "length" in settings else settings["max_length"]
-            changes[name] = {"use": "data.packing.concatenated", "length": length}
+        length = settings["length"] if "length" in settings else settings["max_length"]  # of examples and of pairs
+        changes[name] = {"use": "data.packing.windows", "length": length} | ({"stride": stride} if stride else {})
     for name in graph.implementers(Loss):
         if has_pairs(graph.nodes[name].spec.cls):
             changes[name] = {"use": "loss.next_token"}
     for name, values in changes.items():
         recipe = recipe.with_values(nested(name, values), "--corpus")
     return recipe
+
+
+def _count_windows(lengths: np.ndarray, rows: Windows) -> str:
+    """Say how many documents did not fit a row, whose last token is only predicted."""
+    long, count = int((lengths > rows.length + 1).sum()), len(lengths)
+    whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
+    return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
 
 
 def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Batch]]:

@@ -36,7 +36,9 @@ class SymmetricExperts:
     """
     Ranks of one host share the experts of a layer out, and read each other's tokens from the memory of their GPUs.
 
-    The host waits once in each layer for the number of rows, or never with a `capacity`.
+    The host waits once in each layer for the number of rows, or never with a `capacity`. Without gradients, as in
+    evaluation and sampling, ranks agree on the number of tokens in each layer, and there is room for all rows: what is
+    computed does not depend on which microbatch came first.
     """
 
     between_ranks: ClassVar[bool] = True
@@ -46,7 +48,7 @@ class SymmetricExperts:
     max_tokens: int = setting(
         default=0,
         check=at_least(0),
-        doc="most tokens of a microbatch on a rank; 0: as many as the first microbatch has on any rank",
+        doc="most tokens of a training microbatch on a rank; 0: as many as the first one has on any rank",
     )
     capacity: float | None = setting(
         default=None,
@@ -67,12 +69,13 @@ class SymmetricExperts:
         # Memory of its own for each stream: in one stream alone, exchanges are in order.
         stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
         if stream not in self._exchanges:
-            slots = self.max_tokens or _most(len(hidden), group, hidden.device)
-            self._exchanges[stream] = Exchange(group, self.kernels, slots)
+            self._exchanges[stream] = Exchange(group, self.kernels, self.max_tokens)
         exchange = self._exchanges[stream]
-        tokens, scalars, choices = exchange.publish(hidden.detach(), probabilities.detach(), chosen)
+        learns = torch.is_grad_enabled()
+        slots = exchange.training_slots(hidden) if learns else _most(len(hidden), group, hidden.device)
+        tokens, scalars, choices = exchange.publish(slots, hidden.detach(), probabilities.detach(), chosen)
         local = self.kernels.moe_peers.choices(choices, group.rank * mine, mine)
-        routes, lost = exchange.limit(self.kernels.moe_routes(local, mine), self.capacity)
+        routes, lost = exchange.limit(self.kernels.moe_routes(local, mine), self.capacity if learns else None)
         journey = Journey(exchange, chosen, mine, routes)
         rows, scale = _Rows.apply(journey, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if lost is not None:
@@ -82,49 +85,62 @@ class SymmetricExperts:
 
 
 class Exchange:
-    """Memory that the ranks of a group share, with room for the tokens of one exchange, twice."""
+    """
+    Memory that the ranks of a group share, with room for the tokens of one exchange, twice.
 
-    def __init__(self, group: Group, kernels: ExpertKernels, slots: int) -> None:
+    An exchange has the same number of slots for tokens on each rank; training always has `max_tokens`, or as many as
+    its first microbatch has if that is 0.
+    """
+
+    def __init__(self, group: Group, kernels: ExpertKernels, max_tokens: int) -> None:
         self.group = group
         self.kernels = kernels
-        self.slots = slots
+        self._training_slots = max_tokens
         self._memory: SymmetricMemory | None = None
         self._outgrown: list[SymmetricMemory] = []  # which other ranks may still read
         self._half = 0
         self._views: dict[Any, list[Peers]] = {}
         self._most_rows: tuple[Tensor, Tensor] | None = None  # on the device, and as the host last heard
 
-    def publish(self, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None) -> list[Peers]:
+    def training_slots(self, hidden: Tensor) -> int:
+        """Return the slots of a training microbatch. Raises UserError if it has more tokens, (tokens, width)."""
+        self._training_slots = self._training_slots or _most(len(hidden), self.group, hidden.device)
+        if len(hidden) > self._training_slots:
+            raise UserError(
+                f"experts.symmetric: rank {self.group.rank} of {self.group.size} has {len(hidden)} tokens, and memory "
+                f"for {self._training_slots}; set max_tokens = {len(hidden)} or more on the dispatcher"
+            )
+        return self._training_slots
+
+    def publish(
+        self, slots: int, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None
+    ) -> list[Peers]:
         """
         Show tokens (tokens, width) to all ranks, with scalars and the experts that they chose (tokens, choices);
         what all ranks show, (slots, ...) each.
         """
-        if len(hidden) > self.slots:
-            raise UserError(
-                f"experts.symmetric: rank {self.group.rank} of {self.group.size} has {len(hidden)} tokens, and memory "
-                f"for {self.slots}; set max_tokens = {len(hidden)} or more on the dispatcher"
-            )
         given = [each for each in (hidden, scalars, chosen) if each is not None]
         dtypes = [each.dtype if each.is_floating_point() else torch.int32 for each in given]
-        shown = self.views(self.slots, [(each.shape[1], dtype) for each, dtype in zip(given, dtypes, strict=True)])
+        shown = self.views(slots, [(each.shape[1], dtype) for each, dtype in zip(given, dtypes, strict=True)])
         self.kernels.moe_peers.publish(given, [parts[self.group.rank] for parts, _ in shown])
         self.barrier()
         return shown
 
-    def views(self, rows: int, columns: list[tuple[int, torch.dtype]]) -> list[Peers]:
-        """Tensors (rows, columns) of these columns and dtypes in the half of the memory whose turn it is."""
+    def views(self, slots: int, columns: list[tuple[int, torch.dtype]], ranks: int = 1) -> list[Peers]:
+        """Tensors (ranks * slots, columns) of these columns and dtypes in the half of the memory whose turn it is."""
+        rows = ranks * slots
         self._half = 1 - self._half
         key = self._half, rows, *columns
         if key not in self._views:
             # An evaluation may be the first to need them, and tensors of inference mode can't be written in training.
             with torch.inference_mode(False):
-                memory = self._memory_for(columns)
+                memory = self._memory_for(slots, columns)
                 self._views[key] = _views(memory.parts, self._half, rows, columns)
         return self._views[key]
 
-    def _memory_for(self, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
+    def _memory_for(self, slots: int, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
         """Memory with room for a row of these columns from each slot of all ranks, in each half."""
-        needed = sum(_aligned(self.group.size * self.slots * width * dtype.itemsize) for width, dtype in columns)
+        needed = sum(_aligned(self.group.size * slots * width * dtype.itemsize) for width, dtype in columns)
         if self._memory is None or 2 * needed > len(self._memory.parts[0]):
             self._outgrown += [self._memory] if self._memory else []
             self._memory = self.group.symmetric_memory(2 * needed)
@@ -144,7 +160,7 @@ class Exchange:
         dest, source, ends = routes
         if capacity is None:
             return (dest, source[: int(ends[-1])], ends), None
-        even = self.slots * dest.shape[1]
+        even = dest.numel() // self.group.size
         room = min(math.ceil(capacity * even), len(source))
         if self._most_rows is None:
             with torch.inference_mode(False):
@@ -186,12 +202,17 @@ class Journey:
         """The sums (tokens, width) by token of rows at all ranks, and the scalars (tokens, choices) of choices."""
         exchange, dest = self.exchange, self.routes[0]
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
-        staged, *by_choice = exchange.views(len(dest), columns)
+        staged, *by_choice = exchange.views(self.slots, columns, exchange.group.size)
         rank, kernels = exchange.group.rank, exchange.kernels.moe_peers
         kernels.stage(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
         exchange.barrier()
-        first = rank * exchange.slots
+        first = rank * self.slots
         return kernels.sums(staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts)
+
+    @property
+    def slots(self) -> int:
+        """The slots of each rank."""
+        return len(self.routes[0]) // self.exchange.group.size
 
 
 class _Rows(Function):
@@ -223,7 +244,7 @@ class _Sums(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (tokens,) = ctx.journey.exchange.publish(grad)
+        (tokens,) = ctx.journey.exchange.publish(ctx.journey.slots, grad)
         return None, ctx.journey.rows(tokens, None)[0]
 
 

@@ -16,6 +16,12 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Head
 from drawloom.graph import UserError, above, component, setting
 
+TIE_ROUNDINGS = 2
+"""
+Roundings of each log-probability, as independent errors, within which a margin is a tie: one pair of matrix products
+summed in another order, as by another number of tensor-parallel ranks, makes 0.4 of a rounding.
+"""
+
 
 @component
 class Dpo:
@@ -24,7 +30,8 @@ class Dpo:
 
     The rows are those of `data.packing.pairs`. An answer's log-probability is the sum of those of its tokens that have
     a weight, in float64; the weights of a pair add up to what it counts. Named sums, by pair as the loss, are
-    `reward_margin`, `reward_accuracy` (the share of pairs whose margin is above 0), `reward_chosen`, `reward_rejected`.
+    `reward_margin`, `reward_accuracy` (1 for a pair whose margin is above 0, a half for a tie), `reward_chosen`,
+    `reward_rejected`. A margin that rounding alone could have made is a tie: all are at the first step.
     """
 
     pairs: ClassVar[bool] = True
@@ -49,16 +56,18 @@ class Dpo:
                 'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '
                 "with `drawloom reference-logps`"
             )
+        logps = self.token_logps(hidden, head, batch)
         # By document and not by token: the data have sums.
-        ratios = [
-            _by_pair(each, batch.document_ids) for each in (self.token_logps(hidden, head, batch), batch.reference)
-        ]
-        rewards = self.beta * (ratios[0] - ratios[1])
+        model, reference = (_by_pair(values, batch.document_ids) for values in (logps, batch.reference))
+        rewards = self.beta * (model - reference)
         weights = _by_pair(batch.weights, batch.document_ids).sum(-1)
         chosen, rejected = rewards.unbind(-1)
         margin = chosen - rejected
         total = (F.softplus(-margin) * weights).sum()  # softplus(-x) is -log(sigmoid(x))
-        sums = {"margin": margin, "accuracy": (margin > 0).double(), "chosen": chosen, "rejected": rejected}
+        squares = _by_pair(logps.detach().double().square(), batch.document_ids).sum(-1)
+        rounding = TIE_ROUNDINGS * torch.finfo(hidden.dtype).eps * self.beta * squares.sqrt()
+        accuracy = torch.where(margin.abs() <= rounding, 0.5, (margin > 0).double())
+        sums = {"margin": margin, "accuracy": accuracy, "chosen": chosen, "rejected": rejected}
         named = {f"reward_{name}": (each.detach() * weights).sum() for name, each in sums.items()}
         return total, weights.sum(), named
 

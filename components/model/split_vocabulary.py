@@ -41,10 +41,9 @@ def count_new_tokens(new_tokens: NewTokens) -> int:
 
 def fault_of_new_tokens(value: Any) -> str | None:
     """Return why a setting `new_tokens` is invalid, None if it is valid."""
+    most = MAX_SIZES["vocab_size"]
     if isinstance(value, int):
-        return (
-            f"{value} is not from 0 to {MAX_SIZES['vocab_size']}" if not 0 <= value <= MAX_SIZES["vocab_size"] else None
-        )
+        return None if 0 <= value <= most else f"{value} is not from 0 to {most}"
     kernels: Any = None
     with torch.device("meta"):
         layers = Embedding(1, 1, kernels), Linear(1, 1, kernels)

@@ -34,8 +34,8 @@ class Ettr:
     def __str__(self) -> str:
         learned, wall = (timedelta(seconds=round(seconds)) for seconds in (self.learned, self.wall))
         lost = f", {self.lost_steps:,} steps lost and done again" if self.lost_steps else ""
-        several = f" in {self.processes} processes" if self.processes > 1 else ""
-        return f"{self.ratio:.1%}: {learned} of steps in {wall} since the start{several}{lost}"
+        several = f", {self.processes} processes" if self.processes > 1 else ""
+        return f"{self.ratio:.1%} in steps that count: {learned} of {wall} since the start{several}{lost}"
 
 
 def ettr(log: RunLog, metrics: Metrics) -> Ettr | None:

@@ -118,6 +118,11 @@ class RunLog:
         what = f"the last line in the log is of step {self.step}" if self.step else "it was before the first step"
         self._event(self._time, "killed", f"killed, or failed with an error that only the terminal shows; {what}")
 
+    def end(self, time: str, step: int) -> None:
+        """Note that training has ended with this step: the report is written before the log says it."""
+        self.running, self.step, self.last = False, step, time
+        self._event(time, "ended", f"all {step:,} steps are done")
+
     def _label(self, line: str) -> None:
         label, text = line[:LABELS].strip(), line[LABELS:].strip()
         if label and text and len(self.header) < 20:

@@ -1,6 +1,7 @@
 """A final task that writes the report of the run."""
 
 import logging
+import time
 from pathlib import Path
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
@@ -8,7 +9,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
 from drawloom.components.report.drawings import draw_schedule
-from drawloom.components.report.ettr import ettr
+from drawloom.components.report.ettr import TIME, ettr
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run
 from drawloom.components.storage.durable_files import replace_file
@@ -24,7 +25,7 @@ class HtmlReport:
     Writes `report.html` in the run folder: curves, events, checkpoints, the sample and drawings of the run.
 
     `drawloom report` writes the same of any run, or of several. A report that can't be written is a warning. With it,
-    the effective training time ratio of the run is logged.
+    the share of the time that went into steps which the run has kept (its ETTR) is logged.
     """
 
     folder: RunFolder
@@ -48,10 +49,11 @@ class HtmlReport:
     def _write(self, step: int) -> None:
         folder = self.folder.folder
         run = read_run(folder, folder.resolve().name, self._drawings(step))
+        run.log.end(time.strftime(TIME), step)
         replace_file(self._target, page([run], _heading(step)).encode())
         log.info("report in %s", self._target)
         if (effective := ettr(run.log, run.metrics)) is not None:
-            log.info("ettr    %s", effective)
+            log.info("time    %s", effective)
 
     def _drawings(self, step: int) -> Drawings:
         pictures = [

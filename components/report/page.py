@@ -21,6 +21,7 @@ from drawloom.components.storage.byte_size import byte_size
 HERE = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
 MARKS = ("resumed", "killed", "stopped", "skipped")
+SAMPLE_START = 300  # letters of a sample that are shown at once
 LONGEST_VALUE = 300  # letters of a recipe's value in the table of differences
 CURVES = {
     "loss": "loss",
@@ -156,8 +157,7 @@ def _run(run: RunRecord, number: int) -> Iterator[str]:
     yield from _checkpoints(run)
     if run.plan:
         yield f"<h3>Planned and measured</h3><pre>{text(run.plan)}</pre>"
-    if run.sample:
-        yield f"<h3>Sample</h3><pre>{text(run.sample)}</pre>"
+    yield from _sample(run.sample)
     if run.drawings.missing:
         yield f"<p>The graph is not drawn: {text(run.drawings.missing)}</p>"
     # the drawings are documents of drawloom's own, which have escaped what they name
@@ -174,12 +174,25 @@ def _run(run: RunRecord, number: int) -> Iterator[str]:
     yield "</section>"
 
 
+def _sample(sample: str) -> Iterator[str]:
+    if not sample:
+        return
+    heading, line, words = sample.partition("\n")
+    short = f"{heading}{line}{words[:SAMPLE_START]}"
+    if len(words) <= SAMPLE_START + 1:  # a line's end
+        yield f"<h3>Sample</h3><pre>{text(sample)}</pre>"
+    else:
+        yield f"<h3>Sample</h3><pre>{text(short)} ...</pre>"
+        yield f"<details><summary>All of the sample</summary><pre>{text(sample)}</pre></details>"
+
+
 def _events(run: RunRecord) -> Iterator[str]:
     if not run.log.events:
         return
     omitted = f" ({run.log.omitted:,} in the middle are left out)" if run.log.omitted else ""
     yield f"<h3>Events{omitted}</h3>"
-    yield from _table(["time", "after step", "", ""], [_event_row(event) for event in run.log.events])
+    head = ["time", "after step", "event", "what the log says"]
+    yield from _table(head, [_event_row(event) for event in run.log.events], prose=True)
 
 
 def _event_row(event: LogEvent) -> list[str]:
@@ -198,14 +211,42 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         rows.append([f"{step:,}", *shown, byte_size(manifest.bytes), f"{manifest.world_size}"])
-    yield from _table(["step", "loss", "validation loss", "size", "ranks"], rows)
+    head, rows, equal = _without_equal(["step", "loss", "validation loss", "size", "ranks"], rows)
+    yield from _table(head, rows)
+    if equal:
+        yield f'<p class="equal">{text(equal)}</p>'
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, coloured: bool = False) -> Iterator[str]:
-    """A table whose first column names its rows; with `coloured`, the other columns are runs in their colours."""
+def _without_equal(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
+    """Leave out columns whose cells are all equal, and return what they are in words; the first column stays."""
+    if len(rows) < 2:
+        return head, rows, ""
+    equal = [number for number in range(1, len(head)) if len({row[number] for row in rows}) == 1]
+    kept = [number for number in range(len(head)) if number not in equal]
+    words = [f"{head[number]} {rows[0][number]}" for number in equal if rows[0][number]]
+    return (
+        [head[number] for number in kept],
+        [[row[number] for number in kept] for row in rows],
+        f"The same in each: {', '.join(words)}." if words else "",
+    )
+
+
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, coloured: bool = False, prose: bool = False
+) -> Iterator[str]:
+    """
+    A table whose first column names its rows.
+
+    With `coloured`, the other columns are runs in their colours, and a cell spans all runs if it is the same in each;
+    with `prose`, the last column is text.
+    """
     classes = [f' class="c{number % COLOURS}"' if coloured else "" for number in range(len(head) - 1)]
     cells = "".join(f"<th{each}>{text(cell)}</th>" for each, cell in zip(classes, head[1:], strict=True))
-    yield f'<div class="table"><table><thead><tr><th>{text(head[0])}</th>{cells}</tr></thead><tbody>'
-    for row in rows:
-        yield f"<tr><th>{text(row[0])}</th>{''.join(f'<td>{text(cell)}</td>' for cell in row[1:])}</tr>"
+    kind = f"table{' prose' if prose else ''}"
+    yield f'<div class="{kind}" tabindex="0"><table><thead><tr><th>{text(head[0])}</th>{cells}</tr></thead><tbody>'
+    for name, *values in rows:
+        if coloured and len(values) > 1 and len(set(values)) == 1:
+            yield f'<tr><th>{text(name)}</th><td colspan="{len(values)}">{text(values[0])}</td></tr>'
+        else:
+            yield f"<tr><th>{text(name)}</th>{''.join(f'<td>{text(cell)}</td>' for cell in values)}</tr>"
     yield "</tbody></table></div>"

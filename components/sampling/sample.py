@@ -14,12 +14,19 @@ from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
 from drawloom.graph import UserError, above, at_least, component, setting
 
+SHOWN_LETTERS = 300
+"""Characters of a text that are logged; the rest is in the file."""
+
 log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
 class Sample:
-    """Continues a prompt, prints the text and writes it below a line with the step to `<run folder>/sample.txt`."""
+    """
+    Continues a prompt, and writes the text below a line with the step to `<run folder>/sample.txt`.
+
+    The beginning of the text is printed.
+    """
 
     model: Predictor
     tokenizer: Tokenizer
@@ -53,7 +60,8 @@ class Sample:
         return self.prompt + self.tokenizer.decode(ids)
 
     def _write(self, step: int, text: str) -> None:
-        log.info("a sample:\n%s", text)
+        more = f"\n... ({len(text):,} characters in {self._target})" if len(text) > SHOWN_LETTERS else ""
+        log.info("a sample:\n%s%s", text[:SHOWN_LETTERS], more)
         replace_file(self._target, f"{_heading(step)}{text}\n".encode())
 
     def _sampler(self) -> Sampler:

@@ -195,6 +195,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.best_fit": lambda folder: {"packing": {"use": "data.packing.best_fit", "length": 16}},
     "data.packing.first_fit": lambda folder: {"packing": {"use": "data.packing.first_fit", "length": 16}},
     "data.packing.padded": lambda folder: {"packing": {"use": "data.packing.padded", "length": 16}},
+    "data.packing.windows": lambda folder: {"packing": {"use": "data.packing.windows", "length": 16}},
     "data.tokenized": store,
     "data.record": lambda folder: {"record": {"use": "data.record"}},
     "data.standard_library": lambda folder: {},

@@ -85,7 +85,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("Metric", "update"), "measure"),
         (("Tracker", "track"), "Report._write"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
-        (("Executor", "evaluate"), "main"),
+        (("Executor", "evaluate"), "_measure"),
         (("Group", "sum"), "Evaluate.run_phase"),
         (("MemoryUser", "memory_bytes"), "memory_by_kind"),
     ],

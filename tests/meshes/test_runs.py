@@ -132,6 +132,19 @@ def test_experts_that_ranks_share_out_have_the_losses_of_one_process(place: Path
     assert_same(one, run)
 
 
+def test_a_sample_after_a_kill_is_that_of_a_straight_run(place: Path) -> None:
+    """A process that has only the sample left to make draws the same text, from experts in shared memory, too."""
+    (place / "shared.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
+    words = ("run", "shared.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "sample.tokens=60")
+    texts = []
+    for _ in range(2):
+        codes = drawloom(place, *words, "run.name=shared", ranks=2)
+        assert {outcome.code for outcome in codes} == {0}, codes
+        texts.append((place / "runs/shared/sample.txt").read_bytes())
+        (place / "runs/shared/sample.txt").unlink()
+    assert texts[0] == texts[1] and b"experts.symmetric" not in texts[0]
+
+
 def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
     """For each dimension of the mesh that divides parameters there is a line, on any machine."""
     sizes = ("mesh.pipeline=2", "mesh.tensor=2", "mesh.data_shard=4", "batch.micro_size=4")

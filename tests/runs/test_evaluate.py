@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,36 @@ def test_other_text_is_measured_whole(place: Path) -> None:
     loss, tokens, bits = map(float, numbers)
     assert tokens == len(text.encode())  # all but the first byte, and the end of the document
     assert bits == pytest.approx(loss * tokens / (tokens - 1) / math.log(2), rel=1e-4)
+
+
+def test_documents_have_the_losses_that_transformers_gives_them_alone(place: Path) -> None:
+    """Whole ones, and those longer than a row by its sliding window, for any stride; what is printed counts them."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    texts = ["def f(x):", "y", "return " * 3, "".join(f"x{number} = {number}\n" for number in range(20))]
+    (place / "mixed.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    theirs = AutoModelForCausalLM.from_pretrained(place / "runs/tiny/export").eval()
+    for words, stride in ((("--stride", "5"), 5), ((), 16), (("--stride", "32"), 32)):
+        losses = [loss for text in texts for loss in _sliding_losses(theirs, [*text.encode(), 256], 32, stride)]
+        outcome = drawloom(place, "evaluate", "runs/tiny", "--corpus", "mixed.jsonl", *words)[0]
+        mean = math.fsum(losses) / len(losses)
+        assert f"loss {mean:.4f} over {len(losses)} tokens" in outcome.text, (mean, len(losses), outcome)
+        what = f"4 documents, each on its own; 1 longer than a row of 32 tokens, in windows that move by {stride}"
+        assert what in outcome.text
+    assert "is of windows over the documents" in drawloom(place, "evaluate", "runs/tiny", "--stride", "5")[0].text
+
+
+def _sliding_losses(model: Any, ids: list[int], length: int, stride: int) -> list[float]:
+    """The loss of each token but the first, by windows that see `length` tokens."""
+    found: list[float] = []
+    for start in range(0, len(ids) - 1, stride):
+        window = torch.tensor(ids[start : start + length + 1])
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(window[None, :-1]).logits[0], window[1:], reduction="none")
+        found += losses[len(found) - start :].tolist()
+        if len(found) == len(ids) - 1:
+            break
+    return found
 
 
 def test_bytes_that_are_not_trained_do_not_count(place: Path) -> None:

@@ -17,7 +17,7 @@ def test_a_report_tells_what_happened(tmp_path: Path) -> None:
     content = (run / "report.html").read_text("utf-8")
     assert outcome.code == 0 and "report in runs/one/report.html" in outcome.text and len(content) < 1_000_000
     kinds = re.findall(r"<td>(started|killed|resumed|ended)</td>", content)
-    assert kinds == ["started", "killed", "resumed"]  # it is written before the run has ended
+    assert kinds == ["started", "killed", "resumed", "ended"] and "<td>all 60 steps are done</td>" in content
     [found] = json.loads(re.findall(r'id="data">(.*)</script>', content)[0])["runs"]
     assert found["axes"]["step"] == [row["step"] for row in rows(run)]
     assert found["curves"]["loss"]["y"] == [float(f"{row['loss']:.6g}") for row in rows(run)]

@@ -399,6 +399,17 @@ def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path, norm: s
         assert all(bool(torch.isfinite(each).all()) for each in weights if isinstance(each, torch.Tensor))
 
 
+@pytest.mark.parametrize("norm", ["exact", "device"])
+def test_a_run_that_learns_nothing_ends_in_words(place: Path, norm: str) -> None:
+    """With a learning rate of 1000 the run ends after ten lost steps, and exports and samples nothing."""
+    words = ("optimizer.lr=1000", "trainer.steps=40", "checkpoint.every=5", f"sync_gradients.norm={norm}")
+    outcome = drawloom(place, *TINY, *words)[0]
+    assert outcome.code == 1 and "training has diverged: since step 2 the loss was above 16." in outcome.text
+    run = place / "runs/tiny"
+    assert len(rows(run)) in (10, 11) and not (run / "export").exists() and not (run / "sample.txt").exists()
+    assert max(step_of(path) for path in committed(run / "checkpoints")) < 11
+
+
 def test_a_port_in_use_is_an_error(place: Path) -> None:
     """Processes that are started without torchrun, which finds a free port, raise within the timeout."""
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}

@@ -208,6 +208,17 @@ def spikes_seen_by(use: str, values: Values, _place: Path) -> Any:
     return [(step.skip_reason, step.goes_back) for step in steps]
 
 
+def lost_steps_seen_by(use: str, values: Values, _place: Path) -> Any:
+    """The step after which a run ends, and why."""
+    phase = build(use, **values)
+    try:
+        for index, loss in enumerate((2.0, 5.0, 5.0, 9.0, 9.0, 9.0), 1):
+            phase.run_phase(Step(index, 9, {"loss": torch.tensor(loss), "grad_norm": torch.tensor(1.0)}))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def clipped(use: str, values: Values, _place: Path) -> Any:
     """Gradients after clipping."""
     held = _Held()

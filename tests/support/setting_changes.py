@@ -237,6 +237,7 @@ ROWS: dict[str, Row] = {
     "data.packing.first_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.pairs": Row(parts.packed_rows, {"length": 32}, {"length": 14}),
     "data.packing.padded": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.windows": Row(parts.packed_rows, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.preferences": Row(
         parts.conversations_of,
         {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
@@ -404,6 +405,7 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
     ),
+    "phases.divergence": Row(parts.lost_steps_seen_by, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),

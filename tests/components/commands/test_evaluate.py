@@ -28,7 +28,7 @@ def test_other_text_replaces_all_data(what: str) -> None:
     recipe = _with_corpus(Recipe.load("first_run").with_values(DATA[what]), OTHER)
     recipe.check(elsewhere=True)
     needed = {node.spec.use: node.settings for node in recipe.graph.restricted_to(["packing"]).nodes.values()}
-    assert {"data.packing.concatenated", "data.tokenized_text", "data.jsonl"} < needed.keys()
+    assert {"data.packing.windows", "data.tokenized_text", "data.jsonl"} < needed.keys()
     assert not needed.keys() & {"data.tokenized", "data.mixture", "data.json_examples", "data.collated"}
     assert needed["data.jsonl"]["paths"] == ["other.jsonl"]
 

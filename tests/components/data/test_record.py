@@ -67,14 +67,14 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
     """A resume counts damaged lines; a folder that is removed meanwhile is written anew, each with a warning."""
     node = record(tmp_path)
     for step in (1, 2, 3):
-        node.run_phase(Step(step, 9, outputs={"batches": [batch(step)]}))
+        node.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
     path = tmp_path / "rows/rank-0.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step\0 2'))
     again = record(tmp_path)
-    again.run_phase(Step(4, 9, outputs={"batches": [batch(4)]}))
+    again.run_phase(Step(4, 9, state={"batches": [batch(4)]}))
     assert [entry.getMessage() for entry in caplog.records] == [f"{path} is damaged: 1 line is unreadable (line 2)"]
     shutil.rmtree(tmp_path / "rows")
-    again.run_phase(Step(5, 9, outputs={"batches": [batch(5)]}))
+    again.run_phase(Step(5, 9, state={"batches": [batch(5)]}))
     assert [line["step"] for line in lines(tmp_path)] == [1, 3, 4, 5]
     assert caplog.records[-1].getMessage() == f"{path} was removed during the run, and is written anew"
 
@@ -86,4 +86,4 @@ def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
         (folder / "rows").mkdir(parents=True)
         os.mkfifo(folder / "rows" / f"{name}.jsonl")
         with pytest.raises(UserError, match=f"rows/{name}.jsonl can't be written .it is not a regular file"):
-            record(folder).run_phase(Step(1, 9, outputs={"batches": [batch(1)]}))
+            record(folder).run_phase(Step(1, 9, state={"batches": [batch(1)]}))

@@ -12,7 +12,17 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.experts.symmetric import SymmetricExperts
 from drawloom.graph import UserError
-from support.dispatchers import CHOICES, WIDTH, Results, assert_those_of_one_rank, experts_of, inputs, shared
+from support.dispatchers import (
+    CHOICES,
+    EXPERTS,
+    RANKS,
+    WIDTH,
+    Results,
+    assert_those_of_one_rank,
+    experts_of,
+    inputs,
+    shared,
+)
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -42,6 +52,40 @@ def test_room_for_more_rows_changes_nothing(name: str, with_capacity: Results, w
     """With unused rows behind the last, results and gradients are the same to the bit."""
     for ours, theirs in zip(with_capacity[name], without_capacity[name], strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def _evaluations() -> list[list[Tensor]]:
+    """What this rank's dispatchers give without gradients for each entry of CHOICES, in both orders."""
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, data_shard=RANKS, expert=RANKS)
+        mesh.open()
+        found = []
+        for names, settings in ((CHOICES, {}), (reversed(CHOICES), {"capacity": 1.0, "max_tokens": 1})):
+            dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, **settings)  # type: ignore[arg-type]
+            results = {}
+            for name in names:
+                with torch.inference_mode():
+                    here = dispatcher.dispatch(*inputs(CHOICES[name], mesh.world.rank), EXPERTS)
+                    results[name] = here.combine(here.rows * here.scale[:, None])
+            found.append([results[name].clone() for name in CHOICES])
+        return found
+    finally:
+        processes.close()
+
+
+def test_an_evaluation_does_not_depend_on_the_microbatches_before() -> None:
+    """
+    Whatever came first, and with whatever room for training, all tokens and rows fit, and results have the same bits: a
+    process that resumes behind the last step begins with a sample.
+    """
+    for rank, (ours, theirs) in enumerate(run_ranks(_evaluations, RANKS)):
+        for name, one, other in zip(CHOICES, ours, theirs, strict=True):
+            hidden, chosen, probabilities = inputs(CHOICES[name], rank)
+            expected = hidden * probabilities.where(chosen >= 0, 0).sum(1, keepdim=True)
+            torch.testing.assert_close(one, expected.detach(), rtol=1e-13, atol=1e-14)
+            assert torch.equal(one, other)
 
 
 def _refusals() -> list[str]:

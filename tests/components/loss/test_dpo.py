@@ -96,6 +96,23 @@ def test_long_answers_are_summed_without_rounding() -> None:
     assert float(sums["reward_margin"]) == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tie_is_half_however_it_is_rounded(dtype: torch.dtype) -> None:
+    """Pairs whose rewards differ by rounding count a half each, and those that differ by more count 1 or 0."""
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(1, 4096, generator=generator) * 8
+    documents = (torch.arange(4096) // 128)[None]  # 16 pairs
+    filled: Any = {"tokens": documents, "targets": documents, "positions": documents, "document_ids": documents}
+    reference = -losses.double()
+    for differences, accuracy in (((0.0,) * 4, 8.0), ((0.0, 0.0, 4.0, -4.0), 8.0), ((4.0, 4.0, 0.0, -4.0), 10.0)):
+        rounded = losses * (1 + torch.randn(1, 4096, generator=generator) * torch.finfo(dtype).eps / 4)
+        rounded[0, :: 2 * 128] -= torch.tensor(differences).repeat(4)
+        batch = Batch(**filled, weights=torch.full((1, 4096), 1 / 256), reference=reference)
+        head: Head = OneLoss(rounded)  # type: ignore[assignment]
+        _, weight, sums = Dpo(beta=BETA).loss(torch.empty(1, 4096, 1, dtype=dtype), head, batch)
+        assert float(weight) == 16 and float(sums["reward_accuracy"]) == accuracy
+
+
 def test_a_batch_without_a_reference_is_refused() -> None:
     """Compared with nothing, the loss would be another one."""
     case = sample()

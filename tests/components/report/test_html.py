@@ -41,3 +41,17 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog:
         report(tmp_path, one_rank).finish(3)
         report(tmp_path, one_rank, draw=lambda step: 1 / 0).finish(3)
     assert len(caplog.records) == 2 and not report(tmp_path, one_rank).is_finished(3)
+
+
+def test_the_share_of_time_in_steps_is_a_sentence(
+    tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has no abbreviation for it, and the report has the end of the run, which the log does not tell yet."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "tokens": 8, "tokens_per_second": 4.0}\n', "utf-8")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/rank-0.log").write_text("2020-01-01 00:00:00,500 INFO drawloom.run: run     mine, in runs/mine\n")
+    with caplog.at_level(logging.INFO, "drawloom.run"):
+        report(tmp_path, one_rank).finish(3)
+    assert caplog.records[-1].getMessage().startswith("time    0.0% in steps that count: 0:00:02 of ")
+    content = (tmp_path / "report.html").read_text("utf-8")
+    assert "<td>ended</td><td>all 3 steps are done</td>" in content and "<td>killed</td>" not in content

@@ -6,11 +6,13 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import attrs
 import pytest
 
+from drawloom.components.checkpoint.manifest import Manifest
 from drawloom.components.report.page import HERE, page
 from drawloom.components.report.run_record import Drawings, RunRecord, read_run
 
@@ -107,6 +109,39 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert "<tr><th>lr.to</th><td>1.0</td><td>2.0</td></tr>" in content
     assert [each["name"] for each in data_of(content)["runs"]] == ["1.0", "2.0"]
     assert "differs in" not in page([run])
+
+
+def test_what_is_the_same_in_all_runs_is_told_once(tmp_path: Path) -> None:
+    """A row of the overview that all runs share has one cell; another one has a cell for each run."""
+    runs = [attrs.evolve(run_in(tmp_path, steps=steps), name=name) for name, steps in (("a", 4), ("b", 8))]
+    content = page(runs)
+    assert '<tr><th>mean speed</th><td colspan="2">4 tokens/s</td></tr>' in content
+    assert "<tr><th>tokens</th><td>32</td><td>64</td></tr>" in content
+
+
+def test_columns_of_equal_cells_are_a_line_below_the_table(tmp_path: Path) -> None:
+    """Sizes and ranks of checkpoints, if they do not differ; a column with nothing in it is left out."""
+    manifests = [(step, manifest_of(step, loss)) for step, loss in ((1, 3.0), (2, 2.0))]
+    content = page([attrs.evolve(run_in(tmp_path), checkpoints=manifests)])
+    assert "<tr><th>step</th><th>loss</th></tr>" in content and "<tr><th>1</th><td>3.0000</td></tr>" in content
+    assert "The same in each: size 8 bytes, ranks 1." in content
+    one = page([attrs.evolve(run_in(tmp_path), checkpoints=manifests[:1])])
+    assert "<tr><th>1</th><td>3.0000</td><td></td><td>8 bytes</td><td>1</td></tr>" in one
+
+
+def manifest_of(step: int, loss: float) -> Manifest:
+    """What a page reads of a checkpoint's manifest."""
+    return cast(Manifest, SimpleNamespace(step=step, values={"loss": loss}, bytes=8, world_size=1))
+
+
+def test_a_long_sample_shows_its_beginning(tmp_path: Path) -> None:
+    """Its first 300 characters are seen at once, and all of it behind a click; a short one is seen whole."""
+    run = run_in(tmp_path)
+    content = page([attrs.evolve(run, sample=f"# after step 1\n{'a' * 300}{'b' * 100}\n")])
+    assert f"<pre># after step 1\n{'a' * 300} ...</pre>" in content
+    assert f"<details><summary>All of the sample</summary><pre># after step 1\n{'a' * 300}bbb" in content
+    short = page([attrs.evolve(run, sample=f"# after step 1\n{'a' * 300}\n")])
+    assert f"{'a' * 300}\n</pre>" in short and "All of the sample" not in short
 
 
 @pytest.mark.parametrize("name", ["page.js", "page.css"])

@@ -1,11 +1,13 @@
 """The sample at the end of a run."""
 
+import logging
 import math
 import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from drawloom.components.data.bytes import Bytes
@@ -34,3 +36,17 @@ def test_a_pipe_in_place_of_the_sample_is_replaced(tmp_path: Path, one_rank: Any
     assert not sample.is_finished(3)
     sample.finish(3)
     assert sample.is_finished(3) and not sample.is_finished(4)
+
+
+def test_the_beginning_of_a_sample_is_printed(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A long text has its first 300 characters in the log, and all of it in the file."""
+    logits = torch.zeros(1, 1, 257)
+    logits[..., 97] = 99  # the letter a
+    model = mock.Mock(infer=lambda tokens, shared: logits)
+    folder, randomness = fake(RunFolder, folder=tmp_path), fake(Randomness, stream=lambda name: torch.Generator())
+    sample = Sample(model=model, tokenizer=Bytes(), folder=folder, randomness=randomness, mesh=one_rank, tokens=400)
+    with caplog.at_level(logging.INFO, "drawloom.run"):
+        sample.finish(3)
+    assert (tmp_path / "sample.txt").read_text() == f"# after step 3\n{'a' * 400}\n"
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message == f"a sample:\n{'a' * 300}\n... (400 characters in {tmp_path / 'sample.txt'})"

@@ -1,0 +1,113 @@
+"""
+Documents as a model sees them alone: whole, or in windows that overlap where a document is longer than a row.
+
+The windows are those of "Perplexity of fixed-length models" in the documentation of transformers: each begins `stride`
+tokens after the one before, and only tokens that no earlier window predicted have a weight.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing.best_fit import best_fit
+from drawloom.components.data.packing.groups import in_order
+from drawloom.components.data.packing.packed_rows import PackedRows
+from drawloom.components.data.packing.rows import Piece, RowIndex
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import Batch
+from drawloom.graph import Problem, above, component, setting
+from drawloom.graph.build.node import NodeView
+
+
+@component
+class Windows(PackedRows):
+    """
+    Rows of whole documents, to measure a model; a longer document is seen through windows, and no target counts twice.
+
+    Every target but those of a document's first window has at least `length - stride` tokens before it. `drawloom
+    evaluate --corpus` measures such rows.
+    """
+
+    stride: int | None = setting(
+        default=None, check=above(0), doc="tokens by which a window moves, at most `length`; default: half of it"
+    )
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Windows that move by more than a row leave tokens out."""
+        yield from super().constraints(node)
+        stride, length = node.settings["stride"], node.settings["length"]
+        if stride is not None and stride > length:
+            text = f"windows of {length} tokens that move by {stride} leave tokens out"
+            yield node.problem("stride", text, f"write stride = {length} or less")
+
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+        """The windows of all documents, packed by best-fit-decreasing; lengths: (documents,)."""
+        documents = in_order(lengths, order)
+        counts = count_windows(lengths[documents], self.length, self.step)
+        owners = np.repeat(documents, counts)
+        first = self.step * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
+        last = np.minimum(first + self.length, lengths[owners])
+        by_row, in_row = best_fit(np.arange(len(owners)), last - first, self.length, order)
+        arrays = (owners[by_row], first[by_row], last[by_row], np.cumsum(in_row, dtype=np.int64))
+        return WindowIndex(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
+
+    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+        """The rows at these indices, in which targets that an earlier window predicts have no weight."""
+        batch, index = super().batch(split, indices), self._splits[split].index
+        for weights, row in zip(batch.weights, indices, strict=True):
+            begin = 0
+            for piece in index.pieces(row):
+                if piece.first:
+                    weights[begin : begin + self.length - self.step] = 0
+                begin += piece.last - piece.first
+        return batch
+
+    @property
+    def step(self) -> int:
+        """The tokens by which a window moves."""
+        return self.stride or self.length // 2
+
+
+def count_windows(lengths: np.ndarray, length: int, stride: int) -> np.ndarray:
+    """Count the windows of documents of at least two tokens, int64 (documents,); the last token is only predicted."""
+    return 1 + np.maximum(0, -(-(lengths.astype(np.int64) - 1 - length) // stride))
+
+
+@attrs.frozen(eq=False)
+class WindowIndex:
+    """
+    Windows by row: documents, first tokens and ends of windows, int64 (windows,), and row ends among them, (rows,).
+    """
+
+    documents: Tensor
+    first: Tensor
+    last: Tensor
+    ends: Tensor
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.ends)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all windows."""
+        return int((self.last - self.first).sum())
+
+    def pieces(self, row: int) -> list[Piece]:
+        """Return the windows of a row; IndexError beyond the last row."""
+        if not 0 <= row < self.rows:
+            raise IndexError(f"there is no row {row} of {self.rows}")
+        windows = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
+        columns = (tensor[windows].tolist() for tensor in (self.documents, self.first, self.last))
+        return list(map(Piece._make, zip(*columns, strict=True)))
+
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,)."""
+        ends = np.concatenate([[0], np.cumsum((self.last - self.first).numpy())])
+        return np.diff(ends[self.ends.numpy()], prepend=0)

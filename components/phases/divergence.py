@@ -1,0 +1,85 @@
+"""Divergence: the end of a run whose steps teach the model nothing any more."""
+
+import math
+from typing import Any
+
+import attrs
+
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError, above, at_least, component, setting
+
+SMALLEST_SCALE = 1.5
+"""Nats; a loss that begins below it, as that of fine-tuning or of preferences, is compared as if it were this large."""
+
+
+@component(reads=("loss", "grad_norm"), impact="safe")
+class Divergence:
+    """
+    Ends a run that has diverged, before it writes a checkpoint, an export and a sample of what is left.
+
+    A step is lost if its loss is far above that of the run's first step, if its gradients are not finite, or if all of
+    them are 0. After `steps` lost steps in a row the run ends. A step without a token to learn from does not count.
+    """
+
+    steps: int = setting(default=10, check=at_least(1), doc="lost steps in a row after which the run ends")
+    factor: float = setting(default=3.0, check=above(1), doc="multiple of the first loss above which a step is lost")
+
+    _first: float | None = attrs.field(init=False, default=None)
+    _lost: int = attrs.field(init=False, default=0)
+    _late: Step | None = attrs.field(init=False, default=None)
+
+    def run_phase(self, step: Step) -> None:
+        """Judge the step, or the one before where a device computes the loss. Raises UserError on all ranks alike."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._judge(late)
+        # All ranks have the loss on a device of the same kind, and judge the same step.
+        if not step.state.is_remote(step.state["loss"]) or step.last:
+            self._judge(step)
+        else:
+            self._late = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """`first`, the loss of the run's first step, and `lost`, the steps in a row that are lost."""
+        if self._late is not None:
+            self._judge(self._late)
+            self._late = None
+        return {"first": self._first, "lost": self._lost}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the counts of a checkpoint."""
+        self._first = None if state["first"] is None else float(state["first"])
+        self._lost = int(state["lost"])
+        self._late = None
+
+    def _judge(self, step: Step) -> None:
+        loss, norm = step.state.number("loss"), step.state.number("grad_norm")
+        if step.goes_back or (math.isfinite(norm) and not math.isfinite(loss)):
+            return  # there was no token to learn from
+        if self._first is None and math.isfinite(loss):
+            self._first = loss
+        self._lost = self._lost + 1 if self._is_lost(loss, norm) else 0
+        if self._lost >= self.steps:
+            raise UserError(self._message(step.index, loss, norm))
+
+    def _is_lost(self, loss: float, norm: float) -> bool:
+        return not math.isfinite(norm) or norm == 0 or loss > self._limit
+
+    @property
+    def _limit(self) -> float:
+        """The greatest loss of a step that is not lost."""
+        if self._first is None:
+            return math.inf
+        return self._first + (self.factor - 1) * max(abs(self._first), SMALLEST_SCALE)
+
+    def _message(self, index: int, loss: float, norm: float) -> str:
+        begin = index - self._lost
+        above, began = "", "was never finite"
+        if self._first is not None:
+            above, began = f"the loss was above {self._limit:.4g}, or ", f"began at {self._first:.4g}"
+        return (
+            f"training has diverged: since step {begin + 1} {above}gradients were 0 or not finite; the loss {began}, "
+            f"and is {loss:.4g} at step {index} with a gradient norm of {norm:.4g}; lower the learning rate, lengthen "
+            "its warm-up or clip more, and start again under another run name, or remove the checkpoints after step "
+            f"{begin} and start this run again"
+        )
