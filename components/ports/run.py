@@ -1,14 +1,14 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
 
-from drawloom.graph import port
+from drawloom.graph import Problem, port
 
 
 @port
@@ -130,6 +130,21 @@ class Phase(Protocol):
 
     def run_phase(self, step: Step) -> None:
         """Run this phase of a step."""
+        ...
+
+
+@runtime_checkable
+class PlannedPhase(Protocol):
+    """A component of a phase whose values are planned over all steps of the run, as a learning-rate schedule's are."""
+
+    @classmethod
+    def derives_from_total(cls, node: Any) -> bool:
+        """Return whether another number of steps would change the value of any step."""
+        ...
+
+    @classmethod
+    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+        """Yield the problems of the node's settings in a run of `total` steps."""
         ...
 
 

@@ -16,6 +16,7 @@ from drawloom.components.ports.run import (
     FinalTask,
     Listener,
     Phase,
+    PlannedPhase,
     Randomness,
     Restorer,
     RunCheck,
@@ -56,9 +57,12 @@ class Trainer:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """
         Settings of phases that name an output, their `names_outputs`, name a number that a phase may write; a warning
-        if none ever does.
+        if none ever does. What phases plan over all steps fits their number.
         """
         phases = node.neighbours("phases")
+        for phase in phases:
+            if issubclass(phase.component, PlannedPhase):
+                yield from phase.component.check_total(phase, node.settings["steps"])
         written = {
             value
             for phase in phases
@@ -204,5 +208,4 @@ def _flow(phase: Any) -> Flow:
 
 def _derives(phase: Any) -> bool:
     """Whether a phase's component declares that it derives something from the number of steps."""
-    derives = getattr(phase.component, "derives_from_total", None)
-    return bool(derives and derives(phase))
+    return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)
