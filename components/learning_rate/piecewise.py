@@ -101,6 +101,8 @@ class Piecewise:
     @classmethod
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
         """Every phase begins before it ends, and ends within the run; only the first that does not is reported."""
+        if any(cls.constraints(node)):
+            return
         begin, sizes = 0, declared_token_counts(node)
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
