@@ -31,7 +31,7 @@ class _Launch:
 
     parameters: Sequence[nn.Parameter]
     stepper: Any
-    lr_factor: float
+    lr_multiplier: float
     betas: tuple[float, float]
 
 
@@ -53,10 +53,8 @@ class StochasticAdamW:
     lr: float = setting(check=above(0), doc="the base learning rate")
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
-    groups: list[AdamGroup] = setting(
-        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
-    )
+    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
         impact="incompatible",
@@ -91,23 +89,23 @@ class StochasticAdamW:
             self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, *place)
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in every:
-            kinds.setdefault((group["lr_factor"], group.get("betas", self.betas)), []).extend(group["params"])
+            kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
         implementation, states = self._implementation(), self._states()
-        for (lr_factor, betas), parts in kinds.items():
+        for (lr_multiplier, betas), parts in kinds.items():
             stepper = implementation([states[part] for part in parts])
-            self._launches.append(_Launch(parts, stepper, lr_factor, betas))
+            self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
 
     def run_phase(self, step: Step) -> None:
         """
         Update the weights unless the step is skipped, clear the gradients, and put `lr` into the step's outputs.
 
-        Each group has the rate of the step times a factor of its own.
+        Each group has the rate of the step times its `lr_multiplier`.
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         number = self._steps_taken() + 1
         if step.found_inf is not None or not step.skip_reason:
             for launch in self._launches:
-                scalars = step_scalars(step.outputs["lr"] * launch.lr_factor, launch.betas, self.eps, number)
+                scalars = step_scalars(step.outputs["lr"] * launch.lr_multiplier, launch.betas, self.eps, number)
                 gradients = [gradient_of(part) for part in launch.parameters]
                 launch.stepper.step(gradients, scalars, number, step.found_inf)
         self._last = step

@@ -106,18 +106,22 @@ class TorchOptimizer:
         Update the weights unless the step is skipped, which the device may decide, and clear the gradients.
 
         The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`, and
-        each group has it times a factor of its own.
+        each group has it times its `lr_multiplier`.
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
-        if step.found_inf is not None or not step.skip_reason:
+        if not self._is_skipped(step):
             for optimizer in self._optimizers:
                 self._update(optimizer, step)
         for _, parameter in self.parameters.named():
             parameter.grad = None
 
+    def _is_skipped(self, step: Step) -> bool:
+        """Return whether the host skips the update; where `found_inf` is set, the device decides."""
+        return step.found_inf is None and bool(step.skip_reason)
+
     def _update(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = step.outputs["lr"] * group["lr_factor"]
+            group["lr"] = step.outputs["lr"] * group["lr_multiplier"]
         # The name under which torch's fused optimizers read it, as GradScaler sets it.
         optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
         # torch's fused optimizers take one dtype for weights and gradients; ours say that they take others.

@@ -197,7 +197,7 @@ EXPERTS: dict[str, Any] = {
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 GROUPS = [
-    AdamGroup(targets=["*embed_tokens*"], lr_factor=0.5),
+    AdamGroup(targets=["*embed_tokens*"], lr_multiplier=0.5),
     AdamGroup(targets=["*.mlp.*"], betas=(0.8, 0.9), weight_decay=0.2),
 ]
 """On a pipeline, ranks but the first have no parameter of the first."""

@@ -43,13 +43,14 @@ STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
 SPLIT = {"validation_fraction": 0.9}
 BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
-NORMS = [{"targets": ["*norm"], "lr_factor": 2.0}]
+NORMS = [{"targets": ["*norm"], "lr_multiplier": 2.0}]
 GROUPS: dict[str, Any] = {
     "groups": NORMS,
     "groups.targets": Change([{**NORMS[0], "targets": ["*weight"]}], {"groups": NORMS}),
-    "groups.lr_factor": NORMS,
+    "groups.lr_multiplier": NORMS,
     "groups.weight_decay": [{"targets": ["*norm"], "weight_decay": 5.0}],
 }
+VARIANTS = {"amsgrad": True, "maximize": True}
 AGAIN = {"recompute": {"blocks": {"again": 0.2, "kept": 0.1}}}
 
 BETAS_OF_GROUP = {"groups.betas": [{"targets": ["*norm"], "betas": [0.5, 0.6]}]}
@@ -382,8 +383,8 @@ ROWS: dict[str, Row] = {
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
-    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
-    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
+    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS),
+    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS),
     "optim.muon": Row(
         parts.weights_after_steps,
         {"lr": 0.01},
@@ -399,7 +400,10 @@ ROWS: dict[str, Row] = {
         },
     ),
     "optim.sgd": Row(
-        parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5} | GROUPS
+        parts.weights_after_steps,
+        {"lr": 0.01},
+        GROUPS
+        | {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5, "dampening": 0.5, "nesterov": True, "maximize": True},
     ),
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
