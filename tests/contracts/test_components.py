@@ -246,6 +246,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
     "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},
+    "metrics.multilabel": lambda folder: {"metrics": {"labels": {"use": "metrics.multilabel", "labels": 3}}},
     "metrics.classification": lambda folder: {"metrics": {"f1": {"use": "metrics.classification", "classes": 3}}},
     "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
     "metrics.fill_rate": lambda folder: {"metrics": {"fill": {"use": "metrics.fill_rate"}}},

@@ -249,7 +249,7 @@ def counted_by(use: str, values: Values, _place: Path) -> Any:
     metric = build(use, **values)
     [each] = metric.accumulators.values()
     first = torch.arange(1.0, 1 + torch.Size(each.shape).numel()).view(each.shape)
-    sums = {"confusion": first, "score_histogram": first, "other": first.flip(0)}
+    sums = {"confusion": first, "score_histogram": first, "labels": first, "other": first.flip(0).square()}
     return measured(metric, step_of([1.0], [1.0], {name: [part.tolist()] for name, part in sums.items()}))
 
 

@@ -170,7 +170,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "symmetric": NextToken,
     "dora": NextToken,
     "norms": NextToken,
-    "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
+    "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True, top_k=3),
     "dft": Dft,
     "tempered": TemperedLoss,
     "states": StatesLoss,

@@ -339,16 +339,19 @@ ROWS: dict[str, Row] = {
     ),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
-    "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
+    "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
     "metrics.classification": Row(
-        parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"]}
+        parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"], "beta": 2.0}
     ),
     "metrics.expert_load": Row(parts.routed_by, {}, {"by_expert": True}),
     "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
     "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
     "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
+    "metrics.multilabel": Row(
+        parts.counted_by, {"labels": 2}, {"labels": 3, "of": "other", "averages": ["weighted"], "beta": 2.0}
+    ),
     "metrics.perplexity": Row(parts.measured_by, {}, {"of": "accuracy"}),
     "metrics.spread": Row(
         parts.measured_by,
