@@ -9,8 +9,17 @@ from torch import Tensor
 from drawloom.components.distributed.device import HostCopy
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+from drawloom.components.ports.tracking import DistributionMetric, Histogram
 
 OPS = ("sum", "max", "min")
+
+
+@attrs.frozen
+class Measurements:
+    """Numbers and histograms of a step, by name."""
+
+    values: Mapping[str, Value]
+    distributions: Mapping[str, Histogram]
 
 
 @attrs.frozen
@@ -25,15 +34,18 @@ class Measured:
         """Whether the host would have to wait for a device."""
         return self.packed.arrived is not None or not self.step.settled
 
-    def values(self, metrics: Sequence[Metric]) -> dict[str, Value]:
-        """What each metric makes of its totals, once they are on the CPU."""
+    def read(self, metrics: Sequence[Metric]) -> "Measurements":
+        """Return what each metric computes from its totals, once they are on the CPU."""
         self.step.settle()
         left = {op: iter(_unpacked(metrics, op, packed)) for op, packed in self.packed.read().items()}
-        found: dict[str, Value] = {}
+        values: dict[str, Value] = {}
+        distributions: dict[str, Histogram] = {}
         for metric in metrics:
-            totals = {name: next(left[each.op]) for name, each in metric.accumulators.items()}
-            found |= metric.compute(totals, self.step)
-        return found
+            totals = {name: next(left[part.op]) for name, part in metric.accumulators.items()}
+            values |= metric.compute(totals, self.step)
+            if isinstance(metric, DistributionMetric):
+                distributions |= metric.distributions(totals, self.step)
+        return Measurements(values, distributions)
 
 
 def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> Measured:

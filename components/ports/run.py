@@ -275,6 +275,7 @@ class Accumulator:
 
 
 @port
+@runtime_checkable
 class Metric(Protocol):
     """
     Numbers worth writing down about each step.
@@ -299,6 +300,7 @@ class Metric(Protocol):
 
 
 @port
+@runtime_checkable
 class Tracker(Protocol):
     """Stores the values of metrics by step. It writes on rank 0 only."""
 
@@ -312,6 +314,7 @@ class Tracker(Protocol):
 
 
 @port
+@runtime_checkable
 class Durable(Protocol):
     """Writes logs that must be on disk before a later checkpoint is committed."""
 

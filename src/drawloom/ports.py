@@ -152,6 +152,16 @@ from drawloom.components.ports.stages import (
     gradient_of,
 )
 from drawloom.components.ports.staging import Stager
+from drawloom.components.ports.tracking import (
+    Context,
+    ContextTracker,
+    DistributionMetric,
+    DistributionTracker,
+    Histogram,
+    PropertyTracker,
+    by_context,
+    flat_properties,
+)
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
 __all__ = [
@@ -177,12 +187,16 @@ __all__ = [
     "ChatTokenizer",
     "Collator",
     "Communicator",
+    "Context",
+    "ContextTracker",
     "Convert",
     "Corpus",
     "CountsFlops",
     "Device",
     "Dispatched",
     "Dispatcher",
+    "DistributionMetric",
+    "DistributionTracker",
     "DocumentPart",
     "Durable",
     "Event",
@@ -201,6 +215,7 @@ __all__ = [
     "Head",
     "HeadLayer",
     "HiddenStates",
+    "Histogram",
     "Kernels",
     "KeyValueCache",
     "KnownDocuments",
@@ -239,6 +254,7 @@ __all__ = [
     "Predictor",
     "Processes",
     "Program",
+    "PropertyTracker",
     "Randomness",
     "RankProgram",
     "RankSlice",
@@ -289,9 +305,11 @@ __all__ = [
     "VocabularyPart",
     "attended_pairs",
     "averaged",
+    "by_context",
     "check_cadence",
     "due",
     "flat",
+    "flat_properties",
     "gather_shares",
     "gradient_of",
     "group_overlaps",

@@ -36,7 +36,7 @@ from drawloom.graph.testing import build, fake
 from support import chat
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
-from support.metrics import MESH, measured, step_of
+from support.metrics import MESH, combined, measured, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
@@ -242,6 +242,21 @@ def measured_by(use: str, values: Values, _place: Path) -> Any:
     metric = build(use, **edges, **values)
     sums = {"cross_entropy": [2.0, 5.0, 9.0], "accuracy": [1.0, 1.0, 0.0]}
     return measured(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)
+
+
+def distributions_of(use: str, values: Values, _place: Path) -> Any:
+    """The histograms of two steps of a metric."""
+    held = _Held()
+    metric = build(use, parameters=held, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
+    metric.open()
+    found = []
+    for index in (1, 2):
+        held.differentiate(1e-4)
+        step = Step(index, 3)
+        metric.run_phase(step)
+        totals = combined(metric.accumulators, [metric.update(step)])
+        found.append(metric.distributions(totals, step))
+    return found
 
 
 def counted_by(use: str, values: Values, _place: Path) -> Any:

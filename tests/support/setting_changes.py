@@ -347,6 +347,11 @@ ROWS: dict[str, Row] = {
     ),
     "metrics.expert_load": Row(parts.routed_by, {}, {"by_expert": True}),
     "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
+    "metrics.histograms": Row(
+        parts.distributions_of,
+        {"targets": ["*norm"], "every": 1},
+        {"targets": ["*"], "of": ["weights"], "per": "pattern", "bins": 3, "every": 2},
+    ),
     "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
     "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
     "metrics.multilabel": Row(
@@ -491,7 +496,22 @@ ROWS: dict[str, Row] = {
         {},
         {"queue_size": 7, "timeout": 7.0, "project": "other", "entity": "some", "mode": "offline"},
     ),
-    "trackers.aim": Row(runs.asked_of_aim, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.mlflow": Row(
+        runs.asked_of_tracker,
+        {},
+        {"queue_size": 7, "timeout": 7.0, "experiment": "other", "uri": "https://host:5000"},
+    ),
+    "trackers.aim": Row(
+        runs.asked_of_aim,
+        {},
+        {
+            "queue_size": 7,
+            "timeout": 7.0,
+            "repository": "aim://host:5",
+            "experiment": "other",
+            "system_metrics": 30.0,
+        },
+    ),
 }
 
 UNOBSERVED = {
