@@ -72,11 +72,11 @@ def several_given(node: Any, name: str) -> Iterator[Problem]:
 
 def declared_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
     """Return a length in steps as a node's settings give it, or 0 if it is in tokens whose step is not known yet."""
-    lengths = [node.settings[f"{name}_{unit}"] for unit in UNITS]
+    steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
     sizes = declared_token_counts(node)
-    if sizes is None and node.settings[f"{name}_tokens"] is not None:
+    if sizes is None and tokens is not None:
         return 0
-    return steps_of(*lengths, total, sizes or token_counts(None, None), at_end=at_end)
+    return steps_of(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
 
 
 def unit_given(node: Any, name: str) -> str:

@@ -112,8 +112,8 @@ class Histograms:
         for name, parameter in self.parameters.counted():
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad
-                for index in self._indices(kind, name) if tensor is not None else ():
-                    yield from ((index, chunk) for chunk in tensor.detach().flatten().split(CHUNK))
+                chunks = () if tensor is None else torch.split(tensor.detach().flatten(), CHUNK)
+                yield from ((index, chunk) for index in self._indices(kind, name) for chunk in chunks)
 
     def _indices(self, kind: str, name: str) -> list[int]:
         """The histograms that a tensor is counted in."""
