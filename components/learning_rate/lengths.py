@@ -1,8 +1,10 @@
 """Lengths of parts of a run, as recipes give them: by steps, tokens, or a share of all steps."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import attrs
 
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching
@@ -27,25 +29,38 @@ def steps_of(
     return steps if steps is not None else int(total * (percent or 0.0) / 100)
 
 
+@attrs.frozen
 class TokenCounts:
-    """How many tokens the steps of a run have, counted in full rows."""
+    """Token counts of a run's steps, in full rows: `tokens_after(n)` is the number of tokens of the first n steps."""
 
-    def __init__(self, batching: Batching | None, rows: PackedDataset | None) -> None:
-        self._batching = batching
-        self._rows = rows
-
-    def tokens_after(self, steps: int) -> int:
-        """The tokens of the first `steps` steps."""
-        if self._batching is None or self._rows is None:
-            raise ValueError("lengths in tokens need the sizes of steps and rows")
-        return self._batching.start(steps + 1) * self._rows.length
+    tokens_after: Callable[[int], int]
 
     def steps_until(self, tokens: int) -> int:
-        """The least number of steps that have as many tokens, or more."""
+        """Return the least number of steps that have at least `tokens` tokens."""
         most = 1
         while self.tokens_after(most) < tokens:
             most *= 2
         return bisect_left(range(most + 1), tokens, key=self.tokens_after)
+
+
+def token_counts(batching: Batching | None, rows: PackedDataset | None) -> TokenCounts:
+    """Return the token counts of a run; without batch and row sizes, counting raises ValueError."""
+
+    def tokens_after(steps: int) -> int:
+        if batching is None or rows is None:
+            raise ValueError("lengths in tokens need the sizes of steps and rows")
+        return batching.start(steps + 1) * rows.length
+
+    return TokenCounts(tokens_after)
+
+
+def declared_token_counts(node: Any) -> TokenCounts | None:
+    """Return the token counts that settings imply before anything is built; None if they do not, as with a ramp."""
+    batch, rows = ([view.settings for view in node.neighbours(edge)] for edge in SIZES)
+    if not batch or not rows or batch[0].get("ramp"):
+        return None
+    size, length = batch[0].get("global_size"), rows[0].get("length")
+    return TokenCounts(lambda steps: steps * size * length) if size and length else None
 
 
 def several_given(node: Any, name: str) -> Iterator[Problem]:
@@ -53,6 +68,20 @@ def several_given(node: Any, name: str) -> Iterator[Problem]:
     given = [f"{name}_{unit}" for unit in UNITS if node.settings[f"{name}_{unit}"] is not None]
     if len(given) > 1:
         yield node.problem(given[-1], f"both {given[0]} and {given[-1]} are given", "leave one of them out")
+
+
+def declared_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
+    """Return a length in steps as a node's settings give it, or 0 if it is in tokens whose step is not known yet."""
+    steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
+    sizes = declared_token_counts(node)
+    if sizes is None and tokens is not None:
+        return 0
+    return steps_of(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
+
+
+def unit_given(node: Any, name: str) -> str:
+    """Return the setting that gives a length: `warmup_steps`, say."""
+    return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)
 
 
 def tokens_without_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:

@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.learning_rate.lengths import TokenCounts, tokens_without_sizes
+from drawloom.components.learning_rate.lengths import (
+    TokenCounts,
+    declared_token_counts,
+    token_counts,
+    tokens_without_sizes,
+)
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
 from drawloom.graph import Problem, above, at_least, component, setting
@@ -45,14 +50,12 @@ class Piece:
     power: float = setting(default=2.0, check=above(0), doc="of a polynomial curve")
 
     def end(self, begin: int, total: int, sizes: TokenCounts) -> int:
-        """The step, counted from 0, at which the phase is over."""
+        """Return the step, counted from 0, at which the phase is over; a late `begin` does not move it."""
         if self.steps is not None:
             return begin + self.steps
         if self.until_tokens is not None:
-            return max(begin, sizes.steps_until(self.until_tokens))
-        return (
-            max(begin, int(total * self.until_percent / 100)) if self.until_percent is not None else max(begin, total)
-        )
+            return sizes.steps_until(self.until_tokens)
+        return total if self.until_percent is None else int(total * self.until_percent / 100)
 
 
 @component(writes=("lr_factor",))
@@ -74,9 +77,9 @@ class Piecewise:
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""
-        value, begin, sizes = self.start, 0, TokenCounts(self.batching, self.rows)
+        value, begin, sizes = self.start, 0, token_counts(self.batching, self.rows)
         for phase in self.phases:
-            end = phase.end(begin, total, sizes)
+            end = max(begin, phase.end(begin, total, sizes))
             if done < end:
                 return between(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
@@ -94,6 +97,27 @@ class Piecewise:
                 return True
             value = phase.to
         return False
+
+    @classmethod
+    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+        """Every phase begins before it ends, and ends within the run; only the first that does not is reported."""
+        if any(cls.constraints(node)):
+            return
+        begin, sizes = 0, declared_token_counts(node)
+        for number, phase in enumerate(node.settings["phases"]):
+            if phase.until_tokens is not None and sizes is None:
+                return  # its step, and that of every later phase, is known in the run only
+            end = phase.end(begin, total, sizes or token_counts(None, None))
+            if end < begin:
+                text = f"phases[{number}] ends after step {end}, before it begins: the phases before it take {begin}"
+                yield node.problem(("phases", number), text, "make the phases before it shorter, or let it end later")
+                return
+            if end > total:
+                text = f"phases[{number}] ends after step {end}, and the run has {total}"
+                hint = "make it shorter, for example until_percent = 100.0, or raise `steps` of the trainer"
+                yield node.problem(("phases", number), text, hint)
+                return
+            begin = end
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:

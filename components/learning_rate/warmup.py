@@ -4,12 +4,22 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from drawloom.components.learning_rate.lengths import TokenCounts, several_given, steps_of, tokens_without_sizes
+from drawloom.components.learning_rate.lengths import (
+    TokenCounts,
+    declared_steps,
+    several_given,
+    steps_of,
+    token_counts,
+    tokens_without_sizes,
+    unit_given,
+)
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
 from drawloom.graph import Problem, at_least, between, inherited, setting
 
 LENGTHS = ("warmup", "decay")
+
+FEWER = "make it shorter, for example {name}_percent = 10.0, or raise `steps` of the trainer"
 
 
 @inherited
@@ -51,7 +61,7 @@ class AfterWarmup:
     @property
     def sizes(self) -> TokenCounts:
         """The tokens of steps."""
-        return TokenCounts(self.batching, self.rows)
+        return token_counts(self.batching, self.rows)
 
     @abstractmethod
     def after(self, done: int, rest: int, total: int) -> float:
@@ -61,6 +71,18 @@ class AfterWarmup:
     def derives_from_total(cls, node: Any) -> bool:
         """Whether another number of steps would change the factor of any step."""
         return True
+
+    @classmethod
+    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+        """A warm-up fits the run, and a decay the steps after it."""
+        names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
+        steps = {name: declared_steps(node, name, total, at_end=name == "decay") for name in names}
+        if steps["warmup"] > total:
+            text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
+            yield node.problem(unit_given(node, "warmup"), text, FEWER.format(name="warmup"))
+        elif sum(steps.values()) > total:
+            text = f"the warm-up takes {steps['warmup']} steps and the decay {steps['decay']}, and the run has {total}"
+            yield node.problem(unit_given(node, "decay"), text, FEWER.format(name="decay"))
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+from drawloom.components.ports.tracking import DistributionMetric, Histogram
 from drawloom.graph import component, setting
 
 
@@ -40,3 +41,12 @@ class MetricGroup:
             own = {name: totals[f"{number}/{name}"] for name in member.accumulators}
             values |= {self.prefix + name: value for name, value in member.compute(own, step).items()}
         return values
+
+    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+        """Return the histograms of the members that measure distributions, from their own totals."""
+        found: dict[str, Histogram] = {}
+        for number, member in enumerate(self.members):
+            if isinstance(member, DistributionMetric):
+                own = {name: totals[f"{number}/{name}"] for name in member.accumulators}
+                found |= {self.prefix + name: each for name, each in member.distributions(own, step).items()}
+        return found

@@ -13,9 +13,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""
 
 
-def adamw(groups: Iterable[dict[str, Any]], **defaults: Any) -> torch.optim.AdamW:
-    """The fastest AdamW for the parameters of torch's groups; its state is torch's, whichever it is."""
+def adamw(
+    groups: Iterable[dict[str, Any]], *, amsgrad: bool = False, maximize: bool = False, **defaults: Any
+) -> torch.optim.AdamW:
+    """Return the fastest AdamW for the parameters of torch's groups; its state is torch's, whichever it is."""
     groups = list(groups)
+    if amsgrad or maximize:  # the kernel has neither
+        return torch.optim.AdamW(groups, fused=True, amsgrad=amsgrad, maximize=maximize, **defaults)
     kind = AdamWTriton if all(_suits(part) for group in groups for part in group["params"]) else torch.optim.AdamW
     return kind(groups, fused=True, **defaults)
 

@@ -50,10 +50,8 @@ class Muon(TorchOptimizer):
         default=(0.9, 0.95), check=check_betas, doc="decay of AdamW's two running means"
     )
     eps: float = setting(default=1e-8, check=above(0), doc="keeps AdamW's denominator from zero")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
-    groups: list[AdamGroup] = setting(
-        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
-    )
+    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:

@@ -36,7 +36,7 @@ class Group:
     """
 
     targets: list[str] = setting(check=check_targets, doc="patterns (fnmatch) of the names of the parameters")
-    lr_factor: float = setting(default=1.0, check=at_least(0), doc="what `lr` is multiplied by")
+    lr_multiplier: float = setting(default=1.0, check=at_least(0), doc="learning-rate multiplier")
     weight_decay: float | None = setting(
         default=None, check=at_least(0), doc="that of all parameters of the group, norms and biases included"
     )
@@ -65,7 +65,7 @@ def param_groups(
     parameters: Parameters, groups: Sequence[Group], weight_decay: float, mesh: Mesh
 ) -> list[dict[str, Any]]:
     """
-    Every trained parameter once, in torch's form: `params`, `weight_decay`, `lr_factor`, and what a group sets.
+    Every trained parameter once, in torch's form: `params`, `weight_decay`, `lr_multiplier`, and what a group sets.
 
     Of each group, and of the parameters in none, there are the matrices and, without weight decay, the vectors. They
     exist even if they are empty: torch takes no empty list of groups, and a pipeline rank whose parameters are all
@@ -76,7 +76,7 @@ def param_groups(
     found: list[dict[str, Any]] = []
     for place, group in enumerate([None, *groups]):
         mine = [part for (_, part), where in zip(named, places, strict=True) if where == place]
-        options = {"lr_factor": 1.0} if group is None else group.options()
+        options = {"lr_multiplier": 1.0} if group is None else group.options()
         matrices, vectors = ([part for part in mine if decays(part) == wanted] for wanted in (True, False))
         found.append({"params": matrices, "weight_decay": weight_decay} | options)
         found.append({"params": vectors, "weight_decay": 0.0} | options)

@@ -1,6 +1,6 @@
 """Stochastic gradient descent with momentum."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
@@ -10,7 +10,8 @@ from drawloom.components.optim.parameter_groups import Group
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, at_least, between, component, setting
+from drawloom.graph import Problem, above, at_least, between, component, setting
+from drawloom.graph.build.node import NodeView
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
@@ -19,12 +20,17 @@ class SGD(TorchOptimizer):
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="the base learning rate")
-    momentum: float = setting(default=0.9, check=between(0, 1), doc="decay of the running mean of gradients")
-    weight_decay: float = setting(default=0.0, check=at_least(0), doc="added to the gradient, times the weight")
-    groups: list[Group] = setting(
-        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
+    lr: float = setting(check=above(0), doc="base learning rate")
+    momentum: float = setting(default=0.9, check=between(0, 1), doc="decay of the momentum, a running sum of gradients")
+    dampening: float = setting(
+        default=0.0, check=between(0, 1), doc="fraction of each gradient but the first that the momentum leaves out"
     )
+    nesterov: bool = setting(default=False, doc="add the gradient to its momentum once more (Nesterov momentum)")
+    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
+    weight_decay: float = setting(
+        default=0.0, check=at_least(0), doc="coefficient of the weight that is added to the gradient"
+    )
+    groups: list[Group] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:
@@ -32,18 +38,39 @@ class SGD(TorchOptimizer):
         names = ("momentum_buffer",) if self.momentum else ()
         return {name: names for name, _ in self.parameters.named()}
 
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Nesterov momentum takes momentum and no dampening; dampening takes momentum."""
+        yield from super().constraints(node)
+        momentum, dampening = node.settings["momentum"], node.settings["dampening"]
+        if node.settings["nesterov"] and (not momentum or dampening):
+            text = f"Nesterov momentum needs momentum above 0 and no dampening; they are {momentum:g} and {dampening:g}"
+            yield node.problem("nesterov", text, "write momentum = 0.9 and dampening = 0.0")
+        elif dampening and not momentum:
+            yield node.problem("dampening", "dampening does nothing without momentum", "write momentum = 0.9")
+
     def open(self) -> None:
         """Create the optimizer of the parameters."""
-        groups = self._param_groups()
-        self._optimizers = [torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)]
+        options = {name: getattr(self, name) for name in ("lr", "momentum", "dampening", "nesterov", "maximize")}
+        self._optimizers = [torch.optim.SGD(self._param_groups(), fused=True, **options)]
 
     def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
-        if skip is not None and self.momentum:
+        if (
+            skip is not None
+            and self.dampening
+            and not any("momentum_buffer" in state for state in optimizer.state.values())
+        ):
+            # With dampening, momentum begins as the whole first gradient, which must not be that of a skipped step:
+            # until there is momentum, the host waits for what the device decides.
+            if skip.item():
+                return
+            skip = None
+        if skip is not None and self.momentum and not self.dampening:
             self._fill_buffers()
         super()._update(optimizer, lr, skip)
 
     def _fill_buffers(self) -> None:
-        """Zeros where torch has no running mean yet: in a first step that is skipped it would leave them unfilled."""
+        """Add zeros where torch has no momentum yet: in a first step that is skipped it would leave it unfilled."""
         for _, parameter in self.parameters.named():
             state = self._optimizers[0].state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:

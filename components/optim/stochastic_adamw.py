@@ -32,7 +32,7 @@ class _Launch:
 
     parameters: Sequence[nn.Parameter]
     stepper: Any
-    lr_factor: float
+    lr_multiplier: float
     betas: tuple[float, float]
 
 
@@ -54,10 +54,8 @@ class StochasticAdamW:
     lr: float = setting(check=above(0), doc="the base learning rate")
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
-    groups: list[AdamGroup] = setting(
-        factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
-    )
+    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
         impact="incompatible",
@@ -92,17 +90,17 @@ class StochasticAdamW:
             self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, *place)
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in every:
-            kinds.setdefault((group["lr_factor"], group.get("betas", self.betas)), []).extend(group["params"])
+            kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
         implementation, states = self._implementation(), self._states()
-        for (lr_factor, betas), parts in kinds.items():
+        for (lr_multiplier, betas), parts in kinds.items():
             stepper = implementation([states[part] for part in parts])
-            self._launches.append(_Launch(parts, stepper, lr_factor, betas))
+            self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
 
     def run_phase(self, step: Step) -> None:
         """
         Update the weights unless the step is skipped, clear the gradients, and write the learning rate as `lr`.
 
-        Each group multiplies the learning rate by a factor of its own.
+        Each group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
@@ -112,7 +110,7 @@ class StochasticAdamW:
 
     def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = step_scalars(lr * launch.lr_factor, launch.betas, self.eps, number)
+            scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
             launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
 
     def _states(self) -> dict[nn.Parameter, ParamState]:

@@ -60,7 +60,7 @@ def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str,
     """Return the shapes and dtypes of torch's state of a parameter."""
     state = {name: torch.empty_like(parameter, device="meta") for name in moments}
     # torch's optimizers count the steps of each parameter for the bias correction of two means
-    return {"step": torch.empty((), device="meta"), **state} if tuple(moments) == ADAM_MOMENTS else state
+    return {"step": torch.empty((), device="meta"), **state} if {*ADAM_MOMENTS} <= {*moments} else state
 
 
 @contextmanager
@@ -121,7 +121,7 @@ class TorchOptimizer:
         Update the weights unless the step is skipped, and clear the gradients.
 
         The learning rate, written as `lr`, is the base learning rate times `lr_factor` (1 without one). Each group
-        multiplies it by a factor of its own.
+        multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         for optimizer in self._optimizers:
@@ -131,7 +131,7 @@ class TorchOptimizer:
 
     def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
+            group["lr"] = lr * group["lr_multiplier"]
         # GradScaler's name for the flag, which torch's fused optimizers read.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         # torch's fused optimizers take one dtype for weights and gradients; ours say that they take others.

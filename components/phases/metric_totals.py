@@ -2,23 +2,36 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import METRIC_TOTALS, Accumulator, Metric, Step, Value
+from drawloom.components.ports.tracking import DistributionMetric, Histogram
 
 OPS = ("sum", "max", "min")
 
 
-def compute_values(metrics: Sequence[Metric], step: Step) -> dict[str, Value]:
-    """Return the values of all metrics of a measured step; waits until the totals are on the host."""
+@attrs.frozen
+class Measurements:
+    """Numbers and histograms of a step, by name."""
+
+    values: Mapping[str, Value]
+    distributions: Mapping[str, Histogram]
+
+
+def read_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
+    """Return what each metric computes from its totals of a measured step; waits until these are on the host."""
     rest = {op: iter(_unpacked(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()}
     values: dict[str, Value] = {}
+    distributions: dict[str, Histogram] = {}
     for metric in metrics:
         totals = {name: next(rest[accumulator.op]) for name, accumulator in metric.accumulators.items()}
         values |= metric.compute(totals, step)
-    return values
+        if isinstance(metric, DistributionMetric):
+            distributions |= metric.distributions(totals, step)
+    return Measurements(values, distributions)
 
 
 def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:

@@ -2,15 +2,34 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 import attrs
 
-from drawloom.components.phases.metric_totals import compute_values, measure
+from drawloom.components.phases.metric_totals import Measurements, measure, read_measurements
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import METRIC_TOTALS, Cadence, Metric, Step, Tracker, Value, check_cadence, due
-from drawloom.graph import component, setting
+from drawloom.components.ports.run import (
+    METRIC_TOTALS,
+    Cadence,
+    Durable,
+    Metric,
+    Step,
+    Tracker,
+    Value,
+    check_cadence,
+    due,
+)
+from drawloom.components.ports.tracking import (
+    ContextTracker,
+    DistributionMetric,
+    DistributionTracker,
+    PropertyTracker,
+    by_context,
+)
+from drawloom.graph import Problem, ResolvedRecipe, component, setting
+from drawloom.graph.build.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 
@@ -38,6 +57,8 @@ class Report:
         default=10, check=check_cadence, doc='steps between lines in the log, or "last" or "never"'
     )
 
+    recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
+
     _first: Step | None = attrs.field(init=False, default=None)
     _second: Step | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
@@ -46,9 +67,22 @@ class Report:
     # A checkpoint that is written in the background flushes from its own thread.
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """A warning of metrics whose distributions no tracker takes."""
+        takers = [
+            tracker for tracker in node.neighbours("trackers") if issubclass(tracker.component, DistributionTracker)
+        ]
+        for metric in [] if takers else filter(_gives_distributions, node.neighbours("metrics")):
+            text = f"no tracker takes the distributions of [{metric.name}]"
+            yield node.warning("trackers", text, 'add one that does, such as use = "trackers.tensorboard"')
+
     def run_phase(self, step: Step) -> None:
         """Measure the step; where a process begins, or the run went back, take back what was written of later ones."""
         self._write_waiting()
+        if self._first is None:
+            properties = tomllib.loads(self.recipe.text)
+            self._each(lambda tracker: tracker.describe(properties) if isinstance(tracker, PropertyTracker) else None)
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
             self._each(lambda tracker: tracker.rewind(step.index - 1))
@@ -66,8 +100,8 @@ class Report:
         """Write down a step that waits, and return when trackers that keep files have it on the disk."""
         self._write_waiting()
         for tracker in self.trackers:
-            if flush := getattr(tracker, "flush", None):
-                flush()
+            if isinstance(tracker, Durable):
+                tracker.flush()
 
     def close(self) -> None:
         """Write down a step that waits: a run that was stopped ends with it."""
@@ -77,10 +111,11 @@ class Report:
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
-                self._write(step, compute_values(self.metrics, step))
+                self._write(step, read_measurements(self.metrics, step))
 
-    def _write(self, step: Step, values: Mapping[str, Value]) -> None:
-        self._each(lambda tracker: tracker.track(step.index, values))
+    def _write(self, step: Step, measurements: Measurements) -> None:
+        values = measurements.values
+        self._each(lambda tracker: _track(tracker, step.index, measurements))
         if step.skip_reason:
             log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
         elif self._has_line(step, values):
@@ -99,7 +134,7 @@ class Report:
             return 0.0
         return (step.started - since.started) / (step.index - since.index) * (step.total - step.index)
 
-    def _each(self, work: Callable[[Tracker], None]) -> None:
+    def _each(self, work: Callable[[Tracker], object]) -> None:
         """Call `work` for every tracker; a tracker that raises is not called again."""
         for index, tracker in enumerate(self.trackers):
             if index not in self._dropped:
@@ -110,6 +145,24 @@ class Report:
                     why = f"{type(error).__name__}: {error}"
                     text = "%s failed and gets no more values, the run continues: %s"
                     log.exception(text, type(tracker).__name__, why)
+
+
+def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
+    if isinstance(tracker, ContextTracker):
+        for context, values in by_context(measurements.values):
+            tracker.track_in_context(step, values, context)
+    else:
+        tracker.track(step, measurements.values)
+    if measurements.distributions and isinstance(tracker, DistributionTracker):
+        tracker.track_distributions(step, measurements.distributions)
+
+
+def _gives_distributions(metric: NodeView) -> bool:
+    """Return whether a metric, or any member of a group of metrics, measures distributions."""
+    members = metric.neighbours("members")
+    if members:
+        return any(map(_gives_distributions, members))
+    return issubclass(metric.component, DistributionMetric)
 
 
 def step_line(step: Step, values: Mapping[str, Value]) -> str:

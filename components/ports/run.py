@@ -1,7 +1,7 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.state.step_state import StepState
-from drawloom.graph import port
+from drawloom.graph import Problem, port
 
 
 @port
@@ -130,6 +130,21 @@ class NamesNumbers(Protocol):
     """A phase's class some of whose settings are names of numbers in the state, such as `checkpoint.best`."""
 
     number_settings: ClassVar[tuple[str, ...]]
+
+
+@runtime_checkable
+class PlannedPhase(Protocol):
+    """A component of a phase whose values are planned over all steps of the run, as a learning-rate schedule's are."""
+
+    @classmethod
+    def derives_from_total(cls, node: Any) -> bool:
+        """Return whether another number of steps would change the value of any step."""
+        ...
+
+    @classmethod
+    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+        """Yield the problems of the node's settings in a run of `total` steps."""
+        ...
 
 
 # all arithmetic with batch sizes is behind this port, so that no component divides by the world size itself
@@ -277,6 +292,7 @@ class Accumulator:
 
 
 @port
+@runtime_checkable
 class Metric(Protocol):
     """
     Numbers worth writing down about each step.
@@ -301,6 +317,7 @@ class Metric(Protocol):
 
 
 @port
+@runtime_checkable
 class Tracker(Protocol):
     """Stores the values of metrics by step. It writes on rank 0 only."""
 
@@ -314,6 +331,7 @@ class Tracker(Protocol):
 
 
 @port
+@runtime_checkable
 class Durable(Protocol):
     """Writes logs that must be on disk before a later checkpoint is committed."""
 

@@ -17,6 +17,7 @@ from drawloom.components.ports.run import (
     Listener,
     NamesNumbers,
     Phase,
+    PlannedPhase,
     Randomness,
     Restorer,
     Step,
@@ -56,8 +57,13 @@ class Trainer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report settings that name a number of the step which no phase writes."""
+        """
+        Report settings that name a number which no phase writes, and phases whose plan does not fit the steps.
+        """
         phases = node.neighbours("phases")
+        for phase in phases:
+            if issubclass(phase.component, PlannedPhase):
+                yield from phase.component.check_total(phase, node.settings["steps"])
         written = {
             value
             for phase in phases
@@ -185,5 +191,4 @@ def _flow(phase: Any) -> Flow:
 
 def _derives(phase: Any) -> bool:
     """Whether a phase's component declares that it derives something from the number of steps."""
-    derives = getattr(phase.component, "derives_from_total", None)
-    return bool(derives and derives(phase))
+    return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)

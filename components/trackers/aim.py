@@ -1,7 +1,6 @@
-"""Tracks metrics in an Aim repository in the run folder."""
+"""Tracks metrics in an Aim repository: in the run folder, in a shared folder, or on a server."""
 
 import atexit
-import math
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -12,32 +11,43 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo, Value
-from drawloom.components.trackers.aim_repository import AimRun, refuse_link, run_in
-from drawloom.components.trackers.background import Background, OneWarning, Task
-from drawloom.graph import ResolvedRecipe, UserError, above, at_least, component, setting
+from drawloom.components.ports.tracking import Context, Histogram
+from drawloom.components.trackers.aim_repository import AimLocation, AimRun, refuse_link, run_in
+from drawloom.components.trackers.background import Background, OneWarning, Task, finite_numbers
+from drawloom.components.trackers.remembered_run import remembered_run
+from drawloom.graph import UserError, above, at_least, component, setting
 
 
 @component(impact="safe", needs={"aim": "drawloom[aim]"})
 class AimTracker:
     """
-    Writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows.
+    Writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows, or into a `repository` of several runs.
 
-    It has one Aim run, which a resumed run continues.
+    A run folder has one Aim run, which a resumed run continues. The settings of the recipe are its `hparams`. Values
+    have the context `{"phase": "train"}` or `{"phase": "validation"}`, in which `validation_loss` is `loss`.
 
     A thread writes, so that Aim can neither delay a step nor end the run: values that Aim does not accept in time are
     dropped, with one warning. Only before the first step does the run wait for Aim, because queued values are lost when
-    a process is killed. Aim sends nothing over the network: 3.29 has no telemetry any more, and terminal output,
-    environment and system metrics are not recorded.
+    a process is killed. Without a server, Aim sends nothing over the network: 3.29 has no telemetry any more. Terminal
+    output and environment are not recorded; CPU, memory and GPU are, if `system_metrics` says how often.
     """
 
     folder: RunFolder
     mesh: Mesh
     job: RunInfo
-    recipe: ResolvedRecipe
+    repository: str | None = setting(
+        default=None,
+        doc="folder whose .aim several runs share, or a server, aim://host:port; default: the run folder",
+    )
+    experiment: str | None = setting(default=None, doc="name of the experiment that the run is in; default: Aim's")
+    system_metrics: float | None = setting(
+        default=None, check=above(0), doc="seconds between measurements of CPU, memory and GPU; default: none"
+    )
     queue_size: int = setting(default=1000, check=at_least(1), doc="most steps queued for writing")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at start and end")
 
     _hash: str = attrs.field(init=False, default="")
+    _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
     _run: AimRun | None = attrs.field(init=False, default=None)
     _background: Background | None = attrs.field(init=False, default=None)
     _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
@@ -49,10 +59,8 @@ class AimTracker:
         Raises UserError if Aim is not installed, or if the repository is a link, which may lead anywhere.
         """
         if self.mesh.world.rank == 0:
-            folder = self.folder.folder
-            refuse_link(folder)
-            self._run = AimRun(load_aim(), folder, self.job.name, self.recipe.text)
-            self._hash = run_in(folder) or uuid.uuid4().hex[:24]
+            self._run = AimRun(load_aim(), self._location(), self.job.name, self.experiment, self.system_metrics)
+            self._hash = self._known_run()
             self._background = Background("aim", self.queue_size, self._failed, self._run.close)
             self._wait_for(self._run.prepare)
 
@@ -71,17 +79,44 @@ class AimTracker:
         """Continue the Aim run of this hash."""
         self._hash = state["run"] or self._hash
 
+    def describe(self, properties: Mapping[str, Any]) -> None:
+        """Keep the properties for the Aim run that `rewind` opens."""
+        self._properties = properties
+
     def rewind(self, step: int) -> None:
         """Open the Aim run, and delete the values of later steps."""
         if self._run is not None:
+            self._run.properties = self._properties
             self._wait_for(partial(self._run.rewind, self._hash, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
+        """Queue the finite values of a step for writing, without a context."""
+        self.track_in_context(step, values, {})
+
+    def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
         """Queue the finite values of a step for writing."""
-        if self._run is None or self._background is None:
-            return
-        numbers = {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
-        if not self._background.put(partial(self._run.track, self._hash, step, numbers)):
+        if self._run is not None:
+            self._put(partial(self._run.track, self._hash, step, finite_numbers(values), context))
+
+    def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        """Queue the histograms of a step for writing."""
+        if self._run is not None:
+            self._put(partial(self._run.track_distributions, self._hash, step, distributions))
+
+    def _location(self) -> "AimLocation":
+        """Return where the repository is. Raises UserError if that is a link in a run folder."""
+        if self.repository is None:
+            refuse_link(self.folder.folder)
+            return AimLocation(str(self.folder.folder))
+        return AimLocation(self.repository, shared_by=self.folder.folder)
+
+    def _known_run(self) -> str:
+        """Return the hash of the run folder's Aim run; in a shared repository it is "" before there is one."""
+        folder = self.folder.folder
+        return remembered_run(folder, "aim") if self.repository else run_in(folder) or uuid.uuid4().hex[:24]
+
+    def _put(self, task: Task) -> None:
+        if self._background is not None and not self._background.put(task):
             self._warn("Aim does not keep up; some steps will be missing there")
 
     def _wait_for(self, task: Task) -> None:

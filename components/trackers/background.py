@@ -1,4 +1,4 @@
-"""What trackers of other programs share: a background thread that runs queued tasks in order, and one warning."""
+"""Shared by trackers of other programs: a background thread that runs queued tasks in order, and one warning."""
 
 import logging
 import math
@@ -8,12 +8,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Value
+from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import above, at_least, inherited, setting
 
 log = logging.getLogger("drawloom.trackers")
@@ -90,6 +91,11 @@ class Background:
             self._failed(error)
 
 
+def finite_numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """Return the values that are finite numbers, as floats."""
+    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
 @inherited
 class TrackerInBackground(ABC):
     """
@@ -127,8 +133,7 @@ class TrackerInBackground(ABC):
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue the finite values of a step."""
-        numbers = {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
-        self._put(partial(self._write, step, numbers))
+        self._put(partial(self._write, step, finite_numbers(values)))
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -152,3 +157,22 @@ class TrackerInBackground(ABC):
 
     def _failed(self, error: Exception) -> None:
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
+
+
+@inherited
+class ServiceTracker(TrackerInBackground):
+    """A tracker in the background of a program that shows runs with their histograms and properties."""
+
+    _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
+
+    def describe(self, properties: Mapping[str, Any]) -> None:
+        """Keep the properties for the beginning of the run there, which `rewind` queues."""
+        self._properties = properties
+
+    def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        """Queue the histograms of a step."""
+        self._put(partial(self._write_distributions, step, distributions))
+
+    @abstractmethod
+    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        """Write the histograms of a step."""

@@ -1,7 +1,6 @@
 """Tracks metrics with Weights & Biases."""
 
 import logging
-import tomllib
 import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -9,9 +8,10 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom.components.ports.tracking import Histogram
 from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.trackers.background import TrackerInBackground
-from drawloom.graph import ResolvedRecipe, UserError, component, setting
+from drawloom.components.trackers.background import ServiceTracker
+from drawloom.graph import UserError, component, setting
 
 STEP = "step"
 METRICS_ALONE = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
@@ -20,13 +20,13 @@ log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe", needs={"wandb": "drawloom[wandb]"})
-class WandbTracker(TrackerInBackground):
+class WandbTracker(ServiceTracker):
     """
     Writes a run of Weights & Biases, online or into `wandb` in the run folder, which `wandb sync` uploads later.
 
     A resumed run continues it. Weights & Biases deletes nothing, so steps that are done again are there twice, at the
-    same `step`, which its charts have as their axis. Nothing but metrics and the recipe is recorded: neither terminal
-    output nor the environment, code and system metrics.
+    same `step`, which its charts have as their axis. Nothing but metrics and the settings of the recipe is
+    recorded: neither terminal output nor the environment, code and system metrics.
 
     A thread writes, so that the network can neither delay a step nor end the run: steps that are not accepted in time
     are dropped, with one warning.
@@ -36,7 +36,6 @@ class WandbTracker(TrackerInBackground):
 
     folder: RunFolder
     job: RunInfo
-    recipe: ResolvedRecipe
     project: str = setting(default="drawloom", doc="the project that the run is in")
     entity: str | None = setting(default=None, doc="the user or team of the project; the default one if left out")
     mode: Literal["online", "offline"] = setting(
@@ -70,7 +69,7 @@ class WandbTracker(TrackerInBackground):
             resume="allow" if self.mode == "online" else None,
             mode=self.mode,
             dir=str(self.folder.folder),
-            config=tomllib.loads(self.recipe.text),
+            config=dict(self._properties),
             settings=self._wandb.Settings(**METRICS_ALONE),
         )
         if self.mode == "online":
@@ -81,6 +80,14 @@ class WandbTracker(TrackerInBackground):
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._begin(step - 1)
         self._run.log({STEP: step, **numbers})
+
+    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        self._begin(step - 1)
+        drawn = {
+            name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            for name, histogram in distributions.items()
+        }
+        self._run.log({STEP: step, **drawn})
 
     def _end(self) -> None:
         run, self._run = self._run, None

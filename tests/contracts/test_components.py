@@ -247,6 +247,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
     "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},
+    "metrics.histograms": lambda folder: {"metrics": {"weights": {"use": "metrics.histograms", "targets": ["*"]}}},
+    "metrics.multilabel": lambda folder: {"metrics": {"labels": {"use": "metrics.multilabel", "labels": 3}}},
     "metrics.classification": lambda folder: {"metrics": {"f1": {"use": "metrics.classification", "classes": 3}}},
     "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
     "metrics.fill_rate": lambda folder: {"metrics": {"fill": {"use": "metrics.fill_rate"}}},
@@ -289,7 +291,7 @@ EXCEPT = {
             f"trackers.{name}",
             port,
         ): f"the package {name} is none of the tests'; those of the tracker use it where it is installed"
-        for name, port in (("wandb", "Tracker"), ("wandb", "Stateful"), ("trackio", "Tracker"))
+        for name, port in (("wandb", "Tracker"), ("wandb", "Stateful"), ("trackio", "Tracker"), ("mlflow", "Tracker"))
     },
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }

@@ -83,7 +83,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("Loss", "loss"), "StageRunner._loss"),
         (("Phase", "run_phase"), "Trainer._run_step"),
         (("Metric", "update"), "measure"),
-        (("Tracker", "track"), "Report._write"),
+        (("Tracker", "track"), "_track"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure"),
         (("Group", "sum"), "Evaluate.run_phase"),

@@ -72,7 +72,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.checkpoint.manifest", "components.pipeline.program", "components.pipeline.simulation"},
         {"attrs", "numpy"},
     ),
-    "components.trackers": (BELOW, {"attrs", "aim", "torch", "trackio", "wandb"}),
+    "components.trackers": (BELOW, {"attrs", "aim", "mlflow", "torch", "trackio", "wandb"}),
     "components.data": (
         BELOW,
         {"attrs", "numpy", "torch", "tokenizers", "transformers", "pyarrow", "fsspec", "jinja2"},

@@ -39,8 +39,15 @@ SMALLER = {
     "chat": [("steps = 30", "steps = 4")],
     "dpo": [('name = "dpo"', 'name = "dpo"\n\n[vars]\nlength = 192')],  # both answers of a pair fit
 }
-SIZES = {"steps": 4, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
-SIZE = re.compile(rf"^({'|'.join(SIZES)}) = \d+", re.MULTILINE)
+SIZES = {
+    "steps": 4,
+    "warmup_tokens": 600,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+}
+SIZE = re.compile(rf"^({'|'.join(SIZES)}) = [\d_]+", re.MULTILINE)
 
 
 @attrs.frozen

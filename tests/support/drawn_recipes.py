@@ -46,7 +46,7 @@ def recipe(draw: Random) -> Drawn:
     ]
     frozen = draw.random() < 0.3
     if not frozen and draw.random() < 0.3:
-        groups = '{targets=["*norm*"],lr_factor=0.5}, {targets=["*embed*"],weight_decay=0.3}'
+        groups = '{targets=["*norm*"],lr_multiplier=0.5}, {targets=["*embed*"],weight_decay=0.3}'
         words += [f"optimizer.groups=[{groups}]"]
     words += draw.choice(([], [], _clip_value(), _clip_norm(draw)))
     words += draw.choice(([], [], ["loss.use=loss.dft"], ["loss.z_loss=0.01"], ["loss.label_smoothing=0.1"]))

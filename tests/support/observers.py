@@ -39,7 +39,7 @@ from drawloom.graph.testing import build, fake
 from support import chat
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
-from support.metrics import MESH, measured, step_of
+from support.metrics import MESH, combined, measured, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
@@ -260,12 +260,27 @@ def measured_by(use: str, values: Values, _place: Path) -> Any:
     return measured(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)
 
 
+def distributions_of(use: str, values: Values, _place: Path) -> Any:
+    """The histograms of two steps of a metric."""
+    held = _Held()
+    metric = build(use, parameters=held, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
+    metric.open()
+    found = []
+    for index in (1, 2):
+        held.differentiate(1e-4)
+        step = Step(index, 3)
+        metric.run_phase(step)
+        totals = combined(metric.accumulators, [metric.update(step)])
+        found.append(metric.distributions(totals, step))
+    return found
+
+
 def counted_by(use: str, values: Values, _place: Path) -> Any:
     """The values of a metric of counts over one microbatch, from two named sums of its shape."""
     metric = build(use, **values)
     [each] = metric.accumulators.values()
     first = torch.arange(1.0, 1 + torch.Size(each.shape).numel()).view(each.shape)
-    sums = {"confusion": first, "score_histogram": first, "other": first.flip(0)}
+    sums = {"confusion": first, "score_histogram": first, "labels": first, "other": first.flip(0).square()}
     return measured(metric, step_of([1.0], [1.0], {name: [part.tolist()] for name, part in sums.items()}))
 
 

@@ -396,6 +396,7 @@ def asked_of_tracker(use: str, values: Values, place: Path) -> Any:
         "csv": {"folder": fake(RunFolder, folder=place)},
         "tensorboard": {"folder": fake(RunFolder, folder=place)},
         "wandb": {"folder": fake(RunFolder, folder=place), "job": fake(RunInfo, **JOB)},
+        "mlflow": {"folder": fake(RunFolder, folder=place), "job": fake(RunInfo, **JOB)},
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
     loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
@@ -403,6 +404,13 @@ def asked_of_tracker(use: str, values: Values, place: Path) -> Any:
         with opened(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
             made.return_value.put.call_args.args[0]()
+        if name == "mlflow":
+            client = load.return_value.MlflowClient
+            asked = (
+                client.return_value.get_experiment_by_name.call_args.args,
+                client.call_args.args[0].partition("/")[0],
+            )
+            return made.call_args.args[1], made.return_value.close.call_args.args[0], asked
         asked = load.return_value.init.call_args
         given = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
         return made.call_args.args[1], made.return_value.close.call_args.args[0], given
@@ -418,4 +426,6 @@ def asked_of_aim(use: str, values: Values, place: Path) -> Any:
         edges = {"folder": fake(RunFolder, folder=place), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with opened(build(use, **edges, **values)):
             made = doubles["Background"]
-            return made.call_args.args[1], made.return_value.run.call_args.args[1]
+            _, location, *options = doubles["AimRun"].call_args.args
+            queue_size, timeout = made.call_args.args[1], made.return_value.run.call_args.args[1]
+            return queue_size, timeout, location.is_remote, options

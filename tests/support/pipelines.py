@@ -172,7 +172,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "symmetric": NextToken,
     "dora": NextToken,
     "norms": NextToken,
-    "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
+    "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True, top_k=3),
     "dft": Dft,
     "tempered": TemperedLoss,
     "states": StatesLoss,
@@ -199,7 +199,7 @@ EXPERTS: dict[str, Any] = {
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 GROUPS = [
-    AdamGroup(targets=["*embed_tokens*"], lr_factor=0.5),
+    AdamGroup(targets=["*embed_tokens*"], lr_multiplier=0.5),
     AdamGroup(targets=["*.mlp.*"], betas=(0.8, 0.9), weight_decay=0.2),
 ]
 """On a pipeline, ranks but the first have no parameter of the first."""

@@ -43,13 +43,14 @@ STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
 SPLIT = {"validation_fraction": 0.9}
 BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
-NORMS = [{"targets": ["*norm"], "lr_factor": 2.0}]
+NORMS = [{"targets": ["*norm"], "lr_multiplier": 2.0}]
 GROUPS: dict[str, Any] = {
     "groups": NORMS,
     "groups.targets": Change([{**NORMS[0], "targets": ["*weight"]}], {"groups": NORMS}),
-    "groups.lr_factor": NORMS,
+    "groups.lr_multiplier": NORMS,
     "groups.weight_decay": [{"targets": ["*norm"], "weight_decay": 5.0}],
 }
+VARIANTS = {"amsgrad": True, "maximize": True}
 AGAIN = {"recompute": {"blocks": {"again": 0.2, "kept": 0.1}}}
 
 BETAS_OF_GROUP = {"groups.betas": [{"targets": ["*norm"], "betas": [0.5, 0.6]}]}
@@ -339,16 +340,24 @@ ROWS: dict[str, Row] = {
     ),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0, "opening": 7.0}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
-    "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
+    "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
     "metrics.classification": Row(
-        parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"]}
+        parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"], "beta": 2.0}
     ),
     "metrics.expert_load": Row(parts.routed_by, {}, {"by_expert": True}),
     "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
+    "metrics.histograms": Row(
+        parts.distributions_of,
+        {"targets": ["*norm"], "every": 1},
+        {"targets": ["*"], "of": ["weights"], "per": "pattern", "bins": 3, "every": 2},
+    ),
     "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
     "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
+    "metrics.multilabel": Row(
+        parts.counted_by, {"labels": 2}, {"labels": 3, "of": "other", "averages": ["weighted"], "beta": 2.0}
+    ),
     "metrics.perplexity": Row(parts.measured_by, {}, {"of": "accuracy"}),
     "metrics.spread": Row(
         parts.measured_by,
@@ -383,8 +392,8 @@ ROWS: dict[str, Row] = {
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
-    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
-    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP),
+    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS),
+    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS),
     "optim.muon": Row(
         parts.weights_after_steps,
         {"lr": 0.01},
@@ -400,7 +409,10 @@ ROWS: dict[str, Row] = {
         },
     ),
     "optim.sgd": Row(
-        parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5} | GROUPS
+        parts.weights_after_steps,
+        {"lr": 0.01},
+        GROUPS
+        | {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5, "dampening": 0.5, "nesterov": True, "maximize": True},
     ),
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
@@ -486,7 +498,22 @@ ROWS: dict[str, Row] = {
         {},
         {"queue_size": 7, "timeout": 7.0, "project": "other", "entity": "some", "mode": "offline"},
     ),
-    "trackers.aim": Row(runs.asked_of_aim, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.mlflow": Row(
+        runs.asked_of_tracker,
+        {},
+        {"queue_size": 7, "timeout": 7.0, "experiment": "other", "uri": "https://host:5000"},
+    ),
+    "trackers.aim": Row(
+        runs.asked_of_aim,
+        {},
+        {
+            "queue_size": 7,
+            "timeout": 7.0,
+            "repository": "aim://host:5",
+            "experiment": "other",
+            "system_metrics": 30.0,
+        },
+    ),
 }
 
 UNOBSERVED = {

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from drawloom.components.learning_rate.piecewise import Piece, Piecewise
 from drawloom.components.ports.run import Step
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Recipe
 from support.steps import values_of
 
 
@@ -76,3 +78,43 @@ def test_a_rate_that_does_not_depend_on_the_number_of_steps_is_known(
         assert factors(lr, total) == factors(lr, total + 3)[: total + 1]
     constant = SimpleNamespace(settings={"start": 0.0, "phases": [Piece(steps=9, to=1.0), Piece(to=1.0)]})
     assert not Piecewise.derives_from_total(constant)
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ("[{ steps = 15, to = 1.0 }]", "phases[0] ends after step 15, and the run has 10"),
+        (
+            "[{ steps = 5, to = 1.0 }, { until_percent = 40.0, to = 0.1 }]",
+            "phases[1] ends after step 4, before it begins: the phases before it take 5",
+        ),
+        ("[{ until_tokens = 100_000, to = 1.0 }]", "and the run has 10"),
+        ("[{ steps = 4, to = 1.0 }, { until_tokens = 1, to = 0.5 }]", "phases[1] ends after step 1, before it begins"),
+    ],
+)
+def test_check_refuses_phases_that_do_not_fit_the_run(phases: str, message: str) -> None:
+    """A phase that ends after the last step, or before it begins, is a problem that names both steps."""
+    sizes = ("lr.batching=@batch", "lr.rows=@packing") if "tokens" in phases else ()
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load("first_run", "trainer.steps=10", f"lr.phases={phases}", *sizes).check()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        "[{ steps = 10, to = 1.0 }]",
+        "[{ steps = 4, to = 1.0 }, { until_percent = 40.0, to = 0.5 }, { to = 0.1 }]",
+        "[{ steps = 0, to = 1.0 }, { until_percent = 1.0, to = 0.5 }, { until_percent = 100.0, to = 0.1 }]",
+    ],
+)
+def test_check_accepts_phases_without_a_step_and_up_to_the_last(phases: str) -> None:
+    """A phase may end where it begins, as a jump or by rounding, and with the last step."""
+    assert not Recipe.load("first_run", "trainer.steps=10", f"lr.phases={phases}").check()
+
+
+def test_check_leaves_phases_in_tokens_of_a_growing_batch_to_the_run() -> None:
+    """With a ramp the step of a number of tokens is not in the settings, so nothing is refused."""
+    words = ("lr.phases=[{ until_tokens = 100_000, to = 1.0 }]", "lr.batching=@batch", "lr.rows=@packing")
+    ramp = "batch.ramp=[{ size = 32, until_step = 2 }]"
+    assert not Recipe.load("first_run", "trainer.steps=10", *words, ramp).check()

@@ -86,3 +86,30 @@ def test_more_steps_are_safe_where_no_factor_follows_from_their_number(words: tu
     before, after = (Recipe.load("first_run", *words, f"trainer.steps={steps}") for steps in (240, 300))
     changes = after.changes_since(before)
     assert [change.impact for change in changes] == (["safe"] if safe else ["changes_training"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("lr.use=learning_rate.cosine", "lr.warmup_steps=15"), "the warm-up takes 15 steps, and the run has 10"),
+        (
+            ("lr.use=learning_rate.wsd", "lr.warmup_steps=6", "lr.decay_steps=5"),
+            "the warm-up takes 6 steps and the decay 5, and the run has 10",
+        ),
+        (
+            ("lr.use=learning_rate.linear", "lr.warmup_tokens=10_000_000", "lr.batching=@batch", "lr.rows=@packing"),
+            "and the run has 10; make it shorter, for example warmup_percent = 10.0",
+        ),
+    ],
+)
+def test_check_refuses_a_warm_up_or_decay_that_the_run_has_no_steps_for(words: tuple[str, ...], message: str) -> None:
+    """The learning rate would never reach its base value, or its end value."""
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load("first_run", "trainer.steps=10", *words).check()
+    assert message in str(caught.value)
+
+
+def test_check_accepts_a_warm_up_and_a_decay_that_fill_the_run() -> None:
+    """Six and four steps of ten, also as percentages."""
+    for words in (("lr.warmup_steps=6", "lr.decay_steps=4"), ("lr.warmup_percent=60.0", "lr.decay_percent=40.0")):
+        assert not Recipe.load("first_run", "trainer.steps=10", "lr.use=learning_rate.wsd", *words).check()

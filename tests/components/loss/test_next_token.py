@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.loss.next_token import NextToken
+from drawloom.components.loss.next_token import NextToken, _is_among_likeliest
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.pipeline import Loss
 from drawloom.graph.testing import check_port
@@ -67,9 +67,26 @@ def test_accuracy_counts_the_likeliest_targets() -> None:
     assert torch.equal(total, plain) and not sums["accuracy"].requires_grad
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_top_k_accuracy_counts_targets_among_the_greatest_logits(k: int) -> None:
+    """The weights of the tokens whose target is in torch.topk of their logits are summed, in any chunks."""
+    case = sample()
+    _, _, sums = NextToken(top_k=k, accuracy=True).loss(case.hidden, case.head(), case.batch)
+    is_hit = (case.logits().topk(k).indices == case.batch.targets.unsqueeze(-1)).any(-1)
+    assert is_hit.any() and not is_hit.all()
+    torch.testing.assert_close(sums["top_k_accuracy"], case.batch.weights[is_hit].sum())
+    assert k > 1 or sums["top_k_accuracy"] == sums["accuracy"]
+
+
+def test_top_k_accuracy_ranks_equal_logits_by_id() -> None:
+    """Of four equal logits the two lower ids are among the two likeliest, as argmax takes the first."""
+    logits, targets = torch.zeros(4, 4, dtype=torch.bfloat16), torch.arange(4)
+    assert _is_among_likeliest(logits, targets, k=2).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_it_keeps_the_contract_of_losses_with_all_settings() -> None:
     """Smoothed, with z-loss and accuracy, sums add up over rows and count each token by its weight."""
-    check_port(partial(NextToken, z_loss=0.3, label_smoothing=0.2, accuracy=True), Loss)
+    check_port(partial(NextToken, z_loss=0.3, label_smoothing=0.2, accuracy=True, top_k=2), Loss)
 
 
 def test_all_stages_see_the_weights_of_tokens() -> None:

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.class_counts import auroc, confusion_matrix, score_histogram, scores
+from drawloom.components.metrics.class_counts import (
+    Average,
+    auroc,
+    confusion_matrix,
+    label_counts,
+    label_scores,
+    score_histogram,
+    scores,
+    top_k_predictions,
+)
 from drawloom.components.ports.data import IGNORE_INDEX
 
 TARGETS = [0, 0, 0, 0, 1, 1, 3, 3, 3, 3]
@@ -87,3 +96,80 @@ def test_auroc_is_the_share_of_pairs_in_order() -> None:
 def test_auroc_of_one_label_is_none() -> None:
     """Not a half: there is nothing to tell apart."""
     assert auroc(score_histogram(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]), 10)) is None
+
+
+AVERAGES: tuple[Average, ...] = ("micro", "macro", "weighted", "per_class")
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+def test_f_beta_is_the_weighted_harmonic_mean_of_precision_and_recall(beta: float) -> None:
+    """Item by item, (1 + b^2) p r / (b^2 p + r), under the name of its beta; micro averages are the accuracy."""
+    found = scores(confusion(), AVERAGES, beta)
+    support = {0: 4, 1: 2, 3: 4}
+    by_class = {}
+    for number in support:
+        precision, recall, _ = plain(number)
+        by_class[number] = (1 + beta**2) * precision * recall / (beta**2 * precision + recall)
+    name = f"f{beta:g}"
+    assert [found[f"{name}/{number}"] for number in support] == pytest.approx([*by_class.values()])
+    assert found[f"{name}/macro"] == pytest.approx(sum(by_class.values()) / 3)
+    weighted = sum(by_class[number] * items for number, items in support.items()) / 10
+    assert found[f"{name}/weighted"] == pytest.approx(weighted)
+    assert {found[f"{kind}/micro"] for kind in ("precision", "recall", name)} == {found["accuracy"]}
+
+
+def drawn_labels() -> tuple[Tensor, Tensor]:
+    """Decisions and targets of 60 items over 5 labels, of which no item has the last, and none is given the fourth."""
+    generator = torch.Generator().manual_seed(0)
+    predicted, targets = (torch.rand(12, 5, 5, generator=generator) < 0.4 for _ in range(2))
+    targets[..., 4], predicted[..., 3] = False, False
+    return predicted, targets
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_scores_of_several_labels_are_those_of_the_items(beta: float) -> None:
+    """By label and on average, from pairs of item and label; a label that no item has is in micro averages only."""
+    predicted, targets = drawn_labels()
+    ours, right = ({tuple(pair) for pair in side.view(-1, 5).nonzero().tolist()} for side in (predicted, targets))
+
+    def score(labels: set[int]) -> tuple[float, float, float]:
+        given, true = ({pair for pair in pairs if pair[1] in labels} for pairs in (ours, right))
+        precision, recall = len(given & true) / max(len(given), 1), len(given & true) / len(true)
+        return precision, recall, (1 + beta**2) * precision * recall / max(beta**2 * precision + recall, 1e-9)
+
+    found = label_scores(label_counts(predicted, targets), AVERAGES, beta)
+    support = {label: int(targets[..., label].sum()) for label in range(4)}
+    assert found["label_accuracy"] == pytest.approx(1 - len(ours ^ right) / 300)
+    for place, name in enumerate(("precision", "recall", f"f{beta:g}")):
+        values = [score({label})[place] for label in support]
+        assert [found[f"{name}/{label}"] for label in support] == pytest.approx(values)
+        assert found[f"{name}/4"] is None and found[f"{name}/micro"] == pytest.approx(score({*range(5)})[place])
+        assert found[f"{name}/macro"] == pytest.approx(sum(values) / 4)
+        by_items = sum(value * items for value, items in zip(values, support.values(), strict=True))
+        assert found[f"{name}/weighted"] == pytest.approx(by_items / sum(support.values()))
+
+
+def test_labels_count_by_their_weights_and_ignored_ones_not_at_all() -> None:
+    """Weights are of items or of each label; a negative target counts nothing; no items have no scores."""
+    targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]])
+    predicted = torch.tensor([[True, True], [True, False]])
+    assert label_counts(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
+    by_item = label_counts(predicted, targets.clamp(min=0), torch.tensor([2.0, 0.5]))
+    assert by_item.tolist() == [[[0, 0.5], [0, 2]], [[0, 2], [0.5, 0]]]
+    by_label = label_counts(predicted, targets.clamp(min=0), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert by_label.tolist() == [[[0, 3], [0, 1]], [[0, 2], [4, 0]]]
+    assert {*label_scores(torch.zeros(3, 2, 2, dtype=torch.float64), AVERAGES).values()} == {None}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_top_k_predictions_make_the_accuracy_top_k_accuracy(k: int) -> None:
+    """The share of items whose target is in torch.topk; misses are told as the likeliest class."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(50, 6, generator=generator), torch.randint(6, (50,), generator=generator)
+    is_hit = (logits.topk(k).indices == targets[:, None]).any(-1)
+    predicted = top_k_predictions(logits, targets, k)
+    assert torch.equal(predicted, torch.where(is_hit, targets, logits.argmax(-1)))
+    found = scores(confusion_matrix(predicted, targets, 6), ("macro",))
+    assert found["accuracy"] == pytest.approx(float(is_hit.double().mean()))
+    assert top_k_predictions(torch.zeros(1, 3), torch.tensor([1]), 2).tolist() == [1]
+    assert top_k_predictions(torch.zeros(1, 3), torch.tensor([2]), 2).tolist() == [0]

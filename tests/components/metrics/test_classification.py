@@ -4,6 +4,7 @@ import pytest
 
 from drawloom.components.metrics.auroc import Auroc
 from drawloom.components.metrics.classification import Classification
+from drawloom.components.metrics.multilabel import Multilabel
 from drawloom.graph import UserError
 from support.metrics import measured, step_of, step_without_loss
 
@@ -22,6 +23,18 @@ def test_scores_are_those_of_all_microbatches_and_replicas() -> None:
         assert found["recall/macro"] == pytest.approx((3 / 4 + 7 / 9) / 2) and len(found) == 1 + 3 * 3
 
 
+def test_scores_of_labels_are_those_of_all_microbatches_and_replicas() -> None:
+    """Counts of two labels are added before anything is divided, on ranks with and without the last stage."""
+    parts = [[FIRST, SECOND], [SECOND, FIRST]]
+    steps = [step_of([0.0], [1.0], {"labels": [part]}) for part in parts]
+    found = measured(
+        Multilabel(labels=2, averages=("micro", "per_class"), beta=2.0), steps[0], step_without_loss(), steps[1]
+    )
+    assert found["label_accuracy"] == pytest.approx(10 / 13) and found["recall/micro"] == pytest.approx(7 / 9)
+    assert found["recall/0"] == found["recall/1"] == pytest.approx(7 / 9)
+    assert found["f2/micro"] == pytest.approx(5 * 7 / (4 * 9 + 8)) and len(found) == 1 + 3 * 3
+
+
 def test_auroc_is_that_of_all_microbatches_and_replicas() -> None:
     """The area of the added histograms."""
     steps = [step_of([0.0], [1.0], {"score_histogram": [each]}) for each in (FIRST, SECOND)]
@@ -36,3 +49,5 @@ def test_counts_of_another_shape_are_refused() -> None:
         Classification(classes=3).update(step)
     with pytest.raises(UserError, match=r"of one of shape \(2, 9\); .* `bins`"):
         Auroc(bins=9).update(step)
+    with pytest.raises(UserError, match=r"no sum called 'labels'"):
+        Multilabel(labels=2).update(step)

@@ -1,11 +1,13 @@
-"""Adam beside torch's."""
+"""Adam and AdamW beside torch's."""
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from drawloom.components.optim.adam import Adam
+from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
 
@@ -32,18 +34,26 @@ class Weights:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def test_steps_are_those_of_torch() -> None:
-    """Weights are bitwise torch.optim.Adam's, whose weight decay is a part of the gradient; the vector has none."""
+@pytest.mark.parametrize("variant", [{}, {"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}])
+@pytest.mark.parametrize(
+    ("kind", "torch_kind", "betas"),
+    [(Adam, torch.optim.Adam, (0.9, 0.999)), (AdamW, torch.optim.AdamW, (0.9, 0.95))],
+)
+def test_steps_are_those_of_torch(kind: Any, torch_kind: Any, betas: tuple[float, float], variant: Any) -> None:
+    """Weights are bitwise those of torch's optimizer with the same options; the vector does not decay."""
     ours, theirs = Weights(), Weights()
-    optimizer = Adam(parameters=ours, mesh=SingleRankMesh(), lr=0.1, weight_decay=0.5)
+    optimizer = kind(parameters=ours, mesh=SingleRankMesh(), lr=0.1, weight_decay=0.5, **variant)
     optimizer.open()
     matrix, vector = theirs.parameters.values()
-    groups: list[dict[str, Any]] = [{"params": [matrix], "weight_decay": 0.5}, {"params": [vector]}]
-    adam = torch.optim.Adam(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8, fused=True)
-    for number in (1, 2):
+    groups: list[dict[str, Any]] = [
+        {"params": [matrix], "weight_decay": 0.5},
+        {"params": [vector], "weight_decay": 0.0},
+    ]
+    adam = torch_kind(groups, lr=0.1, betas=betas, eps=1e-8, fused=True, **variant)
+    for number in (1, 2, 3):
         ours.give_gradients(number)
         theirs.give_gradients(number)
-        optimizer.run_phase(Step(number, 2))
+        optimizer.run_phase(Step(number, 3))
         adam.step()
     for name, parameter in ours.named():
         assert torch.equal(parameter, theirs.parameters[name]), name

@@ -61,7 +61,7 @@ def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
 def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
     """Matrices of layers have the bits of torch.optim.Muon, all others but stacks those of torch.optim.AdamW."""
     ours, theirs = Weights(dtype), Weights(dtype)
-    optimizer = opened(ours, groups=[AdamGroup(targets=["layers.1.up"], lr_factor=0.5, weight_decay=0.2)], **how)
+    optimizer = opened(ours, groups=[AdamGroup(targets=["layers.1.up"], lr_multiplier=0.5, weight_decay=0.2)], **how)
     halved = {"params": [theirs.parameters["layers.1.up"]], "lr": 0.05, "weight_decay": 0.2}
     muon = of_torch([{"params": [theirs.parameters[name] for name in MATRICES[:2]]}, halved], how)
     rest = [

@@ -72,9 +72,9 @@ def steps(optimizer: Any, weights: Weights, *numbers: int) -> None:
 
 
 GROUPS = [
-    AdamGroup(targets=["embed.*", "layers.1.norm"], lr_factor=0.25),
+    AdamGroup(targets=["embed.*", "layers.1.norm"], lr_multiplier=0.25),
     AdamGroup(targets=["layers.1.*"], betas=(0.5, 0.6), weight_decay=0.7),
-    AdamGroup(targets=["*.norm"], lr_factor=2.0, weight_decay=0.2),
+    AdamGroup(targets=["*.norm"], lr_multiplier=2.0, weight_decay=0.2),
 ]
 
 
@@ -106,7 +106,7 @@ def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> N
     betas = {} if kind is SGD else {"betas": (0.5, 0.6)}
     make = Group if kind is SGD else AdamGroup
     weights = Weights()
-    groups = [make(targets=["layers.*.up.*"], lr_factor=0.5, weight_decay=0.7, **betas)]
+    groups = [make(targets=["layers.*.up.*"], lr_multiplier=0.5, weight_decay=0.7, **betas)]
     steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
     for name, parameter in weights.named():
         alone = Weights(name)
@@ -120,9 +120,9 @@ def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
     """A step after loading into other groups equals, by name, one with the state as it was saved."""
     make = Group if kind is SGD else AdamGroup
     weights, others = Weights(), Weights()
-    before = opened(kind, weights, groups=[make(targets=["layers.0.*"], lr_factor=0.5)])
+    before = opened(kind, weights, groups=[make(targets=["layers.0.*"], lr_multiplier=0.5)])
     steps(before, weights, 1, 2)
-    after = opened(kind, others, groups=[make(targets=["embed.*"]), make(targets=["*norm"], lr_factor=0.25)])
+    after = opened(kind, others, groups=[make(targets=["embed.*"]), make(targets=["*norm"], lr_multiplier=0.25)])
     after.load_state_dict(copy.deepcopy(before.state_dict()))
     assert_equal(after.state_dict(), before.state_dict())
     steps(after, others, 4)

@@ -75,10 +75,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[str, Any]]] = {
     "adamw": (AdamW, FP32, FP32, {}),
     "adamw, float32 gradients of bfloat16": (AdamW, BF16, FP32, {}),
+    "adamw with amsgrad": (AdamW, FP32, FP32, {"amsgrad": True, "maximize": True}),
     "adamw by Triton": (ByTriton, BF16, FP32, {}),
     "muon": (Muon, FP32, FP32, {"targets": ["matrix"]}),
     "muon, float32 gradients of bfloat16": (Muon, BF16, FP32, {"targets": ["matrix"]}),
     "sgd": (SGD, FP32, FP32, {}),
+    "sgd with nesterov": (SGD, FP32, FP32, {"nesterov": True, "maximize": True}),
     "sgd without momentum": (SGD, FP32, FP32, {"momentum": 0.0}),
     "stochastic": (stochastic, BF16, BF16, {}),
 }

@@ -30,7 +30,14 @@ class Weights:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(AdamW, {}), (Adam, {}), (Muon, {"targets": ["matrix"]}), (SGD, {"momentum": 0.9}), (SGD, {"momentum": 0.0})],
+    [
+        (AdamW, {}),
+        (Adam, {}),
+        (AdamW, {"amsgrad": True}),
+        (Muon, {"targets": ["matrix"]}),
+        (SGD, {"momentum": 0.9}),
+        (SGD, {"momentum": 0.0}),
+    ],
 )
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
     """

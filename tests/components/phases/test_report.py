@@ -12,6 +12,9 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.phases.report import Report, step_line
 from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.tracking import Histogram
+from drawloom.graph import ResolvedRecipe
+from drawloom.graph.project import Recipe
 from support.steps import LateState, skipped
 
 
@@ -172,3 +175,55 @@ def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(one_ra
         ([1, 2, 3, 9], [True, True, True, True]),
     ]
     assert len(tracker.calls) == 5
+
+
+@attrs.define
+class Rich(Recorder):
+    """A tracker with every capability."""
+
+    def describe(self, properties: Mapping[str, Any]) -> None:
+        self.calls.append(("describe", dict(properties)))
+
+    def track_in_context(self, step: int, values: Mapping[str, Value], context: Mapping[str, str]) -> None:
+        self.calls.append((step, dict(values), dict(context)))
+
+    def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        self.calls.append((step, dict(distributions)))
+
+
+@attrs.frozen
+class Drawn(Fixed):
+    """A metric with a constant histogram beside its values."""
+
+    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+        return {"weights/a": FLAT}
+
+
+FLAT = Histogram(0.0, 1.0, (1.0, 1.0))
+
+
+def test_a_tracker_gets_what_it_declares(one_rank: Any) -> None:
+    """Properties once, before the first rewind; values by context; histograms. Another tracker gets plain values."""
+    rich, plain = Rich(), Recorder()
+    metrics = [Drawn({"loss": 1.0, "validation_loss": 2.0})]
+    recipe = ResolvedRecipe("[optimizer]\nlr = 0.5\n", "hash")
+    report = report_of(one_rank, metrics=metrics, trackers=[rich, plain], every="never", recipe=recipe)
+    report.run_phase(Step(1, 2))
+    report.run_phase(Step(2, 2))
+    of_step = [({"loss": 1.0}, {"phase": "train"}), ({"loss": 2.0}, {"phase": "validation"}), ({"weights/a": FLAT},)]
+    assert rich.calls == [
+        ("describe", {"optimizer": {"lr": 0.5}}),
+        "rewind 0",
+        *((step, *call) for step in (1, 2) for call in of_step),
+    ]
+    values = [("loss", 1.0), ("validation_loss", 2.0)]
+    assert plain.calls == ["rewind 0", (1, values), (2, values)]
+
+
+def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
+    """With the tracker of JSON lines alone, whether the metric is in a group or not; TensorBoard takes them."""
+    words = ("metrics.shapes.use=metrics.histograms", "metrics.shapes.targets=['*']")
+    [warning] = [each.text for each in Recipe.load("first_run", *words).check() if "distributions" in each.text]
+    assert "no tracker takes the distributions of [metrics.shapes]" in warning
+    taken = Recipe.load("first_run", *words, "trackers.tensorboard.use=trackers.tensorboard").check()
+    assert not [each.text for each in taken if "distributions" in each.text]

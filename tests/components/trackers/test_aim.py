@@ -3,6 +3,7 @@
 import math
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,11 +14,17 @@ from typing import Any
 import attrs
 import pytest
 
+from drawloom.components.ports.run import RunInfo
+from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.aim import AimTracker, load_aim
-from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.components.trackers.remembered_run import remembered_run
+from drawloom.graph import UserError
+from drawloom.graph.testing import fake
+from support.checkpoints import SingleRankMesh
+from support.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("loaded")
-RECIPE = ResolvedRecipe('[run]\nname = "test"\n', "hash")
+PROPERTIES = {"run": {"name": "test"}, "optimizer": {"betas": [0.9, 0.95], "lr": 0.1}}
 
 
 @attrs.frozen
@@ -46,9 +53,10 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
     """Makes an open tracker, as each process of a run does."""
 
     def make(**changes: Any) -> AimTracker:
-        values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "recipe": RECIPE, "timeout": 60.0} | changes
+        values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "timeout": 60.0} | changes
         tracker = AimTracker(**values)
         tracker.open()
+        tracker.describe(PROPERTIES)
         return tracker
 
     return make
@@ -66,6 +74,26 @@ def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_repository(empty_repository: Path, tmp_path: Path) -> None:
     """Copies an empty repository to the run folder."""
     shutil.copytree(empty_repository, tmp_path / ".aim")
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for_server(port: int, seconds: float) -> None:
+    """Wait until something listens on a port; TimeoutError after this many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise TimeoutError(f"nothing listens on port {port}") from None
+            time.sleep(0.2)
 
 
 def _reopened(folder: Path, run: str) -> Any:
@@ -95,8 +123,9 @@ def _runs(folder: Path) -> list[str]:
 
 
 def test_finite_values_are_stored_by_step(make: Any, tmp_path: Path) -> None:
-    """Numbers of all kinds become floats under their names; others are left out; the recipe is stored."""
+    """Numbers of all kinds become floats under their names; others are left out; properties are `hparams`."""
     tracker = make()
+    tracker.rewind(0)
     assert (tmp_path / ".aim" / "VERSION").exists()
     tracker.track(1, {"loss": 2.5, "tokens": 7, "skipped": True})
     tracker.track(2, {"loss": None, "grad_norm": math.nan, "tokens": 14})
@@ -104,7 +133,7 @@ def test_finite_values_are_stored_by_step(make: Any, tmp_path: Path) -> None:
     tracker.close()
     assert _series(tmp_path, run) == {"loss": {1: 2.5}, "tokens": {1: 7.0, 2: 14.0}, "skipped": {1: 1.0}}
     opened = _reopened(tmp_path, run)
-    assert (opened["recipe"], opened.name) == (RECIPE.text, "test")
+    assert (opened["hparams"], opened.name) == (PROPERTIES, "test")
     opened.close()
 
 
@@ -204,16 +233,17 @@ def test_without_a_step_there_is_no_aim_run(make: Any, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("with_repository")
 def test_aim_does_not_use_the_network(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection and no name lookup is attempted, and of the environment only the recipe is recorded."""
+    """No connection and no name lookup is attempted, and nothing but the properties is recorded."""
     attempts: list[Any] = []
     monkeypatch.setattr(socket.socket, "connect", lambda *arguments: attempts.append(arguments))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **_: attempts.append(arguments))
     tracker = make()
+    tracker.rewind(0)
     tracker.track(1, {"loss": 1.0})
     tracker.close()
     assert not attempts
     opened = _reopened(tmp_path, tracker.state_dict()["run"])
-    assert opened[...] == {"recipe": RECIPE.text}
+    assert opened[...] == {"hparams": PROPERTIES}
     assert opened.get_terminal_logs() is None
     opened.close()
 
@@ -244,10 +274,10 @@ def test_what_aim_raises_is_one_warning(
     """A step that Aim refuses is missing, the others are there."""
     track = load_aim().Run.track
 
-    def refuse(self: Any, value: float, name: str, step: int) -> None:
+    def refuse(self: Any, value: float, name: str, step: int, context: Any) -> None:
         if step in (2, 3):
             raise OSError("disk full")
-        track(self, value, name=name, step=step)
+        track(self, value, name=name, step=step, context=context)
 
     monkeypatch.setattr(load_aim().Run, "track", refuse)
     tracker = make()
@@ -299,3 +329,98 @@ def test_a_repository_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="symbolic link"):
         make()
     assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_training_and_validation_are_contexts_of_one_name(make: Any, tmp_path: Path) -> None:
+    """Aim has two series `loss`, each with its context and values."""
+    tracker = make()
+    tracker.rewind(0)
+    for phase, loss in (("train", 1.0), ("validation", 2.0)):
+        tracker.track_in_context(1, {"loss": loss, "other": None}, {"phase": phase})
+    tracker.close()
+    opened = _reopened(tmp_path, tracker.state_dict()["run"])
+    found = {metric.context.to_dict()["phase"]: metric.values.values_list() for metric in opened.metrics()}
+    opened.close()
+    assert found == {"train": [1.0], "validation": [2.0]}
+
+
+def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple[float, float]]]:
+    """The only series of distributions of a run: weights and range by step."""
+    opened = _reopened(folder, run)
+    series = opened.get_distribution_sequence("weights/a", load_aim().storage.context.Context({}))
+    steps, values = series.values.sparse_list()
+    opened.close()
+    return {step: (value.weights.tolist(), tuple(value.range)) for step, value in zip(steps, values, strict=True)}
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_histograms_are_distributions_and_are_rewound(make: Any, tmp_path: Path) -> None:
+    """Counts and bounds are those given; a run that resumes after step 2 has no later ones, until it writes them."""
+    first = make()
+    first.rewind(0)
+    for step in (1, 2, 3, 4):
+        first.track_distributions(step, {"weights/a": Histogram(-1.0, 1.0, (float(step), 2.0))})
+    state = first.state_dict()
+    first.close()
+    second = make()
+    second.load_state_dict(state)
+    second.rewind(2)
+    second.track_distributions(3, {"weights/a": Histogram(0.0, 4.0, (9.0, 9.0, 9.0))})
+    second.close()
+    assert _distributions(tmp_path, state["run"]) == {
+        1: ([1.0, 2.0], (-1.0, 1.0)),
+        2: ([2.0, 2.0], (-1.0, 1.0)),
+        3: ([9.0, 9.0, 9.0], (0.0, 4.0)),
+    }
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
+    """Two run folders have a run each in it; one that starts again without a checkpoint continues its own."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for number, folder in enumerate([*folders, folders[0]]):
+        folder.mkdir(exist_ok=True)
+        tracker = make(folder=Folder(folder), repository=str(tmp_path))
+        tracker.rewind(0)
+        tracker.track(1, {"loss": float(number)})
+        tracker.close()
+        assert not (folder / ".aim").exists()
+    found = [_series(tmp_path, remembered_run(folder, "aim")) for folder in folders]
+    assert found == [{"loss": {1: 2.0}}, {"loss": {1: 1.0}}]
+    assert len(_runs(tmp_path)) == 2
+
+
+def tracked_on_server(folder: Path, address: str, done: int) -> tuple[list[float], Any]:
+    """Track as a process of a run that is killed after step 4, or resumed after step 2; return what the server has."""
+    job = fake(RunInfo, name="test", seed=0, path=folder)
+    tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
+    tracker.open()
+    tracker.describe(PROPERTIES)
+    tracker.rewind(done)
+    for step in range(done + 1, 5 - done // 2):
+        tracker.track(step, {"loss": float(step - 10 * done)})
+    tracker.close()
+    options = {"capture_terminal_logs": False, "system_tracking_interval": None}
+    run = load_aim().Run(remembered_run(folder, "aim"), repo=address, **options)
+    [series] = run.metrics()
+    found = sorted(series.values.values_list()), run["hparams"]
+    run.close()
+    return found
+
+
+@pytest.mark.usefixtures("with_repository")
+@pytest.mark.soak  # it starts a server, which takes ten seconds
+def test_a_run_on_a_server_is_continued(tmp_path: Path) -> None:
+    """Values and properties arrive; a resumed run continues its run, without the later steps."""
+    port = free_port()
+    address, aim = f"aim://127.0.0.1:{port}", Path(sys.executable).with_name("aim")
+    command = [str(aim), "server", "--repo", str(tmp_path), "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_for_server(port, seconds=120)
+            for done in (0, 2):
+                [found] = run_ranks(tracked_on_server, 1, tmp_path, address, done, timeout=120, variables=False)
+            assert found == ([-17.0, 1.0, 2.0], PROPERTIES)
+        finally:
+            server.terminate()

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.trackers.aim_repository import free_run, has_run, open_repository, refuse_link, run_in
+from drawloom.components.trackers.aim_repository import (
+    AimLocation,
+    free_run,
+    has_run,
+    open_repository,
+    refuse_link,
+    run_in,
+)
 from drawloom.graph import UserError
 
 
@@ -33,10 +40,10 @@ def test_a_repository_is_created_atomically(tmp_path: Path, monkeypatch: pytest.
     """A kill while Aim creates one leaves none; the next start creates it and removes the leftovers."""
     monkeypatch.setattr(Repo, "dies", True)
     with pytest.raises(KeyboardInterrupt):
-        open_repository(Aim, tmp_path)
+        open_repository(Aim, AimLocation(str(tmp_path)))
     assert not (tmp_path / ".aim").exists()
     monkeypatch.setattr(Repo, "dies", False)
-    assert open_repository(Aim, tmp_path) == str(tmp_path)
+    assert open_repository(Aim, AimLocation(str(tmp_path))) == str(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".aim"]
     assert (tmp_path / ".aim" / "VERSION").exists()
 
@@ -44,8 +51,27 @@ def test_a_repository_is_created_atomically(tmp_path: Path, monkeypatch: pytest.
 def test_an_existing_repository_is_not_recreated(tmp_path: Path) -> None:
     """No temporary repository is made."""
     (tmp_path / ".aim").mkdir()
-    open_repository(Aim, tmp_path)
+    open_repository(Aim, AimLocation(str(tmp_path)))
     assert not list((tmp_path / ".aim").iterdir())
+
+
+def test_a_shared_repository_may_be_created_by_another_run_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is made; the repository of the run that was first is kept, and the other's is removed."""
+    shared = tmp_path / "all" / "runs"
+    create = Repo.from_path
+
+    def create_late(path: str, init: bool = False) -> str:
+        if init:
+            create(str(shared), init=True)
+            (shared / ".aim" / "VERSION").write_text("the first")
+        return create(path, init)
+
+    monkeypatch.setattr(Repo, "from_path", create_late)
+    open_repository(Aim, AimLocation(str(shared), shared_by=tmp_path))
+    assert (shared / ".aim" / "VERSION").read_text() == "the first"
+    assert [path.name for path in shared.iterdir()] == [".aim"]
 
 
 def test_a_folder_has_the_run_that_was_freed(tmp_path: Path) -> None:

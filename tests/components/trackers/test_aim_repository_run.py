@@ -6,7 +6,8 @@ from typing import Any
 import attrs
 import pytest
 
-from drawloom.components.trackers.aim_repository import AimRun
+from drawloom.components.trackers.aim_repository import AimLocation, AimRun
+from drawloom.components.trackers.remembered_run import remembered_run
 
 
 @attrs.define
@@ -16,6 +17,7 @@ class Aim:
     asked: list[str] = attrs.field(factory=list)
     refuses: str = ""
     name: str = ""
+    hash: str = "made by aim"
     options: dict[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -31,19 +33,26 @@ class Aim:
         self.options = options
         return self
 
-    def track(self, number: float, name: str, step: int) -> None:
+    def track(self, number: float, name: str, step: int, context: Any) -> None:
         self._ask(f"{name} {number} at {step}")
 
     def close(self) -> None:
         self._ask("close")
 
-    def __setitem__(self, name: str, value: str) -> None:
+    def __setitem__(self, name: str, value: Any) -> None:
         self._ask(f"{name} is {value}")
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
         if self.refuses and what.startswith(self.refuses):
             raise OSError("no")
+
+
+def run_of(aim: Aim, folder: Path) -> AimRun:
+    """A run with a property in a folder's repository."""
+    run = AimRun(aim, AimLocation(str(folder)), "name")
+    run.properties = {"seed": 3}
+    return run
 
 
 @pytest.fixture
@@ -54,51 +63,72 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
-    """The first step opens it, with the recipe and nothing else of the environment."""
+    """The first step opens it, with the properties and nothing else of the environment."""
     aim = Aim()
-    run = AimRun(aim, folder, "name", "recipe")
+    run = run_of(aim, folder)
     run.prepare()
-    run.track("abc", 1, {"loss": 2.0, "lr": 1.0})
-    run.track("abc", 2, {"loss": 1.0})
+    run.track("abc", 1, {"loss": 2.0, "lr": 1.0}, {})
+    run.track("abc", 2, {"loss": 1.0}, {})
     run.close()
     run.close()
     steps = ["loss 2.0 at 1", "lr 1.0 at 1", "loss 1.0 at 2"]
-    assert aim.asked == ["repository", "run abc", "recipe is recipe", *steps, "close"]
+    assert aim.asked == ["repository", "run abc", "hparams is {'seed': 3}", *steps, "close"]
     assert not any(aim.options.values())
-    assert aim.options.keys() == {"capture_terminal_logs", "log_system_params", "system_tracking_interval"}
+    options = {"experiment", "capture_terminal_logs", "log_system_params", "system_tracking_interval"}
+    assert aim.options.keys() == options
+
+
+def test_system_metrics_and_experiment_are_passed_on(folder: Path) -> None:
+    """Aim measures at the interval that is asked for."""
+    aim = Aim()
+    run = AimRun(aim, AimLocation(str(folder)), "name", "looms", 30.0)
+    run.prepare()
+    run.rewind("abc", 0)
+    assert (aim.options["system_tracking_interval"], aim.options["experiment"]) == (30.0, "looms")
+
+
+def test_a_run_on_a_server_is_made_by_aim_and_remembered(tmp_path: Path) -> None:
+    """A server makes the identifiers of new runs; the next start of the run folder asks for its own."""
+    for opened in ("None", "made by aim"):
+        aim = Aim()
+        run = AimRun(aim, AimLocation("aim://host:1", shared_by=tmp_path), "name")
+        run.prepare()
+        run.track("", 1, {"loss": 1.0}, {"phase": "train"})
+        assert aim.asked == ["repository", f"run {opened}", "loss 1.0 at 1"]
+        assert remembered_run(tmp_path, "aim") == "made by aim"
 
 
 def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:
     """No values are deleted."""
     aim = Aim()
-    run = AimRun(aim, folder, "name", "recipe")
+    run = run_of(aim, folder)
     run.prepare()
     run.rewind("abc", 0)
-    assert aim.asked == ["repository", "run abc", "recipe is recipe"]
+    assert aim.asked == ["repository", "run abc", "hparams is {'seed': 3}"]
 
 
-@pytest.mark.parametrize("refused", ["repository", "run", "recipe"])
+@pytest.mark.parametrize("refused", ["repository", "run", "hparams"])
 def test_a_run_that_can_t_be_opened_is_tried_once(folder: Path, refused: str) -> None:
     """The first try raises, later calls do nothing, and `usable` is false."""
     aim = Aim(refuses=refused)
-    run = AimRun(aim, folder, "name", "recipe")
+    run = run_of(aim, folder)
     with pytest.raises(OSError, match="no"):
         run.prepare()
-        run.track("abc", 1, {"loss": 1.0})
+        run.track("abc", 1, {"loss": 1.0}, {})
     assert not run.usable
     asked = list(aim.asked)
     run.rewind("abc", 0)
-    run.track("abc", 2, {"loss": 1.0})
+    run.track("abc", 2, {"loss": 1.0}, {})
     assert aim.asked == asked
 
 
 def test_a_failed_step_leaves_the_run_usable(folder: Path) -> None:
     """The next step is written."""
     aim = Aim(refuses="loss 1.0")
-    run = AimRun(aim, folder, "name", "recipe")
+    run = run_of(aim, folder)
     run.prepare()
     with pytest.raises(OSError, match="no"):
-        run.track("abc", 1, {"loss": 1.0})
-    run.track("abc", 2, {"loss": 2.0})
+        run.track("abc", 1, {"loss": 1.0}, {})
+    run.track("abc", 2, {"loss": 2.0}, {})
     assert run.usable
     assert aim.asked[-1] == "loss 2.0 at 2"

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 
+from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.tensorboard import TensorBoardTracker, load_writer
 from drawloom.graph import UserError
 
@@ -59,6 +60,27 @@ def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None
     assert shown(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, -4.0), (5, -5.0)]
     assert shown(tmp_path)["norms/a.b"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert shown(tmp_path).keys() == {"loss", "norms/a.b"}
+
+
+def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
+    """TensorBoard reads counts and bounds of each bin, and the recipe's settings as hyperparameters."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    tracker = make()
+    tracker.describe({"optimizer": {"lr": 0.5, "betas": [0.9, 0.95]}, "run": {"name": "one"}})
+    tracker.rewind(0)
+    tracker.track_distributions(4, {"weights/a.b": Histogram(-1.0, 3.0, (2.0, 0.0, 5.0, 1.0))})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    [event] = events.Histograms("weights/a.b")
+    value = event.histogram_value
+    assert event.step == 4 and (value.min, value.max, value.num) == (-1.0, 3.0, 8.0)
+    assert (list(value.bucket_limit), list(value.bucket)) == ([0.0, 1.0, 2.0, 3.0], [2.0, 0.0, 5.0, 1.0])
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    found = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert found["optimizer.lr"].number_value == 0.5 and found["run.name"].string_value == "one"
+    assert found["optimizer.betas"].string_value == "[0.9, 0.95]"
 
 
 def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:

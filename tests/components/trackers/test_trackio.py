@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.trackio import TrackioTracker, load_trackio
-from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks
-
-RECIPE = ResolvedRecipe('[run]\nname = "test"\n', "hash")
 
 
 def tracked_and_resumed(folder: Path) -> tuple[list[dict[str, Any]], Any]:
@@ -24,11 +23,13 @@ def tracked_and_resumed(folder: Path) -> tuple[list[dict[str, Any]], Any]:
 
     for done, losses in ((0, [1.0, 2.0]), (1, [-2.0])):
         job = fake(RunInfo, name="one", seed=0, path=folder)
-        tracker = TrackioTracker(mesh=SingleRankMesh(), job=job, recipe=RECIPE, timeout=60)
+        tracker = TrackioTracker(mesh=SingleRankMesh(), job=job, timeout=60)
         tracker.open()
+        tracker.describe({"run": {"name": "test"}})
         tracker.rewind(done)
         for step, loss in enumerate(losses, done + 1):
             tracker.track(step, {"loss": loss})
+        tracker.track_distributions(1, {"weights/a": Histogram(0.0, 1.0, (3.0, 4.0))} if done else {})
         tracker.close()
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -37,11 +38,13 @@ def tracked_and_resumed(folder: Path) -> tuple[list[dict[str, Any]], Any]:
 
 @pytest.mark.soak  # the package has twenty behind it
 def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
-    """Values are there by step, in one run of the project, with the recipe."""
+    """Values are there by step, in one run of the project, with the properties and histograms."""
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("needs the package trackio, beside an older pillow: pip install 'drawloom[trackio]'")
     [(logs, config)] = run_ranks(tracked_and_resumed, 1, tmp_path, variables=False)
-    assert [(row["step"], row["loss"]) for row in logs] == [(1, 1.0), (2, 2.0), (2, -2.0)]
+    assert [(row["step"], row["loss"]) for row in logs if "loss" in row] == [(1, 1.0), (2, 2.0), (2, -2.0)]
+    [drawn] = [row["weights/a"] for row in logs if "weights/a" in row]
+    assert (drawn["bins"], drawn["values"]) == ([0.0, 0.5, 1.0], [3.0, 4.0])
     assert config["run"] == {"name": "test"}
     assert not [key for row in logs for key in row if key.startswith(("system", "gpu", "cpu"))]
 

@@ -12,10 +12,11 @@ from typing import Any
 import attrs
 import pytest
 
+from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.wandb import WandbTracker, load_wandb
-from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.graph import UserError
 
-RECIPE = ResolvedRecipe('[run]\nname = "test"\nsizes = [1, 2]\n', "hash")
+PROPERTIES = {"run": {"name": "test", "sizes": [1, 2]}}
 BLOCK, HEAD = 32768, 7
 
 
@@ -28,8 +29,9 @@ class Folder:
 
 def opened(folder: Path, mesh: Any, job: Any) -> WandbTracker:
     """A tracker as each process of a run has it."""
-    tracker = WandbTracker(folder=Folder(folder), mesh=mesh, job=job, recipe=RECIPE, mode="offline", timeout=60)
+    tracker = WandbTracker(folder=Folder(folder), mesh=mesh, job=job, mode="offline", timeout=60)
     tracker.open()
+    tracker.describe(PROPERTIES)
     return tracker
 
 
@@ -51,7 +53,7 @@ def records(path: Path) -> Iterator[Any]:
 
 @pytest.mark.soak  # the package has many behind it, and takes 5 s to import
 def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any) -> None:
-    """Values are there by step, in files of one run, with the recipe; nothing is recorded of the machine."""
+    """Values are there by step, in files of one run, with the properties; nothing is recorded of the machine."""
     pytest.importorskip("wandb", reason="needs the package wandb: pip install 'drawloom[wandb]'")
     first = opened(tmp_path, one_rank, job)
     first.rewind(0)
@@ -64,6 +66,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
     second.load_state_dict(state)
     second.rewind(1)
     second.track(2, {"loss": -2.0})
+    second.track_distributions(2, {"weights/a": Histogram(0.0, 1.0, (3.0, 4.0))})
     second.close()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {path.stem for path in files} == {f"run-{state['run']}"}
@@ -78,7 +81,10 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
         {"step": 1, "loss": 1.0, "norms/a.b": 0.5},
         {"step": 2, "loss": 2.0, "norms/a.b": 0.5},
         {"step": 2, "loss": -2.0},
+        {"step": 2},
     ]
+    drawn = {key: value for key, value in rows[-1].items() if key.startswith("weights/a")}
+    assert drawn == {"weights/a._type": "histogram", "weights/a.values": [3, 4], "weights/a.bins": [0.0, 0.5, 1.0]}
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["run"] == {"name": "test", "sizes": [1, 2]} and runs[0].project == "drawloom"

@@ -1,0 +1,49 @@
+"""Contracts of what trackers and metrics may do beyond numbers."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from drawloom.components.ports.run import Metric, Step, Tracker
+from drawloom.components.ports.tracking import (
+    ContextTracker,
+    DistributionMetric,
+    DistributionTracker,
+    Histogram,
+    PropertyTracker,
+)
+from drawloom.graph.testing import expect
+
+
+def totals_of_nothing_have_no_distributions(metric: DistributionMetric) -> None:
+    """A step that was not measured has no histogram, and nothing that is not finite."""
+    totals: Mapping[str, torch.Tensor] = {}
+    if isinstance(metric, Metric):
+        totals = {name: part.identity() for name, part in metric.accumulators.items()}
+    for name, histogram in metric.distributions(totals, Step(1, 1)).items():
+        finite = all(map(math.isfinite, (histogram.low, histogram.high, *histogram.counts)))
+        expect(finite, f"the histogram {name} is {histogram}")
+
+
+def histograms_are_accepted(tracker: DistributionTracker) -> None:
+    """Histograms of one bin and of several are accepted, and names with dots and slashes."""
+    wide, narrow = Histogram(-1.0, 3.0, (0.0, 5.0, 1.0, 0.0)), Histogram(0.5, 1.5, (7.0,))
+    for step in (1, 2):
+        tracker.track_distributions(step, {"gradients/layers.0.weight": wide, "weights/bias": narrow})
+    tracker.track_distributions(3, {})
+
+
+def a_name_may_have_several_contexts(tracker: ContextTracker) -> None:
+    """Values of one name are accepted in two contexts of a step, and without a context."""
+    for context in ({"phase": "train"}, {"phase": "validation"}, {}):
+        tracker.track_in_context(1, {"loss": 1.5, "skipped": False, "lr": None}, context)
+
+
+def properties_of_every_kind_are_accepted(tracker: PropertyTracker) -> None:
+    """Nested tables of strings, numbers, booleans and lists are accepted before the first step."""
+    run = {"name": "run", "seed": 3}
+    tracker.describe({"run": run, "optimizer": {"betas": [0.9, 0.95], "maximize": False, "groups": [{"lr": 0.1}]}})
+    if isinstance(tracker, Tracker):
+        tracker.rewind(0)
+        tracker.track(1, {"loss": 1.0})

@@ -1,0 +1,148 @@
+"""Histograms of gradients and weights, by patterns of parameter names."""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, check_cadence, due
+from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.tracking import Histogram
+from drawloom.graph import UserError, at_least, component, setting
+
+MAX_BINS = 512
+"""The most that trackers accept (Aim, Weights & Biases)."""
+
+CHUNK = 2**22
+"""Elements that are counted at once, which bounds memory: 64 MB for their bins and bounds."""
+
+
+def check_bins(value: int) -> str | None:
+    """Return why a number of bins is invalid, or None."""
+    return at_least(1)(value) or (
+        f"{value} is more than {MAX_BINS}, the most that trackers take" if value > MAX_BINS else None
+    )
+
+
+def check_targets(patterns: list[str]) -> str | None:
+    """Return why patterns are invalid, or None."""
+    return None if patterns else 'an empty list names no parameter; write ["*"] for all'
+
+
+@component(reads=("gradients",), impact="safe")
+class Histograms:
+    """
+    Histograms `gradients/<name>` and `weights/<name>` of parameters by name, for trackers that take distributions.
+
+    A phase, to stand behind clipping and before the optimizer, and a metric. A histogram is of a whole parameter of the
+    model, or of all parameters that match a pattern, on every mesh the same: its bins lie between the least and the
+    greatest element on any rank, and each element is counted on one. Elements that are not finite are left out.
+    """
+
+    parameters: SpreadParameters
+    mesh: Mesh
+    device: Device
+    targets: list[str] = setting(check=check_targets, doc="patterns (fnmatch) of parameter names")
+    of: tuple[Literal["gradients", "weights"], ...] = setting(
+        default=("gradients", "weights"), doc="which tensors of a parameter are counted"
+    )
+    per: Literal["parameter", "pattern"] = setting(
+        default="parameter", doc="one histogram per parameter, or per pattern for all parameters that match it"
+    )
+    bins: int = setting(default=64, check=check_bins, doc=f"bins of a histogram, at most {MAX_BINS}")
+    every: Cadence = setting(default=100, check=check_cadence, doc='steps between histograms, or "last" or "never"')
+
+    _series: list[str] = attrs.field(init=False, factory=list)
+    _measured: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+
+    def open(self) -> None:
+        """Gather the names of the model's parameters; UserError for a pattern that matches none of them."""
+        local = [name for name, _ in self.parameters.named()]
+        names = sorted({name for names in self.mesh.group("pipeline").gather_json(local) for name in names})
+        for pattern in self.targets:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                text = f"metrics.histograms: the pattern {pattern!r} of `targets` matches no trained parameter"
+                raise UserError(f"{text}; one is called {names[len(names) // 2]!r}" if names else text, exit_code=2)
+        matched = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.targets)]
+        series = matched if self.per == "parameter" else self.targets
+        self._series = [f"{kind}/{name}" for kind in self.of for name in series]
+
+    def run_phase(self, step: Step) -> None:
+        """Count the elements of gradients and weights while there are gradients, at the steps of `every`."""
+        self._measured = {}
+        if due(self.every, step):
+            parts = [*self._parts()]
+            low, high = self._bounds(parts)
+            self._measured = {"low": low, "high": high, "counts": self._counts(parts, low, high)}
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """Bounds and counts of each histogram; replicas count the same."""
+        size = len(self._series)
+        return {
+            "low": Accumulator("min", (size,)),
+            "high": Accumulator("max", (size,)),
+            "counts": Accumulator(shape=(size, self.bins), of="model"),
+        }
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Return the bounds, float64 (histograms,), and this rank's counts, (histograms, bins); nothing between."""
+        measured, self._measured = self._measured, {}
+        return measured
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """Return nothing: a distribution is not a number."""
+        return {}
+
+    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+        """Return the histograms of a step that was measured; none of tensors without a finite element."""
+        bounds = zip(self._series, totals["low"].tolist(), totals["high"].tolist(), strict=True)
+        return {
+            name: Histogram(low, high, tuple(counts))
+            for (name, low, high), counts in zip(bounds, totals["counts"].tolist(), strict=True)
+            if low < high < float("inf")
+        }
+
+    def _parts(self) -> Iterator[tuple[int, Tensor]]:
+        """The tensors that this rank counts, in chunks of flat tensors, each with the index of its histogram."""
+        for name, parameter in self.parameters.counted():
+            for kind in self.of:
+                tensor = parameter if kind == "weights" else parameter.grad
+                chunks = () if tensor is None else torch.split(tensor.detach().flatten(), CHUNK)
+                yield from ((index, chunk) for index in self._indices(kind, name) for chunk in chunks)
+
+    def _indices(self, kind: str, name: str) -> list[int]:
+        """The histograms that a tensor is counted in."""
+        matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
+        names = matching if self.per == "pattern" else [name] if matching else []
+        return [self._series.index(f"{kind}/{each}") for each in names]
+
+    def _bounds(self, parts: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The least and greatest finite elements over all ranks, float64 (histograms,); a single value is widened."""
+        size, device = len(self._series), self.device.device
+        bounds = torch.full((2, size), float("-inf"), dtype=torch.float64, device=device)
+        for index, chunk in parts:
+            if chunk.numel():
+                finite = chunk.isfinite()
+                greatest = torch.stack(
+                    [torch.where(finite, -chunk, float("-inf")).max(), torch.where(finite, chunk, float("-inf")).max()]
+                )
+                bounds[:, index] = torch.maximum(bounds[:, index], greatest.double())
+        self.mesh.world.max(bounds)
+        low, high = -bounds[0], bounds[1]
+        margin = 0.5 * (low == high)
+        return low - margin, high + margin
+
+    def _counts(self, parts: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
+        """This rank's elements by histogram and bin, float64 (histograms, bins)."""
+        counts = torch.zeros(len(self._series), self.bins, dtype=torch.float64, device=low.device)
+        for index, chunk in parts:
+            scaled = (chunk.double() - low[index]) * (self.bins / (high[index] - low[index]))
+            finite = chunk.isfinite()
+            bins = torch.where(finite, scaled, 0.0).clamp(0, self.bins - 1).long()
+            counts[index].index_add_(0, bins, finite.double())
+        return counts

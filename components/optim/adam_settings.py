@@ -1,0 +1,44 @@
+"""Settings that `optim.adam` and `optim.adamw` share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
+from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.stages import Parameters
+from drawloom.graph import above, inherited, setting
+
+
+@inherited
+class AdamSettings(TorchOptimizer):
+    """Settings and state size of torch's Adam and AdamW, which differ in their weight decay."""
+
+    parameters: Parameters
+    mesh: Mesh
+    lr: float = setting(check=above(0), doc="base learning rate")
+    betas: tuple[float, float] = setting(
+        default=(0.9, 0.999), check=check_betas, doc="decay of the running means of gradients and of their squares"
+    )
+    eps: float = setting(default=1e-8, check=above(0), doc="added to the denominator, which may be 0")
+    amsgrad: bool = setting(
+        default=False,
+        impact="incompatible",
+        doc="divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
+    )
+    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
+    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
+
+    def moments(self) -> dict[str, Sequence[str]]:
+        """Return the means of gradients and of their squares, and with `amsgrad` the largest of the latter."""
+        names = (*ADAM_MOMENTS, "max_exp_avg_sq") if self.amsgrad else ADAM_MOMENTS
+        return {name: names for name, _ in self.parameters.named()}
+
+    def _options(self) -> dict[str, Any]:
+        """Return the settings as torch's optimizers call them, without weight decay, which each group has."""
+        names = ("lr", "betas", "eps", "amsgrad", "maximize")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,91 @@
+"""What trackers may take beyond numbers: histograms, contexts of values, and properties of the run."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.ports.run import Step, Value
+
+Context = Mapping[str, str]
+"""What values of one series differ in: `{"phase": "train"}` or `{"phase": "validation"}`."""
+
+_VALIDATION = "validation_"
+"""Begins the names of values that were measured on validation data."""
+
+
+@attrs.frozen
+class Histogram:
+    """Counts of a tensor's finite elements in equal bins between `low` and `high`; the last bin includes `high`."""
+
+    low: float
+    high: float
+    counts: tuple[float, ...]
+
+    @property
+    def edges(self) -> list[float]:
+        """The edges of the bins: one more than there are bins."""
+        width = (self.high - self.low) / len(self.counts)
+        return [*(self.low + width * number for number in range(len(self.counts))), self.high]
+
+    @property
+    def centers(self) -> list[float]:
+        """The middle of each bin."""
+        width = (self.high - self.low) / len(self.counts)
+        return [self.low + width * (number + 0.5) for number in range(len(self.counts))]
+
+
+@runtime_checkable
+class DistributionMetric(Protocol):
+    """A metric of distributions, from the same totals as its values."""
+
+    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+        """Return histograms by name, none at steps that were not measured; as `compute`, but for distributions."""
+        ...
+
+
+@runtime_checkable
+class DistributionTracker(Protocol):
+    """A tracker that stores histograms."""
+
+    def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        """Store the histograms of a step, before or after its values."""
+        ...
+
+
+@runtime_checkable
+class ContextTracker(Protocol):
+    """A tracker that stores values of one name in several contexts; it gets these instead of calls of `track`."""
+
+    def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
+        """Store the values of a step that have this context."""
+        ...
+
+
+@runtime_checkable
+class PropertyTracker(Protocol):
+    """A tracker that stores properties of the run, also called hyperparameters, beside its values."""
+
+    def describe(self, properties: Mapping[str, Any]) -> None:
+        """Take the resolved recipe's settings, as nested tables; once, before the first call of `rewind`."""
+        ...
+
+
+def by_context(values: Mapping[str, Value]) -> list[tuple[Context, dict[str, Value]]]:
+    """Split a step's values into those of training and of validation, whose names lose `validation_`."""
+    training = {name: value for name, value in values.items() if not name.startswith(_VALIDATION)}
+    validation = {name.removeprefix(_VALIDATION): values[name] for name in values.keys() - training.keys()}
+    split: list[tuple[Context, dict[str, Value]]] = [
+        ({"phase": "train"}, training),
+        ({"phase": "validation"}, validation),
+    ]
+    return [(context, found) for context, found in split if found]
+
+
+def flat_properties(properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one: `{"optimizer": {"lr": 0.1}}` becomes `{"optimizer.lr": 0.1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in properties.items():
+        flat |= flat_properties(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat

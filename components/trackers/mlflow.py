@@ -1,0 +1,139 @@
+"""Tracks metrics with MLflow, in a database in the run folder or on a tracking server."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom.components.ports.tracking import Histogram, flat_properties
+from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.trackers.background import ServiceTracker
+from drawloom.components.trackers.remembered_run import remember_run, remembered_run
+from drawloom.graph import UserError, component, setting
+
+REFUSED = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow refuses in names."""
+
+MAX_PARAMS = 100
+"""Params that MLflow takes in one request."""
+
+MAX_PARAM_LENGTH = 6000
+"""Characters that MLflow takes as a param's value."""
+
+log = logging.getLogger("drawloom.run")
+
+
+@component(impact="safe", needs={"mlflow": "drawloom[mlflow]"})
+class MlflowTracker(ServiceTracker):
+    """
+    Writes a run of MLflow, into `mlflow.db` in the run folder or to a tracking server.
+
+    `mlflow ui --backend-store-uri sqlite:///RUN_FOLDER/mlflow.db` shows the former, with the package `mlflow`. The
+    settings of the recipe are params, histograms are JSON artifacts `distributions/<name>/<step>.json`. A resumed run
+    continues its run, whose identifier is in `mlflow_run.txt`; MLflow can't change params, so settings that differ then
+    are tags of the same names. MLflow deletes nothing, so steps that are done again are there twice. Nothing but
+    metrics and settings is recorded, and MLflow's telemetry is off.
+
+    A thread writes, so that neither a disk nor the network can delay a step or end the run: steps that are not accepted
+    in time are dropped, with one warning.
+    """
+
+    called: ClassVar[str] = "MLflow"
+
+    folder: RunFolder
+    job: RunInfo
+    experiment: str = setting(default="drawloom", doc="the experiment that the run is in")
+    uri: str | None = setting(
+        default=None, doc="tracking server, such as https://host:5000; default: a database in the run folder"
+    )
+
+    _mlflow: Any = attrs.field(init=False, default=None)
+    _client: Any = attrs.field(init=False, default=None)
+    _run: str = attrs.field(init=False, default="")
+
+    def _prepare(self) -> None:
+        self._mlflow = load_mlflow()
+        if self.uri is None:
+            os.close(open_to_append(self._database))
+            make_folder(self._artifacts)
+
+    def _begin(self, step: int) -> None:
+        if self._run:
+            return
+        local = self.uri is None
+        self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database.resolve()}" if local else self.uri)
+        run = remembered_run(self.folder.folder, "mlflow") or self._created_run()
+        self._client.update_run(run, status="RUNNING")
+        self._log_properties(run)
+        self._run = run
+        if not local:
+            log.info("MLflow: run %s of experiment %s at %s", run, self.experiment, self.uri)
+
+    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._begin(step - 1)
+        now = self._mlflow.utils.time.get_current_time_millis()
+        metrics = [self._mlflow.entities.Metric(_name(name), value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        self._begin(step - 1)
+        for name, histogram in distributions.items():
+            content = {"step": step, "edges": histogram.edges, "counts": [*histogram.counts]}
+            self._client.log_dict(self._run, content, f"distributions/{_name(name)}/{step}.json")
+
+    def _end(self) -> None:
+        run, self._run = self._run, ""
+        if run:
+            self._client.set_terminated(run)
+
+    @property
+    def _database(self) -> Any:
+        return self.folder.folder / "mlflow.db"
+
+    @property
+    def _artifacts(self) -> Any:
+        return self.folder.folder / "mlflow"
+
+    def _created_run(self) -> str:
+        """Create a run, and remember it in the run folder before anything is written to it."""
+        known = self._client.get_experiment_by_name(self.experiment)
+        location = self._artifacts.resolve().as_uri() if self.uri is None else None
+        experiment = known.experiment_id if known else self._client.create_experiment(self.experiment, location)
+        run: str = self._client.create_run(experiment, run_name=self.job.name).info.run_id
+        remember_run(self.folder.folder, "mlflow", run)
+        return run
+
+    def _log_properties(self, run: str) -> None:
+        """Log new settings as params, and settings with other values than their params as tags."""
+        flat = {_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in flat_properties(self._properties).items()}
+        params = self._client.get_run(run).data.params
+        new = [self._mlflow.entities.Param(key, value) for key, value in flat.items() if key not in params]
+        for start in range(0, len(new), MAX_PARAMS):
+            self._client.log_batch(run, params=new[start : start + MAX_PARAMS])
+        for key, value in flat.items():
+            if params.get(key, value) != value:
+                self._client.set_tag(run, key, value)
+
+
+def _name(name: str) -> str:
+    """Return a name with _ in place of what MLflow refuses."""
+    return REFUSED.sub("_", name)
+
+
+def load_mlflow() -> Any:
+    """Return the package `mlflow`, without telemetry. Raises UserError, with what to install, if it is missing."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it is read at the import
+    try:
+        import mlflow
+        import mlflow.entities
+        import mlflow.utils.time
+    except ImportError as error:
+        raise UserError(
+            f"trackers.mlflow: the package `mlflow` is missing ({error}); "
+            "pip install 'drawloom[mlflow]', or remove this tracker"
+        ) from error
+    return mlflow
