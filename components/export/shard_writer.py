@@ -103,7 +103,6 @@ class Gathered:
     """A source of whole parameters: reading one is a collective of the ranks that have slices of it."""
 
     parameters: Mapping[str, ModelParameter]
-    owns_memory: bool = attrs.field(init=False, default=False)
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """Shapes and dtypes of the whole parameters."""
