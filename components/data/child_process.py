@@ -1,11 +1,11 @@
 """A process with a pipe to the one that started it; the end of either closes the pipe for the other."""
 
-import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from signal import Signals
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
@@ -31,9 +31,8 @@ class ChildProcess:
         self.pipe.close()
 
 
-def start_child(method: Literal["forkserver", "spawn"], main: Callable[..., None], *arguments: Any) -> ChildProcess:
+def start_child(context: ForkServerContext | SpawnContext, main: Callable[..., None], *arguments: Any) -> ChildProcess:
     """Start a process that calls `main` with the arguments and, last, its end of the pipe."""
-    context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(*arguments, theirs), daemon=True)
     try:

@@ -140,10 +140,10 @@ class Workers:
 
 
 def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
-    # torch's import takes over a second: once, and not in each worker
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # its import takes over a second: once, and not in each worker
     try:
-        return Worker(number, start_child("forkserver", _worker_main, rows, split))
+        return Worker(number, start_child(context, _worker_main, rows, split))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = type(rows).__name__
         raise UserError(f"workers: {kind} can't be sent to another process ({error}); write workers = 0") from error

@@ -1,5 +1,6 @@
 """Processes that tokenize parts; each has a pipe, and ends when the process that started it does."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -139,7 +140,8 @@ def _died(child: ChildProcess) -> UserError:
 def _start(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
     held = Connection(os.dup(lock))  # a connection is a descriptor that a process can be given
     try:
-        return start_child("spawn", _main, folder, tokenizer, held)  # spawn: a training rank's memory is not copied
+        # spawn: a training rank's memory is not copied
+        return start_child(multiprocessing.get_context("spawn"), _main, folder, tokenizer, held)
     finally:
         held.close()
 
