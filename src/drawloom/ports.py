@@ -179,4 +179,4 @@ from drawloom.components.ports.weights import (
     TensorGroup as TensorGroup,
 )
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [name for name in dir() if name[0].isalpha()]

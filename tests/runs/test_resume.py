@@ -15,16 +15,9 @@ from drawloom.components.run.locks import FolderLock
 from drawloom.components.sampling.generate import Sampler
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, drawloom, killed, rows, series, struck, write_corpus
+from support.runs import Outcome, command, drawloom, killed, rows, series, struck
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def weights(run: Path) -> bytes:

@@ -16,13 +16,7 @@ from drawloom.components.listeners.progress import ProgressBar
 from drawloom.components.ports.run import Event, LateValues, Step
 from drawloom.graph import Every
 from support.doubles import Machine
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.frozen

@@ -10,13 +10,7 @@ import pytest
 
 from drawloom.components.listeners.timeouts import Timeouts
 from drawloom.components.ports.run import Event, EventKind, Step
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.define

@@ -15,16 +15,10 @@ import pytest
 
 from drawloom.components.trackers.aim import AimTracker, load_aim
 from drawloom.graph import ResolvedRecipe, UserError
+from support.folders import Folder
 
 pytestmark = pytest.mark.usefixtures("loaded")
 RECIPE = ResolvedRecipe('[run]\nname = "test"\n', "hash")
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
 
 
 @attrs.frozen

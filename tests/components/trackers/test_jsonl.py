@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.trackers.jsonl import JsonlTracker
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.frozen

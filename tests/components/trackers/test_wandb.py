@@ -9,21 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.trackers.wandb import WandbTracker, load_wandb
 from drawloom.graph import ResolvedRecipe, UserError
+from support.folders import Folder
 
 RECIPE = ResolvedRecipe('[run]\nname = "test"\nsizes = [1, 2]\n', "hash")
 BLOCK, HEAD = 32768, 7
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
 
 
 def opened(folder: Path, mesh: Any, job: Any) -> WandbTracker:
