@@ -103,7 +103,7 @@ class Share:
 
 
 @attrs.frozen
-class Gathered:
+class GatheredParameters:
     """A source of whole parameters: reading one is a collective of the ranks that have slices of it."""
 
     parameters: Mapping[str, ModelParameter]
@@ -133,7 +133,7 @@ def share(
     # router's bias changes by is less than the spacing of bfloat16.
     cast = [name for g in groups if not any(parameters[n].is_buffer for n in g.inputs) for name in g.outputs]
     casts = parallel(*(to_dtype(name, dtype) for name in cast)) if dtype else Mapper(())
-    return Share(Gathered(parameters), sequential(chosen, casts), writes)
+    return Share(GatheredParameters(parameters), sequential(chosen, casts), writes)
 
 
 def own_share(

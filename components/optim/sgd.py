@@ -3,7 +3,7 @@
 import attrs
 import torch
 
-from drawloom.components.optim.parameter_groups import Group
+from drawloom.components.optim.parameter_groups import ParameterGroup
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Step
@@ -20,7 +20,7 @@ class SGD(TorchOptimizer):
     lr: float = setting(check=above(0), doc="the base learning rate")
     momentum: float = setting(default=0.9, check=between(0, 1), doc="decay of the running mean of gradients")
     weight_decay: float = setting(default=0.0, check=at_least(0), doc="added to the gradient, times the weight")
-    groups: list[Group] = setting(
+    groups: list[ParameterGroup] = setting(
         factory=list, doc="parameters that are trained otherwise than the rest; the first that names one has it"
     )
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)

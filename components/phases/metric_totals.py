@@ -14,7 +14,7 @@ OPS = ("sum", "max", "min")
 
 
 @attrs.frozen
-class Measured:
+class StepTotals:
     """A step and its totals by op, float64 (numbers,), on their way from the device to the CPU."""
 
     step: Step
@@ -36,7 +36,7 @@ class Measured:
         return found
 
 
-def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> Measured:
+def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> StepTotals:
     """Take every metric's part of this rank and combine the parts of all; on a GPU the host does not wait for it."""
     parts = [(metric.accumulators, metric.update(step)) for metric in metrics]
     packed = {op: torch.cat(found) for op in OPS if (found := [*_packed(parts, op, mesh, device.device)])}
@@ -48,7 +48,7 @@ def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -
         else:
             mesh.world.max(tensor.neg_())
             tensor.neg_()
-    return Measured(step, HostCopy.start(packed))
+    return StepTotals(step, HostCopy.start(packed))
 
 
 def _packed(

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import attrs
 
-from drawloom.components.phases.metric_totals import Measured, measure
+from drawloom.components.phases.metric_totals import StepTotals, measure
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Cadence, Metric, Step, Tracker, Value, check_cadence, due
 from drawloom.graph import component, setting
@@ -38,7 +38,7 @@ class Report:
     _second: Step | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
     _dropped: set[int] = attrs.field(init=False, factory=set)
-    _waiting: Measured | None = attrs.field(init=False, default=None)
+    _waiting: StepTotals | None = attrs.field(init=False, default=None)
     # A checkpoint that is written in the background flushes from its own thread.
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 

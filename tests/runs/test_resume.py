@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.export import hf_writer
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.sampling.generate import Sampler
 from support.mutations import put
@@ -116,7 +116,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, number: int, code:
 
 
 KILLED_IN: dict[str, tuple[Any, str]] = {
-    "evaluation": (Executor, "evaluate"),
+    "evaluation": (ProgramExecutor, "evaluate"),
     "export": (hf_writer, "_write_config"),
     "sample": (Sampler, "_next"),
 }

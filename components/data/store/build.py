@@ -22,7 +22,7 @@ import numpy as np
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
-from drawloom.components.data.store.shard import Shard, ShardFiles, id_dtype
+from drawloom.components.data.store.shard import ShardFiles, TokenShard, id_dtype
 from drawloom.components.data.store.store import FORMAT, STORE, Store, fingerprint_of
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
@@ -161,11 +161,11 @@ def _make(
     (folder / PLAN).unlink()
 
 
-def _shard(folder: Path, number: int, plan: dict[str, Any]) -> Shard:
+def _shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
     """A complete shard, as its JSON file describes it."""
     dtype = np.dtype(plan["dtype"]).newbyteorder("<")
-    summary = Shard(ShardFiles(folder, number), 0, 0, dtype, plan["weighted"]).summary
-    return Shard(ShardFiles(folder, number), summary["documents"], summary["tokens"], dtype, plan["weighted"])
+    summary = TokenShard(ShardFiles(folder, number), 0, 0, dtype, plan["weighted"]).summary
+    return TokenShard(ShardFiles(folder, number), summary["documents"], summary["tokens"], dtype, plan["weighted"])
 
 
 def _is_whole(folder: Path, number: int, plan: dict[str, Any]) -> bool:

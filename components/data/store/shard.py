@@ -121,7 +121,7 @@ class ShardWriter:
 
 
 @attrs.frozen
-class Shard:
+class TokenShard:
     """A complete shard, memory-mapped when it is first read."""
 
     files: ShardFiles

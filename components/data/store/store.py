@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.shard import Shard, ShardFiles
+from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
 from drawloom.graph import UserError
 
@@ -32,7 +32,7 @@ class Store:
     eos_id: int
     tokenizer: str
     fingerprint: str
-    shards: list[Shard]
+    shards: list[TokenShard]
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
@@ -49,7 +49,7 @@ class Store:
             raise UserError(f"{path} has format {held.get('format')!r} instead of {FORMAT}; make the store anew")
         dtype = np.dtype(held["dtype"]).newbyteorder("<")
         shards = [
-            Shard(ShardFiles(folder, number), documents, tokens, dtype, held["weighted"])
+            TokenShard(ShardFiles(folder, number), documents, tokens, dtype, held["weighted"])
             for number, (documents, tokens) in enumerate(held["shards"])
         ]
         for shard in shards:
@@ -91,7 +91,7 @@ class Store:
         """The number of the first document of each shard, and of all documents."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
-    def _shard(self, document: int) -> tuple[Shard, int]:
+    def _shard(self, document: int) -> tuple[TokenShard, int]:
         """The shard of a document, and its number there."""
         place = bisect_right(self._starts, document) - 1
         return self.shards[place], document - self._starts[place]
@@ -105,7 +105,7 @@ class Store:
             object.__setattr__(self, name, value)
 
 
-def fingerprint_of(shards: list[Shard]) -> str:
+def fingerprint_of(shards: list[TokenShard]) -> str:
     """A SHA-256 of the hashes and lengths of all documents, however they are divided into shards."""
     digest = hashlib.sha256()
     for shard in shards:

@@ -13,7 +13,7 @@ from torch import nn
 from drawloom import Recipe
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.parameter_groups import AdamGroup, Group, unmatched
+from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, unmatched
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
@@ -83,7 +83,7 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
 def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> None:
     """Each parameter has the bits that it has alone, in an optimizer with the settings of its group."""
     betas = {} if kind is SGD else {"betas": (0.5, 0.6)}
-    make = Group if kind is SGD else AdamGroup
+    make = ParameterGroup if kind is SGD else AdamGroup
     weights = Weights(SHAPES)
     groups = [make(targets=["layers.*.up.*"], lr_factor=0.5, weight_decay=0.7, **betas)]
     steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
@@ -97,7 +97,7 @@ def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> N
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
 def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
     """A step after loading into other groups equals, by name, one with the state as it was saved."""
-    make = Group if kind is SGD else AdamGroup
+    make = ParameterGroup if kind is SGD else AdamGroup
     weights, others = Weights(SHAPES), Weights(SHAPES)
     before = opened(kind, weights, groups=[make(targets=["layers.0.*"], lr_factor=0.5)])
     steps(before, weights, 1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice, HostCopy
 from drawloom.components.phases import report
-from drawloom.components.phases.metric_totals import Measured
+from drawloom.components.phases.metric_totals import StepTotals
 from drawloom.components.phases.report import Report, step_line
 from drawloom.components.ports.run import Accumulator, Step, Value
 
@@ -158,10 +158,10 @@ def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(
     """On a GPU the host waits for a step's numbers when the next one is measured, or earlier if they are flushed."""
     arrivals: list[Arrival] = []
 
-    def late(metrics: Any, step: Step, *_: Any) -> Measured:
+    def late(metrics: Any, step: Step, *_: Any) -> StepTotals:
         arrivals.append(Arrival())
         arrived: Any = arrivals[-1]
-        return Measured(step, HostCopy({}, arrived))
+        return StepTotals(step, HostCopy({}, arrived))
 
     monkeypatch.setattr(report, "measure", late)
     tracker = Recorder()

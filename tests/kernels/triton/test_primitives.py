@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -87,7 +87,7 @@ def test_a_copy_compiles() -> None:
 
 ROUTES = moe_routes_eager(EXPERTS_OF, 3)
 ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
-CUT = Cut(filter_eps=1e-6, tile=(16, 16))
+CUT = LogitCut(filter_eps=1e-6, tile=(16, 16))
 
 
 def grouped(x: Tensor, weight: Tensor) -> Tensor:
