@@ -16,7 +16,7 @@ from torch.autograd import Function
 from drawloom.kernels.operation import once_differentiable
 
 
-class Implementation(NamedTuple):
+class AttentionImplementation(NamedTuple):
     """
     An implementation of attention: `mask` makes what `attend` takes as its mask.
 
@@ -67,7 +67,7 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
     return mask if window is None else mask.triu_(keys - queries + 1 - window)
 
 
-EAGER = Implementation(causal_document_mask, attention_eager)
+EAGER = AttentionImplementation(causal_document_mask, attention_eager)
 
 
 def attention_on_meta(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -162,4 +162,4 @@ def document_offsets(document_ids: Tensor, window: int | None = None, queries: T
     return DocumentOffsets(offsets, window)
 
 
-VARLEN = Implementation(document_offsets, attention_varlen)
+VARLEN = AttentionImplementation(document_offsets, attention_varlen)

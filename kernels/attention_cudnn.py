@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention import Implementation
+from drawloom.kernels.attention import AttentionImplementation
 from drawloom.kernels.attention_flex import FLEX
 
 WHOLE_ROWS = "whole rows"
@@ -58,4 +58,4 @@ def _whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-CUDNN = Implementation(FLEX.mask, attention_cudnn, WHOLE_ROWS)
+CUDNN = AttentionImplementation(FLEX.mask, attention_cudnn, WHOLE_ROWS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
-from drawloom.kernels.attention import Implementation, attention_eager, attention_on_meta
+from drawloom.kernels.attention import AttentionImplementation, attention_eager, attention_on_meta
 
 BLOCK = 128
 """Tokens in a block: flex_attention's own default."""
@@ -99,4 +99,4 @@ def _mask(document_ids: Tensor, *options: Any) -> BlockMask | None:
     return None if document_ids.is_meta else block_mask(document_ids, *options)
 
 
-FLEX = Implementation(_mask, attention_flex)
+FLEX = AttentionImplementation(_mask, attention_flex)

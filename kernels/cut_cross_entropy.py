@@ -18,11 +18,11 @@ from torch.autograd import Function
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable
-from drawloom.kernels.vocab_parallel import VocabularyPart, all_gather_lse, all_reduce, local_targets
+from drawloom.kernels.vocab_parallel import SplitVocabulary, all_gather_lse, all_reduce, local_targets
 
 
 @dataclass(frozen=True)
-class Cut:
+class LogitCut:
     """
     How logits are cut.
 
@@ -35,10 +35,10 @@ class Cut:
     filter_eps: float = 0.0
     tile: tuple[int, int] = (128, 256)
     max_logits: int = 2**28
-    part: VocabularyPart | None = None
+    part: SplitVocabulary | None = None
 
 
-EXACT = Cut()
+EXACT = LogitCut()
 """Not filtered."""
 
 
@@ -49,7 +49,7 @@ class Needs(NamedTuple):
     weight: bool
 
 
-class Implementation(NamedTuple):
+class CutCrossEntropyImplementation(NamedTuple):
     """
     The two passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 where not here.
 
@@ -58,14 +58,14 @@ class Implementation(NamedTuple):
     are needed.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Cut], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
     backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Cut, Needs], tuple[Tensor | None, Tensor | None]
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, LogitCut, Needs], tuple[Tensor | None, Tensor | None]
     ]
 
 
 def cut_cross_entropy_eager(
-    hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut = EXACT, token_weights: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
     Each token's loss, -log softmax(hidden @ weight.T)[target], and the log-sum-exp of its logits.
@@ -78,11 +78,11 @@ def cut_cross_entropy_eager(
 
 
 def cross_entropy(
-    implementation: Implementation,
+    implementation: CutCrossEntropyImplementation,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    cut: Cut,
+    cut: LogitCut,
     token_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`cut_cross_entropy_eager` by any implementation: hidden (..., width), weight (vocabulary, width); same dtypes."""
@@ -102,8 +102,8 @@ class _CutCrossEntropy(Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        cut: Cut,
-        implementation: Implementation,
+        cut: LogitCut,
+        implementation: CutCrossEntropyImplementation,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
         """The loss and the log-sum-exp of each token, both (tokens,), at least float32."""
@@ -138,8 +138,8 @@ class _CutCrossEntropy(Function):
 class _DeferredWeightGradient:
     """Computes a weight's gradient that was deferred, from what `Implementation.backward` takes."""
 
-    implementation: Implementation
-    cut: Cut
+    implementation: CutCrossEntropyImplementation
+    cut: LogitCut
 
     def __call__(
         self,
@@ -155,7 +155,7 @@ class _DeferredWeightGradient:
         return grad_weight  # type: ignore[return-value]
 
 
-def chunks(tokens: int, vocab: int, cut: Cut) -> Iterator[slice]:
+def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
     """Whole tiles of tokens, as many as may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
@@ -172,7 +172,7 @@ def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
     return (weight.to(wide) @ hidden.to(wide).mean(0)).argsort()
 
 
-def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
     lse = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
     target_logit = torch.zeros_like(lse)
     for chunk in chunks(len(hidden), len(weight), cut):
@@ -191,7 +191,7 @@ def _backward(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
-    cut: Cut,
+    cut: LogitCut,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     order = order_of_vocab(hidden, weight) if cut.filter_eps and len(hidden) else None
@@ -215,7 +215,7 @@ def _grad_logits(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
-    cut: Cut,
+    cut: LogitCut,
     order: Tensor | None,
 ) -> Tensor:
     """The gradients of logits (tokens, vocabulary), in the dtype of the hidden states."""
@@ -234,7 +234,7 @@ def _grad_logits(
     return result.to(hidden.dtype)
 
 
-def _active_tiles(sizes: Tensor, cut: Cut) -> Tensor:
+def _active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
     """1 where a size (tokens, vocabulary) is in a tile in which any is at least `filter_eps`, else 0."""
     (tokens, vocab), (height, width) = sizes.shape, cut.tile
     padded = torch.nn.functional.pad(sizes, (0, -vocab % width, 0, -tokens % height))
@@ -247,4 +247,4 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return (hidden @ weight.T).to(accumulation_dtype(hidden))
 
 
-EAGER = Implementation(_forward, _backward)
+EAGER = CutCrossEntropyImplementation(_forward, _backward)

@@ -22,7 +22,7 @@ ALIGNMENT = 16
 """Bytes: torch.nn.functional.grouped_mm takes matrices whose rows begin at multiples of it."""
 
 
-class Implementation(NamedTuple):
+class GroupedGemmImplementation(NamedTuple):
     """
     The two products, with `offsets` int32 (experts,).
 
@@ -55,7 +55,7 @@ def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
 
 
 def grouped_gemm(
-    implementation: Implementation, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
+    implementation: GroupedGemmImplementation, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
 ) -> Tensor:
     """
     The same as grouped_gemm_eager by any implementation.
@@ -78,7 +78,7 @@ class _GroupedGemm(Function):
         weight: Tensor,
         offsets: Tensor,
         transposed: bool,
-        implementation: Implementation,
+        implementation: GroupedGemmImplementation,
         weight_gradient: WeightGradient,
     ) -> Tensor:
         """x (rows, inputs), weight (experts, inputs, outputs) or transposed: (rows, outputs) in the dtype of x."""
@@ -102,7 +102,7 @@ class _GroupedGemm(Function):
 
 
 def _weight_gradient(
-    implementation: Implementation, transposed: bool, x: Tensor, grad: Tensor, offsets: Tensor
+    implementation: GroupedGemmImplementation, transposed: bool, x: Tensor, grad: Tensor, offsets: Tensor
 ) -> Tensor:
     return implementation.matrices(grad, x, offsets) if transposed else implementation.matrices(x, grad, offsets)
 
@@ -157,5 +157,5 @@ def _padded(x: Tensor, dimension: int) -> Tensor:
     return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
 
 
-EAGER = Implementation(_rows, _matrices)
-TORCH = Implementation(_rows_by_torch, _matrices_by_torch)
+EAGER = GroupedGemmImplementation(_rows, _matrices)
+TORCH = GroupedGemmImplementation(_rows_by_torch, _matrices_by_torch)

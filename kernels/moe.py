@@ -129,18 +129,3 @@ def gathered_rows(rows: Tensor, dest_row: Tensor) -> Tensor:
 
 def _upcast(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x))
-
-
-def indices_to_multihot_eager(expert_indices: Tensor, probabilities: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """
-    Which experts each token has chosen, bool, and with what probability, both (tokens, num_experts).
-
-    expert_indices (tokens, top_k) of integers from 0 to num_experts - 1, or -1 for dropped choices; probabilities
-    (tokens, top_k). Probabilities of an expert that a token chooses twice add up.
-    """
-    known = expert_indices >= 0
-    place = expert_indices.where(known, 0).to(torch.int64)
-    shape = len(expert_indices), num_experts
-    chosen = torch.zeros(shape, dtype=torch.int32, device=place.device).scatter_add_(1, place, known.to(torch.int32))
-    spread = probabilities.new_zeros(shape).scatter_add(1, place, probabilities.where(known, 0))
-    return chosen > 0, spread

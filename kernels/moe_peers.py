@@ -19,7 +19,7 @@ Peers = tuple[Sequence[Tensor], Tensor]
 """A tensor of each rank of a group, by rank, all (slots, ...), and int64 (ranks,), the address of each."""
 
 
-class PeerExchange:
+class EagerPeerExchange:
     """The parts of an exchange, in plain torch."""
 
     @staticmethod
@@ -102,4 +102,4 @@ class PeerExchange:
         return total.to(parts[0].dtype), None if scalars is None else found
 
 
-EAGER = PeerExchange()
+EAGER = EagerPeerExchange()

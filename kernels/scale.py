@@ -1,6 +1,6 @@
 """Many tensors times one factor that only their device knows, each product rounded once, and sums of their squares."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 
 import torch
@@ -19,15 +19,22 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (
     counted = counted or [False] * len(tensors)
     total = torch.zeros_like(factor)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        chosen = [tensor.dtype == dtype for tensor in tensors]
-        group = list(compress(tensors, chosen)), factor, tuple(compress(counted, chosen))
-        if dtype == torch.float64 or not factor.is_cuda or why_no_triton(factor.device):
-            total += scale_eager(*group)
-        else:
-            from drawloom.kernels.triton.scale import scale_triton
-
-            total += scale_triton(*group)
+        has_triton = dtype != torch.float64 and factor.is_cuda and not why_no_triton(factor.device)
+        for by_triton in (False, True):
+            chosen = [
+                tensor.dtype == dtype and (has_triton and tensor.is_contiguous()) == by_triton for tensor in tensors
+            ]
+            if any(chosen):
+                total += _implementation(by_triton)([*compress(tensors, chosen)], factor, (*compress(counted, chosen),))
     return total
+
+
+def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...]], Tensor]:
+    if not by_triton:
+        return scale_eager
+    from drawloom.kernels.triton.scale import scale_triton
+
+    return scale_triton
 
 
 def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool]) -> Tensor:

@@ -9,7 +9,7 @@ NOT_HERE = -1
 """The local target of a token whose target is another rank's row, or is ignored."""
 
 
-class Group(Protocol):
+class VocabularyGroup(Protocol):
     """The collectives that a split vocabulary needs of a process group."""
 
     def sum(self, tensor: Tensor) -> None:
@@ -21,7 +21,7 @@ class Group(Protocol):
         ...
 
 
-class VocabularyPart(Protocol):
+class SplitVocabulary(Protocol):
     """The rows of the output weight on this rank: those from `first` on; the ranks of the group hold all rows."""
 
     @property
@@ -30,12 +30,12 @@ class VocabularyPart(Protocol):
         ...
 
     @property
-    def group(self) -> Group:
+    def group(self) -> VocabularyGroup:
         """The ranks that hold all rows."""
         ...
 
 
-def local_targets(targets: Tensor, rows: int, ignore_index: int, part: VocabularyPart | None) -> Tensor:
+def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
     """Which of this rank's rows each target is: int64 (tokens,) both; -1 if it is another rank's, or ignored."""
     learned = targets != ignore_index
     if part is None:
@@ -44,7 +44,7 @@ def local_targets(targets: Tensor, rows: int, ignore_index: int, part: Vocabular
     return local.where(learned & (local >= 0) & (local < rows), NOT_HERE)
 
 
-def all_gather_lse(lse: Tensor, target_logit: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+def all_gather_lse(lse: Tensor, target_logit: Tensor, part: SplitVocabulary | None) -> tuple[Tensor, Tensor]:
     """
     Over the whole vocabulary: the log-sum-exp of the logits by token, and the logit of each token's target.
 
@@ -57,7 +57,7 @@ def all_gather_lse(lse: Tensor, target_logit: Tensor, part: VocabularyPart | Non
     return gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
 
 
-def all_reduce(gradient: Tensor, part: VocabularyPart | None) -> Tensor:
+def all_reduce(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:
     """Sum over all parts, in place, the gradient of a tensor of any shape that all ranks hold."""
     if part is not None:
         part.group.sum(gradient)

@@ -38,6 +38,15 @@ def room() -> Iterator[None]:
 
 
 @pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    from support.runs import write_corpus  # would import Triton before its variable is set
+
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def float64() -> Iterator[None]:
     """Everything is computed in float64, unless a test says otherwise."""
     torch.manual_seed(0)

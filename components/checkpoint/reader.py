@@ -26,8 +26,8 @@ from drawloom.components.checkpoint.snapshot import assemble, is_needed, needed_
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.regular_file import OtherContent, VerifiedFile, verified_file
-from drawloom.components.storage.safetensors.header import BadHeader
-from drawloom.components.storage.safetensors.reader import read_header, read_tensor
+from drawloom.components.storage.safetensors.header import HeaderError
+from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
 from drawloom.components.storage.state_tree import Tree, entries, leaves, narrowed, unpack
 from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
@@ -171,7 +171,7 @@ class Reader:
     def _tensors_of(self, file_name: str, names: set[str], uses: Uses) -> Parts:
         parts: Parts = {}
         with self._file(file_name) as file:
-            begin, found = read_header(file)
+            begin, found = read_verified_header(file)
             # In file order, so that a block with parts of two tensors is read once.
             for name in sorted(names, key=lambda each: (found[each].start, found[each].end)):
                 part = needed_rows(found[name].spec.shape, uses[name])
@@ -192,7 +192,7 @@ class Reader:
             raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
         except OtherContent as error:
             raise CorruptCheckpoint(f"{name} {error}") from error
-        except BadHeader as error:
+        except HeaderError as error:
             raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
 
 

@@ -10,7 +10,7 @@ from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import at_hand
 from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
-from drawloom.components.planning.traces import Measured, measured
+from drawloom.components.planning.traces import TracedStep, measured
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 
@@ -54,7 +54,7 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
     return Planned(recipe, device_model(options.device) if options.device else at_hand())
 
 
-def of_run(folder: Path, project: Project) -> Measured:
+def of_run(folder: Path, project: Project) -> TracedStep:
     """The step that a run has traced, with the program of its recipe."""
     found = Pipeline.of(Recipe.load(folder, project=project))
     return measured(folder, found.schedule.program(found.ranks, needed(found.microbatches)))

@@ -11,7 +11,7 @@ from drawloom.components.commands._options import integer, output_file, writing
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import BatchContext, HiddenStates, Model
 from drawloom.components.storage.safetensors.writer import write_tensors
@@ -48,12 +48,12 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
-    with trained(project, options, Executor, Tokenizer, Model) as (run, step):
+    with trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
         wanted = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         found, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
-            found.append(_pooled(run.get(Executor), ids, wanted, options.pool))
+            found.append(_pooled(run.get(ProgramExecutor), ids, wanted, options.pool))
             empty += sum(not each for each in ids)
     if not found:
         raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
@@ -72,7 +72,7 @@ def _layers(given: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(number % (count + 1) for number in given)
 
 
-def _pooled(executor: Executor, texts: Sequence[Sequence[int]], wanted: HiddenStates, pool: str) -> Tensor:
+def _pooled(executor: ProgramExecutor, texts: Sequence[Sequence[int]], wanted: HiddenStates, pool: str) -> Tensor:
     """Return the pooled hidden states of texts of ids: float32 (texts, layers, hidden_size); zeros without ids."""
     length = max(1, *(len(ids) for ids in texts))
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)

@@ -22,7 +22,7 @@ INK, PALE, LINE = "#1a1a1a", "#6b6b6b", "#3465a4"
 
 
 @attrs.frozen
-class Curve:
+class ScheduleCurve:
     """A value at some steps, which ascend; it is drawn from 0."""
 
     name: str
@@ -48,12 +48,12 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.3g}"
 
 
-def draw_text(curves: Sequence[Curve], width: int) -> str:
+def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
     """Each curve as columns of blocks, `width` characters wide."""
     return "\n\n".join("\n".join(_lines(curve, width)) for curve in curves)
 
 
-def _lines(curve: Curve, width: int) -> Iterator[str]:
+def _lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
     yield curve.name
     labels = [short(curve.highest), "0"]
     margin = max(map(len, labels))
@@ -68,7 +68,7 @@ def _lines(curve: Curve, width: int) -> Iterator[str]:
     yield f"{'':>{margin}}  {'1':<{columns - len(last)}}{last}"
 
 
-def draw_svg(title: str, curves: Sequence[Curve]) -> str:
+def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
     """An SVG document, on white: a curve below the other, over the same steps."""
     height = TOP + len(curves) * (HIGH + GAP)
     width = LEFT + WIDE + RIGHT
@@ -83,7 +83,7 @@ def draw_svg(title: str, curves: Sequence[Curve]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(curve: Curve, top: float) -> Iterator[str]:
+def _panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
     bottom, span = top + 20 + HIGH, max(curve.last - 1, 1)
 
     def place(step: int, value: float) -> str:
@@ -132,7 +132,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     return 0
 
 
-def _curves(recipe: Recipe) -> Iterator[Curve]:
+def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     """The learning rate of each optimizer, and the rows of a step if they change."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
@@ -153,11 +153,13 @@ def _curves(recipe: Recipe) -> Iterator[Curve]:
     found = _factors([built[name] for name in factors], steps, total)
     for name in optimizers:
         rate = graph.nodes[name].settings["lr"]
-        yield Curve(f"lr of [{name}]", [(step, rate * factor) for step, factor in zip(steps, found, strict=True)])
+        yield ScheduleCurve(
+            f"lr of [{name}]", [(step, rate * factor) for step, factor in zip(steps, found, strict=True)]
+        )
     for name in sizes:
         rows = [(step, float(built[name].start(step + 1) - built[name].start(step))) for step in steps]
         if len({size for _, size in rows}) > 1:
-            yield Curve(f"rows in a step of [{name}]", rows)
+            yield ScheduleCurve(f"rows in a step of [{name}]", rows)
 
 
 def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:

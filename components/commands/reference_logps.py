@@ -11,11 +11,11 @@ from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, writing
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.packing.rows import Piece, batch_of
+from drawloom.components.data.packing.rows import RowPiece, batch_of
 from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.store.shard import id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -38,9 +38,9 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    names = [_only(recipe, port) for port in (Executor, Preferences)]
+    names = [_only(recipe, port) for port in (ProgramExecutor, Preferences)]
     with recipe.open(names) as run:
-        found = _with_references(run.get(Preferences), run.get(Executor), options.pairs)
+        found = _with_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in found]
     with writing(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
@@ -58,7 +58,7 @@ def _only(recipe: Recipe, kind: type) -> str:
     return names[0]
 
 
-def _with_references(data: Preferences, executor: Executor, count: int) -> Iterator[dict[str, Any]]:
+def _with_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
     """All lines in order, those that have a pair with its references; `count` of them are computed together."""
     lines = data.lines()
     while some := [*islice(lines, count)]:
@@ -68,12 +68,12 @@ def _with_references(data: Preferences, executor: Executor, count: int) -> Itera
             yield line.row | (dict(zip(REFERENCES, next(sums), strict=True)) if pair else {})
 
 
-def _sums(data: Preferences, executor: Executor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
+def _sums(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
     """The log-probabilities of both answers of each pair, float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
     documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)
-    rows = [[Piece(number, 0, len(each))] for number, each in enumerate(ids)]
+    rows = [[RowPiece(number, 0, len(each))] for number, each in enumerate(ids)]
     batch = batch_of(documents, rows, max(map(len, ids)), data.eos_id)
     if (found := executor.token_logps(batch)) is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)

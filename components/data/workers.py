@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 
 import attrs
 import numpy as np
 import torch
 
+from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.graph import UserError
@@ -33,7 +33,7 @@ from drawloom.graph import UserError
 MOST = 4  # rows and documents that an error names
 
 
-class Lost(Exception):
+class WorkerLostError(Exception):
     """A batch will not come; `hint` is what to do about it."""
 
     def __init__(self, text: str, hint: str) -> None:
@@ -43,27 +43,26 @@ class Lost(Exception):
 
 @attrs.frozen
 class Worker:
-    """A worker process, and this process's end of its pipe."""
+    """A worker process, numbered from 0."""
 
     number: int
-    process: BaseProcess
-    pipe: Connection
+    child: ChildProcess
 
     def request(self, rows: Sequence[int]) -> None:
         """Request a batch. Never blocks: the worker reads requests in a thread."""
         try:
-            self.pipe.send(list(rows))
+            self.child.pipe.send(list(rows))
         except OSError as error:
             raise self._died() from error
 
     def take(self, timeout: float) -> Batch:
         """The oldest requested batch; waits up to `timeout` seconds."""
         # the sentinel too: a worker that dies must not cost the whole timeout
-        if not wait([self.pipe, self.process.sentinel], timeout):
+        if not wait([self.child.pipe, self.child.process.sentinel], timeout):
             hint = "give it more time (`timeout`), or write workers = 0"
-            raise Lost(f"{self} has for {timeout:g} seconds not given", hint)
+            raise WorkerLostError(f"{self} has for {timeout:g} seconds not given", hint)
         try:
-            answer = self.pipe.recv() if self.pipe.poll() else None
+            answer = self.child.pipe.recv() if self.child.pipe.poll() else None
         except (EOFError, OSError) as error:
             raise self._died() from error
         if answer is None:
@@ -75,22 +74,12 @@ class Worker:
         arrays, padding = answer
         return Batch(*map(torch.from_numpy, arrays), padding=padding)
 
-    def stop(self) -> None:
-        """Kill the process: it has no state that could be lost."""
-        self.process.kill()
-        self.process.join()
-        self.process.close()
-        self.pipe.close()
-
-    def _died(self) -> "Lost":
-        self.process.join(1)
-        code = self.process.exitcode or 0
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
+    def _died(self) -> WorkerLostError:
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return Lost(f"{self} {end} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.end()} before it delivered", hint)
 
     def __str__(self) -> str:
-        return f"data worker {self.number} (process {self.process.pid})"
+        return f"data worker {self.number} (process {self.child.process.pid})"
 
 
 class Workers:
@@ -123,13 +112,13 @@ class Workers:
     def close(self) -> None:
         """End all workers."""
         while self.members:
-            self.members.pop().stop()
+            self.members.pop().child.stop()
 
     def _request(self, rows: Sequence[int]) -> None:
         worker = next(self._turns)
         try:
             worker.request(rows)
-        except Lost as error:
+        except WorkerLostError as error:
             raise UserError(f"workers: {error} {self._described(rows)}; {error.hint}") from error
         self._requested.append((worker, rows))
 
@@ -138,7 +127,7 @@ class Workers:
         worker, rows = self._requested.popleft()
         try:
             return worker.take(timeout)
-        except Lost as error:
+        except WorkerLostError as error:
             raise UserError(f"workers: {error} {self._described(rows)}; {error.hint}") from error
 
     def _described(self, rows: Sequence[int]) -> str:
@@ -153,16 +142,11 @@ class Workers:
 def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])  # its import takes over a second: once, and not in each worker
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_worker_main, args=(rows, split, theirs), daemon=True)
     try:
-        process.start()
+        return Worker(number, start_child(context, _worker_main, rows, split))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = type(rows).__name__
         raise UserError(f"workers: {kind} can't be sent to another process ({error}); write workers = 0") from error
-    finally:
-        theirs.close()
-    return Worker(number, process, ours)
 
 
 def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:

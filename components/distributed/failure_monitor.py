@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import attrs
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from drawloom.components.distributed.error_file import write_error_file
 from drawloom.components.distributed.rank_errors import Agreed
-from drawloom.components.distributed.torchrun import write_error_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 

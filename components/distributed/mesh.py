@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, expert_fault, resolve_shape
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, MeshView, expert_fault, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, MODEL, SHARDS, Group, P2PChannel, Processes
 from drawloom.graph import between, component, setting
@@ -26,7 +26,7 @@ def _replicas(value: Any) -> str | None:
 
 
 @component(impact="safe")
-class RankMesh:
+class RankMesh(MeshView):
     """All processes as a grid of five dimensions, the product of which is the world size."""
 
     processes: Processes
@@ -46,7 +46,7 @@ class RankMesh:
         "context × tensor",
     )
 
-    _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
+    layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
     _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
 
     @classmethod
@@ -63,7 +63,7 @@ class RankMesh:
         """Make the groups that are used; a UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         expert = settings.pop("expert")
-        self._layout = resolve_shape(settings, expert, self.processes.world_size)
+        self.layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
         of_experts = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_REPLICAS) if expert > 1 else ()
         alone = [(name,) for name in DIMENSIONS if name != "data_shard"]  # whose ranks act with those along context
@@ -71,20 +71,15 @@ class RankMesh:
             self.group(*names)
 
     @property
-    def world(self) -> Group:
-        """All ranks."""
-        return self.group(*DIMENSIONS)
-
-    @property
-    def replicas(self) -> Group:
-        """The ranks that hold the same parameters as this one and see other data."""
-        return self.group("expert_replicate" if self.expert > 1 else "data_replicate")
+    def rank(self) -> int:
+        """This process's rank, from 0."""
+        return self.processes.rank
 
     def group(self, *dimensions: str) -> Group:
         """The ranks that differ from this one only in their indices along these dimensions."""
         if dimensions not in self._groups:
             name = "world" if dimensions == DIMENSIONS else " × ".join(dimensions)
-            self._groups[dimensions] = self.processes.group(name, self._layout.sets(*dimensions))
+            self._groups[dimensions] = self.processes.group(name, self.layout.sets(*dimensions))
         return self._groups[dimensions]
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
@@ -96,20 +91,11 @@ class RankMesh:
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)
         every = [name for names in dimensions for name in names]
-        ranks = next(ranks for ranks in self._layout.sets(*every) if self.processes.rank in ranks)
-        grid = torch.tensor(ranks).view([group.size for group in groups])
+        grid = torch.tensor(self.ranks(*every)).view([group.size for group in groups])
         names = tuple(" x ".join(names) for names in dimensions)
         handles = [group.handle for group in groups]
         return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=names)
 
     def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""
-        return p2p_links(self.processes, dimension, self._layout.sets(dimension), edges)
-
-    def size(self, dimension: str) -> int:
-        """The number of ranks along a dimension."""
-        return self._layout.size(dimension)
-
-    def index(self, dimension: str) -> int:
-        """The index of this rank along a dimension."""
-        return self._layout.index(dimension, self.processes.rank)
+        return p2p_links(self.processes, dimension, self.layout.sets(dimension), edges)

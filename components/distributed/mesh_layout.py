@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -60,6 +61,43 @@ class Layout:
     def index(self, dimension: str, rank: int) -> int:
         """The index of a rank along a dimension."""
         return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
+
+
+class MeshView:
+    """View of a laid-out mesh from one of its ranks."""
+
+    layout: Layout
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all ranks, from 0."""
+        raise NotImplementedError
+
+    def group(self, *dimensions: str) -> Group:
+        """Return the ranks that differ from this one only in their indices along these dimensions."""
+        raise NotImplementedError
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self.group(*DIMENSIONS)
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same parameters as this one and see other data."""
+        return self.group("expert_replicate" if self.size("expert") > 1 else "data_replicate")
+
+    def ranks(self, *dimensions: str) -> list[int]:
+        """Return the ranks of this rank's group along these dimensions, in ascending order."""
+        return next(ranks for ranks in self.layout.sets(*dimensions) if self.rank in ranks)
+
+    def size(self, dimension: str) -> int:
+        """Return the number of ranks along a dimension."""
+        return self.layout.size(dimension)
+
+    def index(self, dimension: str) -> int:
+        """Return the index of this rank along a dimension."""
+        return self.layout.index(dimension, self.rank)
 
 
 def how_to_launch(ranks: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.process_group import peer_errors
-from drawloom.components.ports.distributed import Communicator, P2PChannel, Pending, Processes
+from drawloom.components.ports.distributed import P2PChannel, Pending, Processes
 
 Edge = tuple[int, int]
 
@@ -75,8 +75,8 @@ class TorchCommunicator:
 class TorchP2PChannel:
     """The two communicators between this rank and a peer, one for each direction."""
 
-    outgoing: Communicator
-    incoming: Communicator
+    outgoing: TorchCommunicator
+    incoming: TorchCommunicator
 
     def send(self, tensor: Tensor) -> Pending:
         """Start to send a contiguous tensor of any shape and dtype."""
@@ -101,10 +101,7 @@ def p2p_links(
     links: dict[int, P2PChannel] = {}
     for low, high in (edge for edges_at_once in rounds(edges) for edge in edges_at_once):
         if here in (low, high):
-            up = processes.communicator(f"{name} link", line[low], line[high])
-            down = processes.communicator(f"{name} link", line[high], line[low])
-            peer = high if here == low else low
-            links[peer] = TorchP2PChannel(up, down) if here == low else TorchP2PChannel(down, up)
+            links[high if here == low else low] = processes.channel(f"{name} link", line[low], line[high])
     return dict(sorted(links.items()))
 
 

@@ -7,10 +7,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, MeshView, resolve_shape
 from drawloom.components.distributed.process_group import Done
 from drawloom.components.distributed.symmetric_memory import HostMemory
-from drawloom.components.ports.distributed import Group, Pending, SymmetricMemory
+from drawloom.components.ports.distributed import Pending, SymmetricMemory
 
 
 @attrs.frozen
@@ -75,7 +75,7 @@ class PlannedGroup:
 
 
 @attrs.frozen
-class PlannedMesh:
+class PlannedMesh(MeshView):
     """One rank's view of a mesh whose ranks do not run."""
 
     layout: Layout
@@ -89,32 +89,14 @@ class PlannedMesh:
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
         return cls(resolve_shape(sizes, settings.get("expert", 1), ranks, lambda number: f"write --ranks {number}"))
 
-    @property
-    def world(self) -> Group:
-        """All ranks."""
-        return self.group(*DIMENSIONS)
-
-    @property
-    def replicas(self) -> Group:
-        """The ranks that hold the same parameters as this one and see other data."""
-        return self.group("expert_replicate")
-
     def group(self, *dimensions: str) -> PlannedGroup:
         """The ranks that differ from this one only in their indices along these dimensions."""
-        ranks = next(ranks for ranks in self.layout.sets(*dimensions) if self.rank in ranks)
+        ranks = self.ranks(*dimensions)
         return PlannedGroup(tuple(ranks), ranks.index(self.rank))
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """None: there are no processes that torch could know."""
         return None
-
-    def size(self, dimension: str) -> int:
-        """The number of ranks along a dimension."""
-        return self.layout.size(dimension)
-
-    def index(self, dimension: str) -> int:
-        """The index of this rank along a dimension."""
-        return self.layout.index(dimension, self.rank)
 
     def at(self, pipeline: int) -> "PlannedMesh":
         """The view of the first rank of a stage of the pipeline."""

@@ -18,11 +18,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.failure_monitor import FailureMonitor, connect
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
-from drawloom.components.distributed.p2p_links import TorchCommunicator
+from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors, with_diagnosis
 from drawloom.components.distributed.torchrun import Launch, machine, read_launch
-from drawloom.components.ports.distributed import Communicator, Device, Group
+from drawloom.components.ports.distributed import Device, Group, P2PChannel
 from drawloom.graph import UserError, above, component, setting
 from drawloom.graph.problems import ReportedError
 
@@ -138,16 +138,10 @@ class TorchProcesses:
             name, own, self._handles[key], self._where, self._monitor, hosts=[self._hosts[rank] for rank in own]
         )
 
-    def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
-        """
-        The one-way communicator of this name between two ranks, one of which is this one; connected at the first call.
-
-        Both ranks call this; ranks that make several follow one order (see p2p_links).
-        """
-        key = f"{name} {sender}->{receiver}"
-        if key not in self._communicators:
-            self._communicators[key] = self._connect(key, (sender, receiver))
-        return self._communicators[key]
+    def channel(self, name: str, first: int, second: int) -> P2PChannel:
+        """Return the channel of this name between two ranks; ranks that make several follow one order."""
+        up, down = self._communicator(name, first, second), self._communicator(name, second, first)
+        return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
 
     def control_group(self, name: str) -> Group:
         """A separate gloo group of all processes without a timeout, for a background thread."""
@@ -237,6 +231,13 @@ class TorchProcesses:
             return None
         # without local synchronization, every rank would have to make every group
         return dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
+
+    def _communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
+        """Return the one-way communicator of this name between two ranks, connected at the first call."""
+        key = f"{name} {sender}->{receiver}"
+        if key not in self._communicators:
+            self._communicators[key] = self._connect(key, (sender, receiver))
+        return self._communicators[key]
 
     def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
         if self._where.type != self.device.device.type:

@@ -1,23 +1,16 @@
-"""
-torchrun: the environment variables of its workers, its error file, and which rank prints to the terminal.
+"""torchrun: the environment variables of its workers, and which rank prints to the terminal."""
 
-A worker can't keep torchrun from printing its table of failures, nor choose torchrun's exit code, which is 1. But its
-error file (torch.distributed.elastic.multiprocessing.errors) holds the text of that table and which rank failed first.
-"""
-
-import json
-import math
 import os
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from drawloom.components.distributed.error_file import write_error_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import Console
 
@@ -99,18 +92,6 @@ def _check_below(numbers: dict[str, int], number: str, bound: str) -> None:
             "start with torchrun, which sets them",
             exit_code=2,
         )
-
-
-def write_error_file(path: str, text: str, is_cause: bool) -> None:
-    """Write torchrun's error file of this worker, dated after that of the rank that is the cause; no path: none."""
-    seconds = time.time()
-    # torchrun takes the earliest for the cause; its timestamps are whole seconds
-    when = math.floor(seconds) if is_cause else math.ceil(seconds) + 1
-    extra = {"py_callstack": text.strip().partition("\n")[0], "timestamp": str(when)}
-    with suppress(OSError):  # the terminal and the log have the message too
-        if path:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 STORE_TIMEOUT = 3.0  # seconds for the store of torchrun to answer

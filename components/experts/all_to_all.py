@@ -51,7 +51,7 @@ class AllToAllExperts:
         rows, scale = self.kernels.moe_permute(tokens, weights, here)
         return Dispatched(rows, scale, here[2], partial(self._combine, journey, here))
 
-    def _journey(self, chosen: Tensor, mine: int, group: Group) -> "Journey":
+    def _journey(self, chosen: Tensor, mine: int, group: Group) -> "TokenRoutes":
         """Where tokens go, by what they have chosen, int64 (tokens, choices), of ranks with `mine` experts each."""
         rank = chosen.div(mine, rounding_mode="floor")  # of a dropped choice -1
         outward = self.kernels.moe_routes(_once(rank, group.size), group.size)
@@ -59,23 +59,23 @@ class AllToAllExperts:
         counts = torch.stack([tokens.to(torch.int64), _count(rank, group.size)], 1)
         theirs = group.all_to_all(counts, [1] * group.size, [1] * group.size)
         sent, received, rows = torch.cat([counts[:, 0], theirs[:, 0], theirs[:, 1]]).view(3, -1).tolist()
-        return Journey(group, sent, received, sum(rows), _cut(outward, sum(sent)))
+        return TokenRoutes(group, sent, received, sum(rows), _cut(outward, sum(sent)))
 
-    def _sent(self, hidden: Tensor, probabilities: Tensor, journey: "Journey") -> tuple[Tensor, Tensor]:
+    def _sent(self, hidden: Tensor, probabilities: Tensor, journey: "TokenRoutes") -> tuple[Tensor, Tensor]:
         """The tokens (tokens, width) that are here after the journey, and their probabilities (tokens, choices)."""
         unused = probabilities.new_zeros(journey.outward[0].shape)
         both = (self.kernels.moe_permute(each, unused, journey.outward)[0] for each in (hidden, probabilities))
         exchanged: tuple[Tensor, Tensor] = _Exchange.apply(journey.group, journey.sent, journey.received, *both)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def _at_experts(self, chosen: Tensor, mine: int, journey: "Journey") -> Routes:
+    def _at_experts(self, chosen: Tensor, mine: int, journey: "TokenRoutes") -> Routes:
         """The routes to the experts of this rank from the tokens that are here; other choices of theirs are dropped."""
         dest, source, _ = journey.outward
         theirs = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
         local = journey.group.all_to_all(theirs, journey.sent, journey.received) - journey.group.rank * mine
         return _cut(self.kernels.moe_routes(local.where((local >= 0) & (local < mine), -1), mine), journey.rows)
 
-    def _combine(self, journey: "Journey", here: Routes, results: Tensor) -> Tensor:
+    def _combine(self, journey: "TokenRoutes", here: Routes, results: Tensor) -> Tensor:
         """What experts gave for rows, (rows, width), summed by token at the tokens' ranks: (tokens, width)."""
         summed = self.kernels.moe_unpermute(results, here)
         (back,) = _Exchange.apply(journey.group, journey.received, journey.sent, summed)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class AllToAllExperts:
 
 
 @attrs.frozen(eq=False)
-class Journey:
+class TokenRoutes:
     """
     How many tokens go to each rank of a group and come from it, how many rows these make here, and the routes of this
     rank's tokens to ranks.

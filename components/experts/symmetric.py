@@ -55,7 +55,7 @@ class SymmetricExperts:
         check=at_least(1),
         doc="rows that a rank makes room for, in even shares; without it the host waits for their number in each layer",
     )
-    _exchanges: dict[int, "Exchange"] = attrs.field(init=False, factory=dict)
+    _exchanges: dict[int, "SharedSlots"] = attrs.field(init=False, factory=dict)
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
@@ -69,14 +69,14 @@ class SymmetricExperts:
         # Memory of its own for each stream: in one stream alone, exchanges are in order.
         stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
         if stream not in self._exchanges:
-            self._exchanges[stream] = Exchange(group, self.kernels, self.max_tokens)
+            self._exchanges[stream] = SharedSlots(group, self.kernels, self.max_tokens)
         exchange = self._exchanges[stream]
         learns = torch.is_grad_enabled()
         slots = exchange.training_slots(hidden) if learns else _most(len(hidden), group, hidden.device)
         tokens, scalars, choices = exchange.publish(slots, hidden.detach(), probabilities.detach(), chosen)
         local = self.kernels.moe_peers.choices(choices, group.rank * mine, mine)
         routes, lost = exchange.limit(self.kernels.moe_routes(local, mine), self.capacity if learns else None)
-        journey = Journey(exchange, chosen, mine, routes)
+        journey = SlotRoutes(exchange, chosen, mine, routes)
         rows, scale = _Rows.apply(journey, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if lost is not None:
             # NaN if there are: the step is not learned from, even if it ends before the host knows.
@@ -84,7 +84,7 @@ class SymmetricExperts:
         return Dispatched(rows, scale, routes[2], lambda results: _Sums.apply(journey, results))  # type: ignore[no-untyped-call]
 
 
-class Exchange:
+class SharedSlots:
     """
     Memory that the ranks of a group share, with room for the tokens of one exchange, twice.
 
@@ -183,13 +183,13 @@ class Exchange:
 
 
 @attrs.frozen(eq=False)
-class Journey:
+class SlotRoutes:
     """
     A microbatch's way to the experts of a layer and back: what this rank's tokens chose, (tokens, choices), how many
     experts each rank has, and the routes from the tokens of all ranks to the rows of this rank's experts.
     """
 
-    exchange: Exchange
+    exchange: SharedSlots
     chosen: Tensor
     experts: int
     routes: Routes
@@ -220,7 +220,7 @@ class _Rows(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, journey: Journey, tokens: Peers, scalars: Peers, hidden: Tensor, probabilities: Tensor
+        ctx: Any, journey: SlotRoutes, tokens: Peers, scalars: Peers, hidden: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Rows (rows, width) and their probabilities (rows,), of tokens (tokens, width), each with (choices,)."""
         ctx.journey = journey
@@ -236,7 +236,7 @@ class _Sums(Function):
     """What experts gave, summed by token; backward, the tokens' gradients at the rows of their experts."""
 
     @staticmethod
-    def forward(ctx: Any, journey: Journey, results: Tensor) -> Tensor:
+    def forward(ctx: Any, journey: SlotRoutes, results: Tensor) -> Tensor:
         """The sums (tokens, width) of this rank's tokens, of results (rows, width)."""
         ctx.journey = journey
         return journey.sums(results, None)[0]

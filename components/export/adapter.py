@@ -2,30 +2,29 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
-from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, exported_step
-from drawloom.components.export.shard_writer import write_stages
+from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.storage.durable_files import remove_folder_at_once
-from drawloom.components.storage.safetensors.reader import INDEX, open_safetensors_folder
-from drawloom.components.storage.safetensors.writer import new_safetensors_file
+from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
+from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, adapted_layers, adapted_model
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same
-from drawloom.components.weights.save import PlannedFile
+from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.build.node import NodeView
 
@@ -77,14 +76,12 @@ class AdapterExport:
         mapper, config = self._format()
         run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
-
-        def complete(folder: Path, files: list[PlannedFile]) -> None:
-            _join(folder, files)
-            (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
-            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-
         with averaged(self.average):
-            write_stages(self._target, self.stages, mapper, complete, group, workspace, only_inputs=True)
+            mine = own_share(self.stages, mapper, group, workspace, only_inputs=True)
+            tensors, _ = run_on_all(group, mine.tensors)
+            with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
+                merged = {name: tensor for part in parts for name, tensor in part.items()}
+                run_on_rank0(group, lambda: _write(self._target, merged, config, step))
         if workspace is not None and group.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
@@ -100,15 +97,16 @@ class AdapterExport:
         return self.folder.folder / "adapter"
 
 
-def _join(folder: Path, files: list[PlannedFile]) -> None:
-    """Make one file of those that the ranks have written: PEFT reads one."""
-    source = open_safetensors_folder(folder)
-    specs = source.specs()
-    with new_safetensors_file(folder / WEIGHTS, specs) as writer:
-        for name in specs:
-            writer.write(name, source.tensor(name))
-    for name in (*(file.name for file in files), INDEX):
-        (folder / name).unlink(missing_ok=True)
+def _write(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
+    """Write the folder with one file of tensors, of any shape, which PEFT reads; it appears complete or not at all."""
+    temporary = begin_folder(target)
+    try:
+        write_tensors(temporary.folder / WEIGHTS, tensors)
+        (temporary.folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
+        (temporary.folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        temporary.commit()
+    finally:
+        temporary.discard()
 
 
 PREFIX = "base_model.model."

@@ -97,13 +97,16 @@ class Share:
     mapper: Mapper
     writes: Collection[str]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that the rank writes, of any shape. Ranks that share slices call this together."""
+        return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
+
 
 @attrs.frozen
-class Gathered:
+class GatheredParameters:
     """A source of whole parameters: reading one is a collective of the ranks that have slices of it."""
 
     parameters: Mapping[str, ModelParameter]
-    owns_memory: bool = attrs.field(init=False, default=False)
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """Shapes and dtypes of the whole parameters."""
@@ -130,7 +133,29 @@ def share(
     # router's bias changes by is less than the spacing of bfloat16.
     cast = [name for g in groups if not any(parameters[n].is_buffer for n in g.inputs) for name in g.outputs]
     casts = parallel(*(to_dtype(name, dtype) for name in cast)) if dtype else Mapper(())
-    return Share(Gathered(parameters), sequential(chosen, casts), writes)
+    return Share(GatheredParameters(parameters), sequential(chosen, casts), writes)
+
+
+def own_share(
+    stages: Stages,
+    mapper: Mapper,
+    group: Group,
+    workspace: Path | None = None,
+    dtype: torch.dtype | None = None,
+    only_inputs: bool = False,
+) -> Share:
+    """
+    Return this rank's share of what a mapper makes of the parameters of a group's ranks. A collective of the group.
+
+    Ranks exchange what they hold through `workspace`, or through shared memory of their machine. Raises UserError if
+    the mapper lacks a parameter, unless `only_inputs` of it are to be written, and as `choose_owners`.
+    """
+    wanted = set(mapper.inputs)
+    parameters = {name: each for name, each in held(stages).items() if not only_inputs or name in wanted}
+    parameters |= {name: each for name, each in buffers(stages).items() if name in wanted}
+    with get_configs_parallel(holding(parameters), range(group.size), group, workspace) as holdings:
+        owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
+    return share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
 
 def write_stages(
@@ -142,20 +167,13 @@ def write_stages(
     workspace: Path | None = None,
     max_shard: int = MAX_SHARD,
     dtype: torch.dtype | None = None,
-    only_inputs: bool = False,
 ) -> None:
     """
     Write a folder of what a mapper makes of the parameters that the ranks of a group hold. A collective of the group.
 
-    Ranks exchange what they hold through `workspace`, or through shared memory of their machine. Raises UserError if
-    the mapper lacks a parameter, unless it is to write `only_inputs` of it, and as `choose_owners` and `write_shares`.
+    Raises UserError as `own_share` and `write_shares`.
     """
-    wanted = set(mapper.inputs)
-    parameters = {name: each for name, each in held(stages).items() if not only_inputs or name in wanted}
-    parameters |= {name: each for name, each in buffers(stages).items() if name in wanted}
-    with get_configs_parallel(holding(parameters), range(group.size), group, workspace) as holdings:
-        owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
-    mine = share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+    mine = own_share(stages, mapper, group, workspace, dtype)
     write_shares(target, mine, group, max_shard, finish)
 
 

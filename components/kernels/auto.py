@@ -17,7 +17,7 @@ from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 from drawloom.kernels.attention import attention_eager, causal_mask
-from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.recompute import cheap, note
 
@@ -113,7 +113,7 @@ class AutoKernels:
     def _loss_options(self) -> Any:
         """The last argument of the loss: which targets are ignored, and how logits are filtered."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
-        return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
+        return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     linear = staticmethod(linear_eager)
     embedding = staticmethod(embedding_eager)
@@ -190,7 +190,7 @@ class AutoKernels:
         Of a `part` of the vocabulary, they are computed by `cut`, or by its twin in plain torch.
         """
         if part is not None:
-            cut = Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
+            cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._loss_of_part(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         function, options = self._functions["linear_cross_entropy"], self._loss_options
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from drawloom.graph import at_least, component, setting
 
 
 @component(writes=("lr_factor",))
-class Linear(AfterWarmup):
+class LinearDecay(AfterWarmup):
     """After a warm-up the factor falls in a line, and is `end` after the last step."""
 
     end: float = setting(default=0.0, check=at_least(0), doc="the factor at the end")

@@ -37,7 +37,7 @@ def between(curve: Curve, start: float, end: float, progress: float, power: floa
 
 
 @attrs.frozen(kw_only=True)
-class Piece:
+class SchedulePiece:
     """One phase: for a number of steps, until tokens are seen, until a percentage of all steps, or for the rest."""
 
     to: float = setting(check=at_least(0), doc="the factor at its end")
@@ -69,7 +69,9 @@ class Piecewise:
     batching: Batching | None = None
     rows: PackedDataset | None = None
     start: float = setting(default=0.0, check=at_least(0), doc="the factor before the first step")
-    phases: list[Piece] = setting(doc="in order: steps = N, until_tokens = N, until_percent = P, or none for the rest")
+    phases: list[SchedulePiece] = setting(
+        doc="in order: steps = N, until_tokens = N, until_percent = P, or none for the rest"
+    )
 
     def run_phase(self, step: Step) -> None:
         """Set the output `lr_factor` of this step."""
@@ -122,7 +124,7 @@ class Piecewise:
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Percentages of the phases rise, and no phase follows one that takes the rest."""
-        phases: list[Piece] = node.settings["phases"]
+        phases: list[SchedulePiece] = node.settings["phases"]
         if not phases:
             yield node.problem("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")
         reached = 0.0
@@ -135,7 +137,7 @@ class Piecewise:
             reached = reached if phase.until_percent is None else phase.until_percent
 
 
-def _faults(phase: Piece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
+def _faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
     percent = phase.until_percent
     given = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
     if len(given) > 1:

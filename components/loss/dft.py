@@ -8,22 +8,19 @@ gradient; the factor, through which no gradient flows, takes that out.
 
 from torch import Tensor
 
+from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Head
+from drawloom.components.ports.model import Head
 from drawloom.graph import component
 
 
 @component
-class Dft:
+class Dft(DecoderInputs):
     """
     Cross entropy of the next token times the target's probability, each token's weighted by the batch.
 
     The named sum `cross_entropy` is without that factor.
     """
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
 
     def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""

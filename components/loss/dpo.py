@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Head
+from drawloom.components.ports.model import Head
 from drawloom.graph import UserError, above, component, setting
 
 TIE_ROUNDINGS = 2
@@ -24,7 +25,7 @@ summed in another order, as by another number of tensor-parallel ranks, makes 0.
 
 
 @component
-class Dpo:
+class Dpo(DecoderInputs):
     """
     -log(sigmoid(margin)) of each pair of answers, where the margin is the difference of their rewards.
 
@@ -40,10 +41,6 @@ class Dpo:
         default="adapters", doc="the model without adapters, or one of which the data have ref_chosen_logps"
     )
     beta: float = setting(default=0.1, check=above(0), doc="how close to the reference the model is kept; more: closer")
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
 
     def token_logps(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
         """The log-probabilities of the targets that have a weight, at least float32 (rows, length), 0 elsewhere."""

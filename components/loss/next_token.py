@@ -5,13 +5,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Head
+from drawloom.components.ports.model import Head
 from drawloom.graph import at_least, between, component, setting
 
 
 @component
-class NextToken:
+class NextToken(DecoderInputs):
     """
     Cross entropy of the next token, in nats, each token's weighted by the batch.
 
@@ -37,10 +38,6 @@ class NextToken:
         check=at_least(1),
         doc="count the targets that are among the k likeliest tokens, as `top_k_accuracy`; off if left out",
     )
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
 
     def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""

@@ -28,7 +28,7 @@ def check_targets(patterns: list[str]) -> str | None:
 
 
 @attrs.frozen(kw_only=True)
-class Group:
+class ParameterGroup:
     """
     Parameters by name, and what differs for them. What is left out is as the optimizer's settings say.
 
@@ -48,7 +48,7 @@ class Group:
 
 
 @attrs.frozen(kw_only=True)
-class AdamGroup(Group):
+class AdamGroup(ParameterGroup):
     """A group of an optimizer of the Adam kind."""
 
     betas: tuple[float, float] | None = setting(
@@ -62,7 +62,7 @@ def decays(parameter: nn.Parameter) -> bool:
 
 
 def param_groups(
-    parameters: Parameters, groups: Sequence[Group], weight_decay: float, mesh: Mesh
+    parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh
 ) -> list[dict[str, Any]]:
     """
     Every trained parameter once, in torch's form: `params`, `weight_decay`, `lr_multiplier`, and what a group sets.
@@ -108,7 +108,7 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
                     yield node.warning(paths[place], f"the pattern {pattern!r} {text}")
 
 
-def _targets(groups: Sequence[Group]) -> dict[str, list[str]]:
+def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:
     return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
 
 

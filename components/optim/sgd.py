@@ -6,7 +6,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.optim.parameter_groups import Group
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
@@ -30,7 +29,9 @@ class SGD(TorchOptimizer):
     weight_decay: float = setting(
         default=0.0, check=at_least(0), doc="coefficient of the weight that is added to the gradient"
     )
-    groups: list[Group] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    groups: list[ParameterGroup] = setting(
+        factory=list, doc="parameter groups with their own options; the first match wins"
+    )
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.parameter_groups import Group, param_groups, unmatched
+from drawloom.components.optim.parameter_groups import ParameterGroup, param_groups, unmatched
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
@@ -89,7 +89,7 @@ class TorchOptimizer:
     mesh: Mesh
     lr: float
     weight_decay: float
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     _optimizers: list[torch.optim.Optimizer]
 
     @classmethod

@@ -49,7 +49,7 @@ def _kept(both: Any, _head: Head) -> Any:
 
 
 @component(impact="safe")
-class Executor:
+class ProgramExecutor:
     """Runs programs on this rank's stages; on one rank, that is the plain training loop."""
 
     stages: TrainableStages

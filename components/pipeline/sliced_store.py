@@ -19,7 +19,7 @@ from drawloom.components.ports.slices import TensorSlice
 
 
 @attrs.frozen
-class Gathered:
+class GatheredBytes:
     """Bytes of a stage's parameters that are sharded, as layers compute with them: outside of blocks, and by block."""
 
     root: int
@@ -39,7 +39,7 @@ class SlicedStore(ParameterStore):
     """
 
     slices: Mapping[str, TensorSlice] = attrs.field(factory=dict)
-    gathered: Sequence[Gathered] = ()
+    gathered: Sequence[GatheredBytes] = ()
     by_block: bool = True
     _held: Mapping[Tensor, int] = attrs.field(factory=dict)
 
@@ -96,10 +96,10 @@ def _slice(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _gathered(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> Gathered:
+def _gathered(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
     sizes = [sum(each.nbytes for each in block.parameters() if each in sharded) for block in blocks]
     every = sum(each.nbytes for each in module.parameters() if each in sharded)
-    return Gathered(every - sum(sizes), sizes)
+    return GatheredBytes(every - sum(sizes), sizes)
 
 
 def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:

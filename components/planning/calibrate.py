@@ -18,7 +18,7 @@ from drawloom.components.distributed.device_model import (
     products_in,
 )
 from drawloom.components.planning.attention import Attended
-from drawloom.components.planning.recorder import Part, Recorder, attention_flops
+from drawloom.components.planning.recorder import PassCost, Recorder, attention_flops
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
@@ -233,7 +233,7 @@ def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: 
     return _planned(_attention(torch.device("meta"), dtype, sizes), model).seconds
 
 
-def _planned(run: Callable[[], object], model: DeviceModel) -> Part:
+def _planned(run: Callable[[], object], model: DeviceModel) -> PassCost:
     """What a plan counts of a call with meta tensors, on a device."""
     recorder = Recorder(model, lambda _: math.inf, Attended())
     with recorder:

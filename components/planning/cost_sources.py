@@ -19,7 +19,7 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import peak_of
-from drawloom.components.planning.traces import Measured
+from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
@@ -86,7 +86,7 @@ class Units:
 class Traced:
     """Seconds of a traced step; stages of other numbers take evenly from those that were traced."""
 
-    measured: Measured
+    measured: TracedStep
 
     @cached_property
     def _table(self) -> CostTable:
@@ -107,7 +107,7 @@ class Traced:
 
 
 @attrs.frozen
-class Cut:
+class PlacedSchedule:
     """A schedule of backward passes in two parts for stages of given layers and policies, wherever they are placed."""
 
     placement: tuple[int, ...]
@@ -135,7 +135,7 @@ class Planned:
     cache: PlanCache | None = None
     _plans: dict[Hashable, Plan] = attrs.field(init=False, factory=dict)
 
-    def plan(self, ranks: int, stages_per_rank: int, cut: Cut | None = None) -> Plan:
+    def plan(self, ranks: int, stages_per_rank: int, cut: PlacedSchedule | None = None) -> Plan:
         """
         The plan of a pipeline whose backward passes are in two parts, so that it has the costs of both.
 
@@ -160,7 +160,7 @@ class Planned:
             return self.plan(ranks, stages_per_rank)
         placement = loop(ranks, stages_per_rank)
         sizes = sizes or even(self.plan(ranks, 1).layers, len(placement))
-        return self.plan(ranks, stages_per_rank, Cut(placement, tuple(sizes), tuple(recompute)))
+        return self.plan(ranks, stages_per_rank, PlacedSchedule(placement, tuple(sizes), tuple(recompute)))
 
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
@@ -184,7 +184,7 @@ class Planned:
         """
         one = self.plan(ranks, 1)
         count = one.layers
-        by_layer = Cut(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
+        by_layer = PlacedSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
         each = self.plan(ranks, 1, by_layer)
         more = each.table.lengths.sum(0) - one.table.lengths.sum(0)
         per_stage = np.clip(more / max(1, count - ranks), 0, 0.9 * each.table.lengths.min(0))

@@ -12,7 +12,7 @@ from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.pipeline.shard_transfers import sent_dtype
 from drawloom.components.pipeline.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.step_time import Exchange
+from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.components.ports.distributed import DATA, SHARDS
 from drawloom.components.ports.stages import Stage
 
@@ -115,14 +115,14 @@ class RankView:
         found = {"batches": batches, "messages": messages, "libraries": device.workspace}
         return {name: size for name, size in found.items() if size}
 
-    def exchange(self, device: DeviceModel) -> Exchange:
+    def exchange(self, device: DeviceModel) -> ReplicaTimes:
         """Seconds in which parameters are gathered and gradients summed, and weights changed."""
         gathers = {} if self.sliced is None else self._gather_seconds(self.sliced, device)
         by_block = self.sliced is not None and self.sliced.by_block
         reduces = self._reduce_seconds(device)
         often = self.stages.sync_each_microbatch
         replicas = 2 * self.trained * self._wide * self._seconds_per_byte(device, "data_replicate")
-        return Exchange(
+        return ReplicaTimes(
             by_pass=gathers if by_block else {},
             summed_by_pass=reduces if often else {},
             once=0.0 if by_block else sum(gathers.values()),

@@ -26,7 +26,7 @@ from drawloom.components.planning.attention import Attended
 
 
 @attrs.frozen
-class Part:
+class PassCost:
     """
     What was recorded of a pass.
 
@@ -44,11 +44,11 @@ class Part:
     grown: int = 0
     held: Mapping[str, int] = attrs.field(factory=dict)
 
-    def plus(self, other: "Part", times: int = 1) -> "Part":
+    def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
         """This one and another, which runs several times before or after it; `rise` is the greater of both."""
         labels = dict.fromkeys([*self.held, *other.held])
         held = {label: self.held.get(label, 0) + times * other.held.get(label, 0) for label in labels}
-        return Part(
+        return PassCost(
             seconds=self.seconds + times * other.seconds,
             sending=self.sending + times * other.sending,
             host=self.host + times * other.host,
@@ -96,13 +96,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seconds = self._sending = self._host = self._flops = 0.0
         self._start = self._peak = self._now
 
-    def end(self) -> Part:
+    def end(self) -> PassCost:
         """What was recorded since `begin`."""
         held: Counter[str] = Counter()
         for size, label in self._sizes.values():
             held[label] += size
         rise, grown = self._peak - self._start, self._now - self._start
-        return Part(self._seconds, self._sending, self._host, self._flops, rise, grown, dict(held))
+        return PassCost(self._seconds, self._sending, self._host, self._flops, rise, grown, dict(held))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch 2.11 has no shapes for a product that is added in a wider dtype; what it is added to has them.

@@ -22,7 +22,7 @@ from drawloom.components.pipeline.recompute import make_recomputable
 from drawloom.components.pipeline.runtime.p2p import on_meta
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.planning.attention import Attended
-from drawloom.components.planning.recorder import Links, Part, Recorder
+from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.pipeline import Loss, Referenced
@@ -30,7 +30,7 @@ from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import fused_on_meta
 
-Passes = dict[str, Part]
+Passes = dict[str, PassCost]
 """By op: F, B or I and W."""
 
 

@@ -44,7 +44,7 @@ class StepTime:
 
 
 @attrs.frozen
-class Exchange:
+class ReplicaTimes:
     """
     What a pipeline rank exchanges with ranks that have the same stages, in seconds.
 
@@ -60,7 +60,7 @@ class Exchange:
     update: float
 
 
-def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[Exchange], message: float) -> CostTable:
+def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float) -> CostTable:
     """
     The seconds of each pass by stage, if a message takes `message` seconds.
 
@@ -88,7 +88,7 @@ def step_time(
     program: Program,
     table: CostTable,
     costs: Mapping[int, StageCosts],
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[ReplicaTimes],
     reference: bool = False,
 ) -> StepTime:
     """The parts of a step, of the rank that ends last; with the passes of a `reference`, if there is one."""

@@ -27,7 +27,7 @@ Span = tuple[float, float]
 
 
 @attrs.frozen(eq=False)
-class Measured:
+class TracedStep:
     """A traced step: the program, and when each of its actions (actions,) began and ended, in seconds."""
 
     program: Program
@@ -63,7 +63,7 @@ class Measured:
         return max(0.0, float(between[delay > 0].min(initial=np.inf))) if (delay > 0).any() else 0.0
 
 
-def measured(folder: Path, program: Program) -> Measured:
+def measured(folder: Path, program: Program) -> TracedStep:
     """
     The last step of the newest trace of a run, whose ranks do a program; UserError if there is none, or of another one.
 
@@ -80,7 +80,7 @@ def measured(folder: Path, program: Program) -> Measured:
                 raise UserError(f"{folder}: its trace {text}, so that it is one of another recipe; trace the run again")
             spans.append(found[name])
     times = np.array(spans) - min(start for start, _ in spans)
-    return Measured(program, times[:, 0], times[:, 1])
+    return TracedStep(program, times[:, 0], times[:, 1])
 
 
 def _newest(folder: Path, multiple: int) -> Sequence[Path]:

@@ -129,25 +129,13 @@ class Pending(Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """
-    One direction between two ranks: one of them sends, the other receives.
-
-    Tensors arrive in the order in which they were sent. They are contiguous, of the shape and dtype of the receiver's
-    tensor, and must not be changed until the transfer is completed.
-    """
-
-    def send(self, tensor: Tensor) -> Pending:
-        """Start to send a contiguous tensor of any shape and dtype."""
-        ...
-
-    def receive(self, tensor: Tensor) -> Pending:
-        """Start to receive into a contiguous tensor of any shape and dtype."""
-        ...
-
-
 class P2PChannel(Protocol):
-    """A communicator to a peer and one from it, so that neither direction ever waits for the other."""
+    """
+    Both directions between this rank and a peer, neither of which ever waits for the other.
+
+    Tensors of a direction arrive in the order in which they were sent. They are contiguous, of the shape and dtype of
+    the receiver's tensor, and must not be changed until the transfer is completed.
+    """
 
     def send(self, tensor: Tensor) -> Pending:
         """Start to send a contiguous tensor of any shape and dtype."""
@@ -200,11 +188,11 @@ class Processes(Protocol):
         """
         ...
 
-    def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
+    def channel(self, name: str, first: int, second: int) -> P2PChannel:
         """
-        The one-way communicator of this name between two ranks, one of which is this one; connected at the first call.
+        Return the channel of this name between two ranks, one of which is this one; connected at the first call.
 
-        Both ranks call this; ranks that make several follow one order, or they deadlock.
+        Both ranks call this with the same arguments; ranks that make several follow one order, or they deadlock.
         """
         ...
 

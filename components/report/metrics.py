@@ -31,7 +31,7 @@ GREATEST = 1e300  # a greater value is left out: sums of such would overflow
 
 
 @attrs.frozen
-class Curve:
+class MetricCurve:
     """A thinned series: `x` are steps; `low` and `high` are empty if every point is kept as it is."""
 
     x: list[int]
@@ -47,16 +47,16 @@ class Column:
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
     values: "array[float]" = attrs.field(factory=lambda: array("d"))
 
-    def thinned(self, points: int) -> Curve:
+    def thinned(self, points: int) -> MetricCurve:
         """At most this many points."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)
         if len(steps) <= points:
-            return Curve(steps.tolist(), _short(values))
+            return MetricCurve(steps.tolist(), _short(values))
         starts = np.arange(0, len(steps), math.ceil(len(steps) / points))
         ends = np.append(starts[1:], len(steps))
         means = np.add.reduceat(values, starts) / (ends - starts)
         low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-        return Curve(steps[ends - 1].tolist(), _short(means), _short(low), _short(high))
+        return MetricCurve(steps[ends - 1].tolist(), _short(means), _short(low), _short(high))
 
 
 @attrs.define(eq=False)
@@ -122,7 +122,7 @@ class Metrics:
         index = int(np.argmin(np.asarray(column.values)))
         return column.values[index], column.steps[index]
 
-    def curves(self) -> dict[str, Curve]:
+    def curves(self) -> dict[str, MetricCurve]:
         """Every series, thinned."""
         points = MOST_NUMBERS // (4 * max(1, len(self.columns)))
         points = min(MOST_POINTS, max(LEAST_POINTS, points))

@@ -15,7 +15,7 @@ KINDS = get_args(EventKind)
 
 
 @component(impact="safe")
-class Dispatcher:
+class EventDispatcher:
     """Sends events to the listeners of the graph; a listener that raises gets no further events."""
 
     listeners: Every[Listener]

@@ -3,11 +3,10 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 
-def parse(text: bytes, *, most: int, integer: Callable[[str], int] = int) -> Any:
+def parse(text: bytes, *, most: int) -> Any:
     """
     The value of a JSON text.
 
@@ -18,9 +17,7 @@ def parse(text: bytes, *, most: int, integer: Callable[[str], int] = int) -> Any
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
         raise ValueError(f"it has {parts} parts, and more than {most} are not read")
     try:
-        return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_int=integer
-        )
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
 
@@ -33,13 +30,6 @@ def dumps(value: Any) -> bytes:
 def checksum(value: Any) -> str:
     """The SHA-256 of the canonical form in hexadecimal; formatting and the order of keys do not matter."""
     return hashlib.sha256(dumps(value)).hexdigest()
-
-
-def natural(digits: str) -> int:
-    """An integer without a sign; ValueError also for -0, which other parsers read as a float."""
-    if digits.startswith("-"):
-        raise ValueError(f"{digits[:20]} is negative")
-    return int(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

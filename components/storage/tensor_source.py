@@ -24,17 +24,12 @@ class TensorSpec:
 class TensorSource(Protocol):
     """Named tensors, each read on request."""
 
-    @property
-    def owns_memory(self) -> bool:
-        """Whether the caller of `tensor` owns the memory of the result, and may keep and change it."""
-        ...
-
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor's shape and dtype, in a stable order."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, any shape, as stated in `specs`; on the CPU or on the device that holds it."""
+        """One tensor, any shape, as stated in `specs`; it may share memory with the source, and must not be changed."""
         ...
 
 
@@ -43,7 +38,6 @@ class InMemory:
     """A source of tensors in memory, which are not copied."""
 
     tensors: Mapping[str, Tensor]
-    owns_memory: bool = attrs.field(init=False, default=False)
 
     def specs(self) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}

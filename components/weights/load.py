@@ -115,7 +115,7 @@ def load(
     spread = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
     for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*spread))):
         if name in parameters:
-            _fill(module, parameters[name], tensor, torch.device(device), source.owns_memory)
+            _fill(module, parameters[name], tensor, torch.device(device))
 
 
 def _targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
@@ -126,13 +126,13 @@ def _targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dic
     return {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) or name in given}
 
 
-def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device, ours: bool) -> None:
+def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
     if not parameter.is_meta:
         with torch.no_grad():
             parameter.copy_(tensor)
         return
     moved = tensor.to(device, parameter.dtype)
-    real = nn.Parameter(_own(moved, ours or moved is not tensor), parameter.requires_grad)
+    real = nn.Parameter(_own(moved, moved is not tensor), parameter.requires_grad)
     # Every place that holds the parameter, so that tied parameters stay tied.
     for part in module.modules():
         for name, other in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -141,7 +141,7 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
 
 
 def _own(tensor: Tensor, ours: bool) -> Tensor:
-    """A contiguous tensor that fills its storage; a copy if the caller does not own it or it is a view of more."""
+    """Return a contiguous tensor that fills its storage; a copy if its memory is not `ours` or it is a view of more."""
     if is_sharded(tensor):
         return tensor if ours else tensor.clone()
     fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.storage.durable_files import replace_file, temporary_name
 from drawloom.components.storage.regular_file import OtherContent, open_regular_file, verified_file
-from drawloom.components.storage.safetensors.header import BadHeader
-from drawloom.components.storage.safetensors.reader import tensors_in
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
 from drawloom.components.storage.strict_json import checksum, dumps, parse
-from drawloom.components.storage.tensor_source import view
 from drawloom.graph import UserError
 
 FORMAT = 1
@@ -120,12 +118,10 @@ def _record(path: Path, rank: int) -> dict[str, Any] | None:
 def _tensors(path: Path, expected: Content) -> dict[str, Tensor]:
     try:
         with verified_file(path, expected) as file:
-            memory = torch.empty(file.size, dtype=torch.uint8)
-            file.read_into(view(memory), 0)
-        return tensors_in(memory)
+            return load(file.read(0, file.size))
     except OtherContent as error:
         raise UserError(f"{path} {error}; {REMEDY}") from error
-    except BadHeader as error:
+    except SafetensorError as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     except OSError as error:
         if error.errno in GONE:

@@ -7,7 +7,6 @@ was validated is what is read.
 """
 
 import fcntl
-import mmap
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,17 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from drawloom.components.distributed.torchrun import machine
 from drawloom.components.storage.durable_files import FileWriter
-from drawloom.components.storage.safetensors.header import BadHeader
-from drawloom.components.storage.safetensors.reader import tensors_in
+from drawloom.components.storage.safetensors.header import HeaderError, map_file
 from drawloom.components.storage.safetensors.writer import layout, put_tensors
 from drawloom.components.storage.state_tree import Packed
 from drawloom.components.storage.strict_json import dumps, parse
-from drawloom.components.storage.tensor_source import InMemory, view
+from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.workspace.shared_folder import MAX_PARTS
 from drawloom.graph import UserError
 
@@ -57,12 +52,21 @@ def open_shared(ticket: Ticket) -> Packed:
     """
     if ticket["machine"] != machine():
         raise UserError("ranks share memory, but are not on one machine; give workspace_path, a folder that all see")
-    text, tensors = (_map(Path(f"/proc/{ticket['process']}/fd/{number}")) for number in ticket["files"])
-    if view(text)[:TOKEN].tobytes() != bytes.fromhex(ticket["token"]):
+    text, tensors = (Path(f"/proc/{ticket['process']}/fd/{number}") for number in ticket["files"])
+    try:
+        content = text.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"the memory behind {text} can't be opened ({error.strerror}); see that process's log"
+        ) from error
+    if content[:TOKEN] != bytes.fromhex(ticket["token"]):
         raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
     try:
-        return Packed(parse(view(text)[TOKEN:].tobytes(), most=MAX_PARTS), tensors_in(tensors))
-    except (BadHeader, ValueError) as error:
+        mapped = map_file(tensors)
+        return Packed(
+            parse(content[TOKEN:], most=MAX_PARTS), {name: mapped.get_tensor(name) for name in mapped.offset_keys()}
+        )
+    except (HeaderError, ValueError) as error:
         raise UserError(f"the memory that process {ticket['process']} shared can't be read: {error}") from error
 
 
@@ -80,19 +84,3 @@ def _segment() -> Iterator[int]:
 def _seal(descriptor: int) -> None:
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-
-
-def _map(path: Path) -> Tensor:
-    """The bytes of a segment as a tensor (bytes,), uint8, mapped without a copy."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(
-            f"the memory behind {path} can't be opened ({error.strerror}); see that process's log"
-        ) from error
-    try:
-        # Private: torch needs writable memory, and the sealed segment allows no shared writable mapping.
-        mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(descriptor)
-    return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -113,7 +113,7 @@ class Thread:
 
 
 @attrs.frozen
-class Step:
+class SequenceDrawing:
     """The members of a sequence edge, and their values in order of first use."""
 
     title: str
@@ -139,7 +139,7 @@ def _sequence_edges(node: Node) -> list[str]:
     return [key for key, edge in node.edges.items() if node.spec.fields[key].kind == "ordered" and edge.targets]
 
 
-def step_of(graph: Graph, title: str, name: str) -> Step:
+def step_of(graph: Graph, title: str, name: str) -> SequenceDrawing:
     """The dataflow of a node's sequence edge; UserError if it has none."""
     node = graph.nodes[name]
     fields = _sequence_edges(node)
@@ -148,7 +148,7 @@ def step_of(graph: Graph, title: str, name: str) -> Step:
         hint = f"; name {' or '.join(f'[{each}]' for each in having)} by --focus" if having else ""
         raise UserError(f"[{name}] has no sequence edge{hint}", 2)
     targets = node.edges[fields[0]].targets
-    return Step(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
+    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
 
 
 def _threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Diagram, Step, step_of, wiring
+from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, step_of, wiring
 from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring
 from drawloom.graph.inspect.explain import notes_of
 from drawloom.graph.problems import UserError, did_you_mean
@@ -37,12 +37,12 @@ def _children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str,
     ]
 
 
-def draw_step_text(step: Step) -> str:
+def draw_step_text(step: SequenceDrawing) -> str:
     """The members of a sequence in order, numbered from 1, each with what it reads, changes and writes."""
     return "\n".join([step.title, *_lines(step)]) + "\n"
 
 
-def _lines(step: Step) -> Iterator[str]:
+def _lines(step: SequenceDrawing) -> Iterator[str]:
     for number, box in enumerate(step.members):
         yield f"{number + 1:3d}. [{box.name}] {box.use}"
         for verb in ("reads", "changes", "writes"):

@@ -23,11 +23,11 @@ BROADEST = 0.64
 """Average width of a letter as a share of its height, in the broadest font that a viewer may substitute."""
 BOLD = 1.12
 
-Columns = list[list["Stop"]]
+Columns = list[list["ArrowPoint"]]
 
 
 @attrs.frozen
-class Stop:
+class ArrowPoint:
     """A point of an arrow: a box at its start or end, or a bend in a column between (Sugiyama's dummy vertex)."""
 
     box: str
@@ -40,13 +40,13 @@ class Layering:
     """Columns from left to right, each from top to bottom; `pieces` are the segments between stops, each once."""
 
     columns: Columns
-    pieces: tuple[tuple[Stop, Stop], ...]
-    ways: Mapping[tuple[str, str], tuple[Stop, ...]]
+    pieces: tuple[tuple[ArrowPoint, ArrowPoint], ...]
+    ways: Mapping[tuple[str, str], tuple[ArrowPoint, ...]]
 
     @property
-    def neighbours(self) -> dict[Stop, list[Stop]]:
+    def neighbours(self) -> dict[ArrowPoint, list[ArrowPoint]]:
         """The stops on both sides of each."""
-        found: dict[Stop, list[Stop]] = defaultdict(list)
+        found: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
         for left, right in self.pieces:
             found[left].append(right)
             found[right].append(left)
@@ -58,7 +58,9 @@ def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Se
     depth = depths(names, arrows)
     ways = {arrow: _way(*arrow, depth) for arrow in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
-    stops = dict.fromkeys([Stop(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece])
+    stops = dict.fromkeys(
+        [ArrowPoint(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece]
+    )
     columns: Columns = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for stop in stops:
         columns[stop.column].append(stop)
@@ -82,17 +84,17 @@ def depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str,
     return found
 
 
-def _way(source: str, target: str, depth: Mapping[str, int]) -> tuple[Stop, ...]:
-    bends = [Stop(target, column, bend=True) for column in range(depth[source] + 1, depth[target])]
-    return (Stop(source, depth[source]), *bends, Stop(target, depth[target]))
+def _way(source: str, target: str, depth: Mapping[str, int]) -> tuple[ArrowPoint, ...]:
+    bends = [ArrowPoint(target, column, bend=True) for column in range(depth[source] + 1, depth[target])]
+    return (ArrowPoint(source, depth[source]), *bends, ArrowPoint(target, depth[target]))
 
 
 def _fewest_crossings(
-    columns: Columns, pieces: Sequence[tuple[Stop, Stop]], sequences: Sequence[Sequence[str]]
+    columns: Columns, pieces: Sequence[tuple[ArrowPoint, ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
     """The order with the fewest crossings of SWEEPS passes, which sort columns by their left or right neighbours."""
-    lefts: dict[Stop, list[Stop]] = defaultdict(list)
-    rights: dict[Stop, list[Stop]] = defaultdict(list)
+    lefts: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
+    rights: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
     for left, right in pieces:
         lefts[right].append(left)
         rights[left].append(right)
@@ -107,9 +109,11 @@ def _fewest_crossings(
     return best
 
 
-def _sweep(columns: Columns, toward: Mapping[Stop, list[Stop]], sequences: Sequence[Sequence[str]]) -> Columns:
+def _sweep(
+    columns: Columns, toward: Mapping[ArrowPoint, list[ArrowPoint]], sequences: Sequence[Sequence[str]]
+) -> Columns:
     swept: Columns = []
-    place: dict[Stop, float] = {}
+    place: dict[ArrowPoint, float] = {}
     for column in columns:
         own = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
         wish = {stop: _mean([place[other] for other in toward.get(stop, ())], own[stop]) for stop in column}
@@ -118,7 +122,7 @@ def _sweep(columns: Columns, toward: Mapping[Stop, list[Stop]], sequences: Seque
     return swept
 
 
-def _in_order(column: list[Stop], sequences: Sequence[Sequence[str]]) -> list[Stop]:
+def _in_order(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> list[ArrowPoint]:
     """A column whose members of a sequence are in its order, at the positions that they had together."""
     column = list(column)
     for sequence in sequences:
@@ -134,7 +138,7 @@ def _mean(numbers: Sequence[float], otherwise: float) -> float:
     return sum(numbers) / len(numbers) if numbers else otherwise
 
 
-def crossings(columns: Columns, pieces: Iterable[tuple[Stop, Stop]]) -> int:
+def crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
     """How many pairs of pieces cross."""
     place = {stop: number for column in columns for number, stop in enumerate(column)}
     gaps: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -189,15 +193,15 @@ class Placed:
     layering: Layering
     xs: Sequence[float]
     widths: Sequence[float]
-    ys: Mapping[Stop, float]
+    ys: Mapping[ArrowPoint, float]
     width: float
     height: float
 
-    def left(self, stop: Stop) -> tuple[float, float]:
+    def left(self, stop: ArrowPoint) -> tuple[float, float]:
         """The point at which arrows enter a stop."""
         return self.xs[stop.column], self.ys[stop]
 
-    def right(self, stop: Stop) -> tuple[float, float]:
+    def right(self, stop: ArrowPoint) -> tuple[float, float]:
         """The point at which arrows leave a stop."""
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
@@ -222,13 +226,13 @@ def _width(box: Box) -> float:
     return max(width_of(box.name, NAME, bold=True), width_of(box.use, USE)) + 2 * PADDING
 
 
-def _room(stop: Stop) -> float:
+def _room(stop: ArrowPoint) -> float:
     return BEND if stop.bend else BOX + BETWEEN
 
 
-def _heights(layering: Layering) -> dict[Stop, float]:
+def _heights(layering: Layering) -> dict[ArrowPoint, float]:
     """Middles of stops: columns are moved towards the mean of their neighbours, from left to right and back."""
-    ys: dict[Stop, float] = {}
+    ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
         ys |= _settle(column, [0.0] * len(column))
     neighbours = layering.neighbours
@@ -240,7 +244,7 @@ def _heights(layering: Layering) -> dict[Stop, float]:
     return ys
 
 
-def _settle(column: Sequence[Stop], wishes: Sequence[float]) -> dict[Stop, float]:
+def _settle(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict[ArrowPoint, float]:
     return dict(zip(column, spread(wishes, [_room(stop) for stop in column]), strict=True))
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, Step, Thread
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, Thread
 from drawloom.graph.drawing.layout import (
     BOX,
     CAPTION,
@@ -17,8 +17,8 @@ from drawloom.graph.drawing.layout import (
     PADDING,
     TITLE,
     USE,
+    ArrowPoint,
     Placed,
-    Stop,
     place,
     width_of,
 )
@@ -111,7 +111,7 @@ class _WiringDrawing:
     diagram: Diagram
     placed: Placed
     colours: Mapping[str, Colour] = attrs.field(init=False)
-    stops: Mapping[str, Stop] = attrs.field(init=False)
+    stops: Mapping[str, ArrowPoint] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         hues = colours(self.diagram.subjects)
@@ -138,7 +138,7 @@ class _WiringDrawing:
 
     def _roads(self) -> Iterator[str]:
         """Every segment once, titled with the arrows that share it."""
-        takers: dict[tuple[Stop, Stop], list[Arrow]] = {}
+        takers: dict[tuple[ArrowPoint, ArrowPoint], list[Arrow]] = {}
         for arrow in self.diagram.arrows:
             way = self.placed.layering.ways[arrow.source, arrow.target]
             for piece in pairwise(way):
@@ -155,7 +155,7 @@ class _WiringDrawing:
                 x, y = self.placed.left(end)
                 yield f'<path d="M{n(x)} {n(y)}l{n(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
 
-    def _path(self, start: Stop, end: Stop) -> str:
+    def _path(self, start: ArrowPoint, end: ArrowPoint) -> str:
         """A line through a column and a curve through the gap to the next."""
         begin = self.placed.left(start) if start.bend else self.placed.right(start)
         (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
@@ -189,9 +189,9 @@ class _WiringDrawing:
                 (x, y), (label, box) = self.placed.right(stop), labels[0]
                 yield label, box, x + 5, y - 4, ""
 
-    def _meeting(self, place: int) -> dict[Stop, list[tuple[str, str]]]:
+    def _meeting(self, place: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
         """The labels of the arrows by their first or second stop, each with its target box, without duplicates."""
-        found: dict[Stop, list[tuple[str, str]]] = {}
+        found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
             here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][place], [])
             label = (arrow.label, arrow.target)
@@ -209,7 +209,7 @@ VALUE = 12.0
 RADIUS = 5.5
 
 
-def draw_step(step: Step) -> str:
+def draw_step(step: SequenceDrawing) -> str:
     """An SVG document."""
     drawing = _StepDrawing(step)
     return document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
@@ -219,7 +219,7 @@ def draw_step(step: Step) -> str:
 class _StepDrawing:
     """Draws a step: columns are members, rows are values."""
 
-    step: Step
+    step: SequenceDrawing
     middles: list[float] = attrs.field(init=False)
     widths: list[float] = attrs.field(init=False)
     margin: float = attrs.field(init=False)

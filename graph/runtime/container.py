@@ -32,7 +32,7 @@ LEAST = 0.001
 """Seconds; faster nodes share one line in the table of timings."""
 
 
-class Timing(NamedTuple):
+class NodeTiming(NamedTuple):
     """How long a node took to build, open or close; `start` by the monotonic clock, both in seconds."""
 
     node: str
@@ -45,7 +45,7 @@ class Timing(NamedTuple):
 class timed:
     """A context manager that measures its body, also if it raises."""
 
-    timings: list[Timing]
+    timings: list[NodeTiming]
     node: str
     stage: Stage
     start: float = 0.0
@@ -54,10 +54,10 @@ class timed:
         self.start = perf_counter()
 
     def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        self.timings.append(Timing(self.node, self.stage, self.start, perf_counter() - self.start))
+        self.timings.append(NodeTiming(self.node, self.stage, self.start, perf_counter() - self.start))
 
 
-def timing_table(timings: Sequence[Timing]) -> str:
+def timing_table(timings: Sequence[NodeTiming]) -> str:
     """A table of nodes by stage in milliseconds, the slowest first; nodes faster than LEAST are summed in one line."""
     totals: dict[str, dict[Stage, float]] = {}
     for timing in timings:
@@ -140,7 +140,7 @@ class Container(Mapping[str, Any]):
     roots: list[str]
     recipe: ResolvedRecipe
     given: Mapping[str, Any] = attrs.field(factory=dict)
-    timings: list[Timing] = attrs.field(factory=list, init=False)
+    timings: list[NodeTiming] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
@@ -160,7 +160,7 @@ class Container(Mapping[str, Any]):
             else:
                 self._objects[name] = self._construct(self.graph.nodes[name])
                 ended = perf_counter()
-                self.timings.append(Timing(name, "build", began, ended - began))
+                self.timings.append(NodeTiming(name, "build", began, ended - began))
                 began = ended
         self._fill_all()
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import (
     EXACT,
-    Cut,
-    Implementation,
+    CutCrossEntropyImplementation,
+    LogitCut,
     Needs,
     chunks,
     cross_entropy,
@@ -41,7 +41,7 @@ STAGES = 4
 
 
 def cut_cross_entropy_triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut = EXACT, token_weights: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
     What cut_cross_entropy_eager gives, float32 (...), for float32, bfloat16 and float16.
@@ -74,7 +74,7 @@ def _forward(
     target_logit = torch.where(targets < 0, 0.0, torch.nan)
     if not lse.numel():
         return lse.logsumexp(0), target_logit
-    given, cut = _is_given(hidden), Cut(tile=(tokens, words), max_logits=max_logits)
+    given, cut = _is_given(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
     for chunk in chunks(len(hidden), len(weight), cut) if given else [slice(0, len(hidden))]:
         part = hidden[chunk]
         logits = _product(part, weight, words) if given else None
@@ -163,7 +163,7 @@ def _backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    cut = Cut(filter_eps=filter_eps, tile=(tokens, words), max_logits=max_logits)
+    cut = LogitCut(filter_eps=filter_eps, tile=(tokens, words), max_logits=max_logits)
     hidden, weight = contiguous_last_dim(hidden), contiguous_last_dim(weight)
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=torch.float32)
@@ -199,7 +199,7 @@ def _grad_logits(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
-    cut: Cut,
+    cut: LogitCut,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of logits, and which tiles (of tokens, of words) are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
@@ -231,7 +231,7 @@ def _grad_logits(
     return grad_logits, active
 
 
-def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: Cut) -> None:
+def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[1])
     factors, by_tma = _blocks((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
@@ -251,7 +251,7 @@ def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, res
     )
 
 
-def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: Cut) -> None:
+def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[0])
     factors, by_tma = _blocks((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
     kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
@@ -276,11 +276,11 @@ def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
     return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 
 
-def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
     return _forward(hidden, weight, targets, *_tile(hidden, cut), cut.max_logits)  # type: ignore[no-any-return]
 
 
-def _tile(hidden: Tensor, cut: Cut) -> tuple[int, int]:
+def _tile(hidden: Tensor, cut: LogitCut) -> tuple[int, int]:
     """That of both passes, which cut tokens into the same chunks."""
     return TILE_OF_GIVEN if _is_given(hidden) and not cut.filter_eps else cut.tile
 
@@ -292,7 +292,7 @@ def _backward_of(
     lse: Tensor,
     grad: Tensor,
     grad_lse: Tensor | None,
-    cut: Cut,
+    cut: LogitCut,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     inputs = hidden, weight, targets, lse, grad, grad_lse
@@ -300,4 +300,4 @@ def _backward_of(
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 
-TRITON = Implementation(_forward_of, _backward_of)
+TRITON = CutCrossEntropyImplementation(_forward_of, _backward_of)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
+from drawloom.kernels.grouped_gemm import GroupedGemmImplementation, grouped_gemm
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
@@ -174,4 +174,4 @@ def _matrices_kernel(
     tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
 
 
-TRITON = Implementation(_rows, _matrices)
+TRITON = GroupedGemmImplementation(_rows, _matrices)

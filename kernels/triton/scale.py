@@ -6,14 +6,12 @@ Squares are added up in float64 in the same pass, for each block and then over b
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import compress
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.scale import scale_eager
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import upload
 
@@ -26,30 +24,26 @@ BLOCK = 2048
 
 def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
     """
-    The same as scale_eager, the tensors bitwise: of one dtype and any shapes, factor and result float64 () there.
+    Do the same as scale_eager, the tensors bitwise: contiguous ones of one dtype, factor and result float64 () there.
 
     A factor of 1 leaves tensors alone if none is counted, and reads none of them.
     """
-    is_dense = [tensor.is_contiguous() for tensor in tensors]
-    others = [not each for each in is_dense]
-    total = scale_eager(list(compress(tensors, others)), factor, [*compress(counted, others)])
-    dense = list(compress(tensors, is_dense))
-    if not sum(tensor.numel() for tensor in dense):
-        return total
+    if not sum(tensor.numel() for tensor in tensors):
+        return torch.zeros_like(factor)
     device = factor.device
-    places = _places(tuple(tensor.numel() for tensor in dense), tuple(compress(counted, is_dense)), device)
-    pointers = [tensor.data_ptr() for tensor in dense]
+    tables = _tables(tuple(tensor.numel() for tensor in tensors), counted, device)
+    pointers = [tensor.data_ptr() for tensor in tensors]
     addresses = upload(torch.tensor(pointers), device)  # new gradients have new addresses in each step
     aligned = all(pointer % 16 == 0 for pointer in pointers)
-    programs = len(places[0])
+    programs = len(tables[0])
     squares = factor.new_empty(programs) if any(counted) else None
-    arguments = dense[0], addresses, *places, factor.float(), squares
+    arguments = tensors[0], addresses, *tables, factor.float(), squares
     _kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned)
-    return total if squares is None else total + squares.sum()
+    return torch.zeros_like(factor) if squares is None else squares.sum()
 
 
 @lru_cache(maxsize=16)
-def _places(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _tables(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
     """
     The tensor of each program (programs,); of each tensor, the first program, the number of elements, and whether their
     squares count.

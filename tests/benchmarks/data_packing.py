@@ -20,7 +20,7 @@ from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.data.packing.first_fit import FirstFit
 from drawloom.components.data.packing.padded import Padded
 from drawloom.components.data.packing.rows import RowIndex
-from drawloom.components.data.store.shard import Shard, ShardFiles, ShardWriter
+from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard
 from drawloom.components.data.store.store import FORMAT, STORE, Store, index_text
 
 LENGTH = 4096
@@ -62,7 +62,7 @@ def read_store(count: int) -> None:
         with ShardWriter(folder, 0, np.dtype("<u2"), weighted=False) as writer:
             for length in lengths_of(count):
                 writer.add(random.integers(2**16, size=length, dtype=np.uint16), "drawn", 0)
-        shard = Shard.written(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
+        shard = TokenShard.written(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
         index = {"format": FORMAT, "dtype": "uint16", "weighted": False, "vocab_size": 2**16, "eos_id": 0}
         index |= {"tokenizer": "", "fingerprint": "", "shards": [[shard.documents, shard.tokens, shard.digest]]}
         (folder / STORE).write_bytes(index_text(index))

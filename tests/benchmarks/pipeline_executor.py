@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, LayerRange
@@ -153,7 +153,7 @@ def ours(name: str) -> tuple[int, float, float]:
             Stage(index, len(owners), LayerRange(index, index + 1, index == 0, index == len(owners) - 1), module)
         )
     world: Any = World(local, owners)
-    executor = Executor(
+    executor = ProgramExecutor(
         stages=world, boundaries=world, schedule=schedule, objective=world, mesh=world, neighbours=world, device=world
     )
     executor.open()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
@@ -137,7 +137,7 @@ def test_losses_beyond_32_bits() -> None:
     for compute in (
         linear_cross_entropy_triton,
         cut_cross_entropy_triton,
-        lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(filter_eps=1e-7)),
+        lambda h, w, t: cut_cross_entropy_triton(h, w, t, LogitCut(filter_eps=1e-7)),
     ):
         losses, _ = compute(hidden, weight, targets)
         logits = (hidden @ weight[-3:].T).float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState, step_scalars
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.rope_frequencies import rope_angles
@@ -93,7 +93,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "qk_norm_rope": lambda: grad(qk_norm_rope_triton(q, k, of_q, of_k, 1e-6, *angles), q, k, of_q, of_k),
         "linear_cross_entropy": lambda: grad(linear_cross_entropy_triton(x, matrix, targets), x, matrix),
         "cut": lambda: grad(cut_cross_entropy_triton(x, matrix, targets), x, matrix),
-        "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, Cut(filter_eps=1e-4)), x, matrix),
+        "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, LogitCut(filter_eps=1e-4)), x, matrix),
         "experts": lambda: grad(path(x, up, down, expert_indices, grouped_gemm_triton), x, up, down),
         "adamw": lambda: launch.run([ones], *nearest),
         "adamw, stochastic": lambda: launch.run([ones], *noisy),

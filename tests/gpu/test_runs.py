@@ -11,7 +11,7 @@ import pytest
 
 from support.aborts import WHERE, ended, printed_lines
 from support.gpu import drawloom_run
-from support.runs import series, write_corpus
+from support.runs import series
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("runs")]  # some have seconds to end in
 
@@ -30,13 +30,6 @@ KERNELS = (
 """Sizes and a dtype with which GPUs take kernels of their own."""
 
 one_or_two = pytest.mark.parametrize("processes", [1, 2], ids=["one GPU", "two GPUs"])
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def ran(place: Path, name: str, *words: str, **how: Any) -> Path:

@@ -13,6 +13,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from support import prose
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("graph", "components", "kernels")
 SHAPE = re.compile(r"\([a-z_0-9.* /+-]+,.*?\)|0-dimensional|scalar|any shape|\(\.\.\.")
@@ -26,6 +28,8 @@ def main() -> None:
     for folders in (*((name,) for name in FOLDERS), FOLDERS):
         files = [path for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
         print(f"{'all' if len(folders) > 1 else folders[0]:<12}" + "".join(f"{cell:>22}" for cell in measured(files)))
+    for word, count in prose.measure(prose.trees()).items():
+        print(f"{word:<22}{count:>6.1f} per 1000")
 
 
 HEADS = (

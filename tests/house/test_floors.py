@@ -41,7 +41,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     # Ranks hand each other tensors as files.
     "components.workspace": (
         {"graph", "components.ports", "components.state", "components.storage", "components.distributed"},
-        {"attrs", "numpy", "torch"},
+        {"attrs", "safetensors", "torch"},
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
@@ -66,7 +66,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.pipeline", "kernels"},
         {"attrs", "numpy", "torch"},
     ),
-    "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
+    "components.checkpoint": (BELOW, {"attrs", "torch"}),
     # A report puts together what several subjects have left in a run folder, and draws the schedule.
     "components.report": (
         BELOW | {"components.checkpoint.manifest", "components.pipeline.program", "components.pipeline.simulation"},

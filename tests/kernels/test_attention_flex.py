@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import VARLEN, Implementation, attention_eager, causal_document_mask
+from drawloom.kernels.attention import VARLEN, AttentionImplementation, attention_eager, causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN
 from drawloom.kernels.attention_flex import FLEX, _dense_mask, attention_flex, block_mask
 
@@ -45,7 +45,7 @@ def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("attention", [CUDNN, FLEX, VARLEN], ids=["cudnn", "flex", "varlen"])
-def test_meta_tensors_give_the_shape(attention: Implementation) -> None:
+def test_meta_tensors_give_the_shape(attention: AttentionImplementation) -> None:
     """Meta tensors give a meta tensor of the right shape, from which a pipeline infers what stages exchange."""
     q, k = torch.empty(2, 300, 4, 8, device="meta"), torch.empty(2, 300, 2, 8, device="meta")
     found = attention.attend(q, k, k, attention.mask(torch.empty(2, 300, dtype=torch.int64, device="meta")))

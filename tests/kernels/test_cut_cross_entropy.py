@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager, order_of_vocab
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, order_of_vocab
 from drawloom.kernels.deferred_grads import Deferral
 
 
@@ -30,12 +30,12 @@ def case(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-CUTS = [Cut(), Cut(tile=(2, 4), max_logits=1), Cut(tile=(3, 4), max_logits=150)]
+CUTS = [LogitCut(), LogitCut(tile=(2, 4), max_logits=1), LogitCut(tile=(3, 4), max_logits=150)]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=range(3))
 @pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
-def test_equals_definition(cut: Cut, shape: tuple[int, ...]) -> None:
+def test_equals_definition(cut: LogitCut, shape: tuple[int, ...]) -> None:
     """Any shape, in however many chunks, gives losses and gradients of the definition."""
     hidden, weight, targets = case(*shape)
     found, expected = (
@@ -71,7 +71,7 @@ def test_filter_leaves_out_what_is_small() -> None:
     scaled = (3 * weight).detach().requires_grad_()
     exact = torch.autograd.grad(losses_of(hidden, scaled, targets).sum(), (hidden, scaled))
     for least in (1e-3, 3e-2):
-        cut = Cut(filter_eps=least, tile=(2, 2))
+        cut = LogitCut(filter_eps=least, tile=(2, 2))
         found = torch.autograd.grad(losses_of(hidden, scaled, targets, cut).sum(), (hidden, scaled))
         # A gradient of logits that is left out is less than `least`; 23 words, 12 tokens.
         assert 0 < (found[0] - exact[0]).abs().max() < least * scaled.abs().sum(0).max()
@@ -81,7 +81,7 @@ def test_filter_leaves_out_what_is_small() -> None:
 def test_filter_never_drops_a_target() -> None:
     """However high the bound below 1, what pulls a target up stays, where the target is not yet learnt."""
     hidden, weight, targets = case(6)
-    cut = Cut(filter_eps=0.5, tile=(1, 1))
+    cut = LogitCut(filter_eps=0.5, tile=(1, 1))
     (found,) = torch.autograd.grad(losses_of(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True)
     assert torch.equal(found, torch.zeros_like(found))
     (found,) = torch.autograd.grad(losses_of(hidden, weight * 0.01, targets, cut).sum(), weight)
@@ -130,7 +130,7 @@ def test_weight_gradient_can_be_deferred() -> None:
 
 @pytest.mark.parametrize("cut", CUTS, ids=range(3))
 @pytest.mark.parametrize("deferred", [False, True])
-def test_gradients_of_both_results(cut: Cut, deferred: bool) -> None:
+def test_gradients_of_both_results(cut: LogitCut, deferred: bool) -> None:
     """With factors on losses and on lse, gradients are those of autograd by the definition, deferred or not."""
     hidden, weight, targets = case(2, 5, dtype=torch.float64)
     of_losses, of_lse = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_gradients_of_both_results(cut: Cut, deferred: bool) -> None:
 def test_filter_keeps_what_lse_pulls_down() -> None:
     """A target of probability 1 has no gradient of its loss, yet its lse has one, which no filter drops."""
     hidden, weight = torch.eye(1, 4).mul(50).requires_grad_(), torch.eye(9, 4).requires_grad_()
-    cut = Cut(filter_eps=0.5, tile=(1, 1))
+    cut = LogitCut(filter_eps=0.5, tile=(1, 1))
     _, lse = cut_cross_entropy_eager(hidden, weight, torch.tensor([0]), cut)
     (found,) = torch.autograd.grad(lse.sum(), weight)
     torch.testing.assert_close(

@@ -26,11 +26,11 @@ def test_without_gradients_nothing_happens() -> None:
 
 def test_squares_are_those_of_counted_products() -> None:
     """The sum in float64 is that of what was rounded, of chosen tensors of all dtypes; without any it is 0."""
-    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
-    tensors = [
-        torch.randn(2, size, device=DEVICE).to(dtype) for size, dtype in zip((300, 5, 7, 0), dtypes, strict=True)
-    ]
-    factor, counted = torch.tensor(0.3, dtype=torch.float64, device=DEVICE), [True, False, True, True]
+    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.bfloat16)
+    sizes = (300, 5, 7, 0, 300)
+    tensors = [torch.randn(2, size, device=DEVICE).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    tensors[-1] = tensors[-1].T  # beside contiguous ones of the same dtype
+    factor, counted = torch.tensor(0.3, dtype=torch.float64, device=DEVICE), [True, False, True, True, True]
     found = scale(tensors, factor, counted)
     expected = sum(tensor.double().square().sum() for tensor, own in zip(tensors, counted, strict=True) if own)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)

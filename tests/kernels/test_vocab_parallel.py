@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.ports.model import VocabularyPart
-from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.vocab_parallel import local_targets
 from support.kernels import DEVICE
@@ -41,7 +41,7 @@ def one_part() -> list[dict[str, Any]]:
     hidden.requires_grad_()
     weight = weight[SPLIT[rank] : SPLIT[rank + 1]].clone().requires_grad_()
     group = TorchGroup("world", range(3), dist.group.WORLD, torch.device("cpu"))
-    cut = Cut(part=VocabularyPart(SPLIT[rank], group))
+    cut = LogitCut(part=VocabularyPart(SPLIT[rank], group))
     found = []
     for function in (cut_cross_entropy_eager, cut_cross_entropy_triton):
         losses, lse = function(hidden, weight, targets, cut)

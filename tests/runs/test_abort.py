@@ -6,16 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.aborts import WHERE, ended, printed_lines
-from support.runs import write_corpus
 
 LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

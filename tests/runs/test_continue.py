@@ -3,16 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from support.runs import drawloom, write_corpus
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
+from support.runs import drawloom
 
 
 def exported_step(run: Path) -> int:

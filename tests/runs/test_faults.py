@@ -27,13 +27,6 @@ TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]")
 LONG = (*TWO, "trainer.steps=1000000", "checkpoint.every='last'", "evaluate.every='never'")
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
-
-
 def _last_step(run: Path) -> int:
     path = run / "metrics.jsonl"
     return len(path.read_bytes().splitlines()) if path.exists() else 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from support.processes import run_ranks
 from support.runs import Outcome, command, drawloom, rows, write_corpus
 
@@ -21,8 +21,8 @@ def _failing(folder: Path, arguments: Any, where: str) -> Outcome:
         steps.append(1)
         return torch.empty(2**47) if len(steps) > 1 or where != "train" else original(*_parts, **_words)
 
-    original = getattr(Executor, where)
-    setattr(Executor, where, too_much)
+    original = getattr(ProgramExecutor, where)
+    setattr(ProgramExecutor, where, too_much)
     return command(folder, arguments, None)
 
 

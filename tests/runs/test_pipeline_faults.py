@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import RanksFailed, run_ranks
-from support.runs import struck, write_corpus
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
+from support.runs import struck
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -10,21 +10,14 @@ from typing import Any
 import pytest
 
 from drawloom.components.export import hf_writer
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.sampling.generate import Sampler
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, drawloom, killed, rows, series, struck, write_corpus
+from support.runs import Outcome, command, drawloom, killed, rows, series, struck
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def weights(run: Path) -> bytes:
@@ -123,7 +116,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, number: int, code:
 
 
 KILLED_IN: dict[str, tuple[Any, str]] = {
-    "evaluation": (Executor, "evaluate"),
+    "evaluation": (ProgramExecutor, "evaluate"),
     "export": (hf_writer, "_write_config"),
     "sample": (Sampler, "_next"),
 }

@@ -23,13 +23,6 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 RUN = ("run", "tiny.toml", "sample.tokens=2")
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
-
-
 def _on_a_slow_disk(folder: Path, arguments: Sequence[str]) -> Outcome:
     """A run in which every fsync of a file takes a tenth of a second."""
 

@@ -12,20 +12,11 @@ from typing import Any
 
 import pytest
 
-from support.runs import write_corpus
-
 SOURCE = str(Path(__file__).parents[2] / "src")
 RUN = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=1000000"]
 ENVIRONMENT = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
 RANK_0_OF_2 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 PARENT = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def _until(holds: Callable[[], bool], seconds: float) -> bool:

@@ -21,17 +21,10 @@ from drawloom.components.sampling.sample import Sample
 from support.crashes import is_valid
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
-from support.runs import SOURCE, Outcome, command, drawloom, rows, write_corpus
+from support.runs import SOURCE, Outcome, command, drawloom, rows
 
 TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]", "evaluate.every='never'")
 FOR_EVER = 1000.0
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def _delayed(owner: Any, name: str, seconds: float, when: Callable[..., bool], reached: Callable[[], None]) -> None:

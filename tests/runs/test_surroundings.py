@@ -36,17 +36,10 @@ from support.disk import Call, watched
 from support.mutations import put
 from support.power import is_possible
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, drawloom, rows, series, write_corpus
+from support.runs import Outcome, command, drawloom, rows, series
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 TINY = ("run", "tiny.toml", "trainer.on_finish=[]")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def _learned(run: Path, step: int) -> dict[str, str]:

@@ -12,7 +12,6 @@ from drawloom.kernels.triton import (
     cut_cross_entropy,
     grouped_gemm,
     grouped_gemm_blocks,
-    indices_to_multihot,
     linear_cross_entropy,
     moe_permute,
     moe_routes,
@@ -218,7 +217,6 @@ def experts() -> Iterator[tuple[str, Launch]]:
     x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
     of_choices = expert_indices.to(torch.int32)
     yield "moe_routes", lambda: moe_routes._routes(expert_indices, 128)
-    yield "indices_to_multihot", lambda: indices_to_multihot._multihot(expert_indices, chances, 128)
     yield "moe_permute", lambda: moe_permute._spread(x, None, chances, of_choices, ends, of_choices.numel(), False)
     yield "moe_permute backward", lambda: moe_permute._gather(rows, None, chances.flatten(), of_choices)
     yield "moe_unpermute", lambda: moe_permute._gather(rows, chances, None, of_choices)

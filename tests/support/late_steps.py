@@ -19,7 +19,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import Events, Phase, Randomness, Step, Stop
@@ -78,7 +78,9 @@ class Small:
             model=model, loss=NextToken(), precision=precision, job=Job(), **common
         )
         stages.open()
-        executor = Executor(stages=stages, boundaries=stages, objective=stages.loss, neighbours=self.mesh, **common)
+        executor = ProgramExecutor(
+            stages=stages, boundaries=stages, objective=stages.loss, neighbours=self.mesh, **common
+        )
         if make is StochasticAdamW:
             settings = settings | {"job": Job(), "device": self.device}
         self.updater = make(parameters=stages, mesh=self.mesh, **settings)

@@ -26,7 +26,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.pipeline.circular.executor import CircularExecutor
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.schedules.circular import Circular
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.adapters import Adapter
@@ -318,7 +318,7 @@ def _steps(
         **{name: value for name, value in settings.items() if name != "streams"},
     )
     stages.open()
-    executor = (CircularExecutor if isinstance(stages.schedule, Circular) else Executor)(
+    executor = (CircularExecutor if isinstance(stages.schedule, Circular) else ProgramExecutor)(
         streams=bool(settings.get("streams")),
         stages=stages,
         boundaries=stages,

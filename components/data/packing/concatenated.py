@@ -12,7 +12,7 @@ from drawloom.components.data.conversations import Conversations
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows, sources_of
-from drawloom.components.data.packing.rows import Piece, RowIndex
+from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
 
@@ -63,7 +63,7 @@ class Stream:
     def _end(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[RowPiece]:
         """The parts of documents between two cuts."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
@@ -77,7 +77,7 @@ class Stream:
             (np.maximum(starts, begin) - starts).astype(np.int64).tolist(),
             (np.minimum(held, end) - starts).astype(np.int64).tolist(),
         )
-        return list(map(Piece._make, zip(*columns, strict=True)))
+        return list(map(RowPiece._make, zip(*columns, strict=True)))
 
     def row_tokens(self) -> np.ndarray:
         """The tokens in each row, int64 (rows,): the last row has the rest."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.rows import Piece
+from drawloom.components.data.packing.rows import RowPiece
 
 Group = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 """
@@ -47,19 +47,19 @@ class Groups:
     def _full_rows(self) -> int:
         return int(self.full[-1]) if len(self.full) else 0
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[RowPiece]:
         """A part of a long document, or what a group has of its documents."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         if row < self._full_rows:
             place = int(np.searchsorted(self.full.numpy(), row, side="right"))
             first = (row - (int(self.full[place - 1]) if place else 0)) * self.length
-            return [Piece(int(self.long[place]), first, first + self.length)]
+            return [RowPiece(int(self.long[place]), first, first + self.length)]
         group = row - self._full_rows
         begin, end = int(self.ends[group - 1]) if group else 0, int(self.ends[group])
         documents = self.members.numpy()[begin:end]
         held = zip(documents.tolist(), self.lengths.numpy()[documents].tolist(), strict=True)
-        return [Piece(document, size - size % self.length, size) for document, size in held]
+        return [RowPiece(document, size - size % self.length, size) for document, size in held]
 
     def row_tokens(self) -> np.ndarray:
         """The tokens in each row, int64 (rows,)."""

@@ -15,7 +15,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.graph import UserError
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """The tokens of a document from `first` to before `last`."""
 
     document: int
@@ -36,7 +36,7 @@ class RowIndex(Protocol):
         """The tokens of all pieces."""
         ...
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[RowPiece]:
         """The pieces of a row, in order; raises IndexError beyond the last row."""
         ...
 
@@ -67,7 +67,7 @@ class JoinedIndexes:
         """The tokens of all pieces."""
         return sum(index.tokens for index in self.members)
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[RowPiece]:
         """The pieces of a row, in order; raises IndexError beyond the last row."""
         number = min(bisect_right(self.starts, row), len(self.members)) - 1
         pieces = self.members[number].pieces(row - self.starts[number])
@@ -76,7 +76,7 @@ class JoinedIndexes:
         return pieces
 
 
-def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length: int, pad: int) -> Batch:
+def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], length: int, pad: int) -> Batch:
     """
     The rows that these pieces make, one after another from the left, filled up with `pad`.
 

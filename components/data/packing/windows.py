@@ -16,7 +16,7 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows
-from drawloom.components.data.packing.rows import Piece, RowIndex
+from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Batch
 from drawloom.graph import Problem, above, component, setting
@@ -99,13 +99,13 @@ class WindowIndex:
         """The tokens of all windows."""
         return int((self.last - self.first).sum())
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[RowPiece]:
         """Return the windows of a row; IndexError beyond the last row."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         windows = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
         columns = (tensor[windows].tolist() for tensor in (self.documents, self.first, self.last))
-        return list(map(Piece._make, zip(*columns, strict=True)))
+        return list(map(RowPiece._make, zip(*columns, strict=True)))
 
     def row_tokens(self) -> np.ndarray:
         """The tokens in each row, int64 (rows,)."""

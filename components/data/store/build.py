@@ -23,7 +23,7 @@ import numpy as np
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
-from drawloom.components.data.store.shard import Shard, ShardFiles, id_dtype
+from drawloom.components.data.store.shard import ShardFiles, TokenShard, id_dtype
 from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, fingerprint_of, index_text, read_index
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
@@ -167,9 +167,9 @@ def _make(
     (folder / PLAN).unlink()
 
 
-def _shard(folder: Path, number: int, plan: dict[str, Any]) -> Shard:
+def _shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
     """A complete shard, as its JSON file describes it."""
-    return Shard.written(ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"])
+    return TokenShard.written(ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"])
 
 
 def _is_whole(folder: Path, number: int, plan: dict[str, Any]) -> bool:

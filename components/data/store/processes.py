@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store.encode import unopened, write_shard
 from drawloom.components.ports.corpus import Tokenizer
@@ -81,12 +81,6 @@ def duration(seconds: float) -> str:
 TICK = 1.0  # seconds between two looks at the progress
 
 
-@attrs.frozen
-class _Process:
-    process: BaseProcess
-    pipe: Connection
-
-
 def run(
     folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
 ) -> None:
@@ -105,28 +99,26 @@ def run(
     waiting = deque(parts.items())
     processes = [_start(folder, unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
     try:
-        for each in processes:
-            each.pipe.send(waiting.popleft())
+        for child in processes:
+            child.pipe.send(waiting.popleft())
         _listen(processes, waiting, progress)
     finally:
-        for each in processes:
-            each.process.kill()
-            each.process.join()
-            each.pipe.close()
+        for child in processes:
+            child.stop()
 
 
-def _listen(processes: Sequence[_Process], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
+def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
     """Take reports and hand out parts, until no process has one."""
-    busy = {each.pipe: each for each in processes}
+    busy = {child.pipe: child for child in processes}
     while busy:
-        for ready in wait([*busy, *(each.process.sentinel for each in busy.values())], TICK):
+        for ready in wait([*busy, *(child.process.sentinel for child in busy.values())], TICK):
             if not isinstance(ready, Connection):
                 continue
-            each = busy[ready]
+            child = busy[ready]
             try:
                 kind, *values = ready.recv()
             except (EOFError, OSError) as error:
-                raise _died(each) from error
+                raise _died(child) from error
             if kind == "error":
                 raise values[0]
             if kind == "batch":
@@ -140,30 +132,25 @@ def _listen(processes: Sequence[_Process], waiting: "deque[tuple[int, Part]]", p
         progress.show()
 
 
-def _died(each: _Process) -> UserError:
-    each.process.join(1)
-    code = each.process.exitcode or 0
-    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
+def _died(child: ChildProcess) -> UserError:
     hint = "check for a lack of memory; the same command completes what is missing"
-    return UserError(f"a process that tokenizes ({each.process.pid}) {end}; {hint}")
+    return UserError(f"a process that tokenizes ({child.process.pid}) {child.end()}; {hint}")
 
 
-def _start(folder: Path, tokenizer: Tokenizer, lock: int) -> _Process:
-    context = multiprocessing.get_context("spawn")  # a small process: a training rank's memory is not copied
-    ours, theirs = context.Pipe()
+def _start(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
     held = Connection(os.dup(lock))  # a connection is a descriptor that a process can be given
-    process = context.Process(target=_main, args=(folder, tokenizer, theirs, held), daemon=True)
-    process.start()
-    theirs.close()
-    held.close()
-    return _Process(process, ours)
+    try:
+        # spawn: a training rank's memory is not copied
+        return start_child(multiprocessing.get_context("spawn"), _main, folder, tokenizer, held)
+    finally:
+        held.close()
 
 
 def _report(pipe: Connection, number: int, read: int, tokens: int) -> None:
     pipe.send(("batch", number, read, tokens))
 
 
-def _main(folder: Path, tokenizer: Any, pipe: Connection, _lock: Connection) -> None:
+def _main(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
     """The main function of a process: write the shard of each part that comes through the pipe, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
     os.environ["RAYON_NUM_THREADS"] = "1"  # the package tokenizers has its own threads; one process has one core

@@ -125,7 +125,7 @@ class ShardWriter:
 
 
 @attrs.frozen
-class Shard:
+class TokenShard:
     """A complete shard, memory-mapped when it is first read; `digest` is the SHA-256 of its JSON file."""
 
     files: ShardFiles
@@ -136,7 +136,7 @@ class Shard:
     digest: str
 
     @classmethod
-    def written(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "Shard":
+    def written(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
         """Return a shard that was just completed, as its JSON file describes it."""
         text = _read(files.path("json"))
         summary = _parse(files.path("json"), text)

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.store.blocks import read_regular
-from drawloom.components.data.store.shard import Shard, ShardFiles
+from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
 from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
@@ -35,7 +35,7 @@ class Store:
     eos_id: int
     tokenizer: str
     fingerprint: str
-    shards: list[Shard]
+    shards: list[TokenShard]
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
@@ -51,7 +51,7 @@ class Store:
         index = read_index(folder / STORE)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [
-            Shard(ShardFiles(folder, number), documents, tokens, dtype, index["weighted"], digest)
+            TokenShard(ShardFiles(folder, number), documents, tokens, dtype, index["weighted"], digest)
             for number, (documents, tokens, digest) in enumerate(index["shards"])
         ]
         return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
@@ -103,7 +103,7 @@ class Store:
         """The number of the first document of each shard, and of all documents."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
-    def _shard(self, document: int) -> tuple[Shard, int]:
+    def _shard(self, document: int) -> tuple[TokenShard, int]:
         """The shard of a document, and its number there."""
         place = bisect_right(self._starts, document) - 1
         return self.shards[place], document - self._starts[place]
@@ -117,7 +117,7 @@ class Store:
             object.__setattr__(self, name, value)
 
 
-def fingerprint_of(shards: list[Shard]) -> str:
+def fingerprint_of(shards: list[TokenShard]) -> str:
     """A SHA-256 of the hashes and lengths of all documents, however they are divided into shards."""
     digest = hashlib.sha256()
     for shard in shards:
@@ -152,7 +152,7 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _fault(shard: Shard) -> str:
+def _fault(shard: TokenShard) -> str:
     try:
         shard.check_content()
     except UserError as error:

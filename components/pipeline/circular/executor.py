@@ -17,7 +17,7 @@ from drawloom.components.pipeline.circular.one_pass import ForwardPass
 from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, begin_token
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.distributed import Group
@@ -28,7 +28,7 @@ from drawloom.graph.build.node import NodeView
 
 
 @component(impact="safe")
-class CircularExecutor(Executor):
+class CircularExecutor(ProgramExecutor):
     """Trains by the circular pipeline; evaluates and generates by the program of forwards on the same stages."""
 
     delayed: bool = setting(

@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.pipeline.circular.buffers import Buffers, Move, early_moves, late_moves
-from drawloom.components.pipeline.circular.ring import Exchange, PendingSends, Ring, TensorMeta, arrive, start
+from drawloom.components.pipeline.circular.ring import PendingSends, Ring, RingExchange, TensorMeta, arrive, start
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 RunBlock = Callable[[int, int, Tensor], Tensor]
@@ -19,7 +19,7 @@ class _MovesInFlight:
 
     local: list[tuple[Move, Tensor]]
     incoming: list[Move]
-    exchange: Exchange | None
+    exchange: RingExchange | None
 
 
 @attrs.define(eq=False)
@@ -80,7 +80,7 @@ class ForwardPass:
             return _MovesInFlight(local, incoming, None)
         to = [(self._rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
         sources = [(self._rank(move.source), self.metas[move.microbatch]) for move in incoming]
-        exchange = Exchange(self.ring, self.pending_sends, to, sources)
+        exchange = RingExchange(self.ring, self.pending_sends, to, sources)
         self.token = start(exchange, self.token, [value for _, value in outgoing])
         return _MovesInFlight(local, incoming, exchange)
 

@@ -60,7 +60,7 @@ class PendingSends:
 
 
 @attrs.define(eq=False)
-class Exchange:
+class RingExchange:
     """Tensors that are sent to and received from neighbours: pairs of an index in the ring and what the tensor is."""
 
     ring: Ring
@@ -91,12 +91,12 @@ def begin_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
     return _apply(_Begin, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
-def start(exchange: Exchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def start(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Begin an exchange that sends these tensors (any shape); returns the token."""
     return _apply(_Start, exchange, token, *tensors)[0]
 
 
-def arrive(exchange: Exchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
+def arrive(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Finish an exchange; returns the token and the received tensors (any shape)."""
     token, *came = _apply(_Arrive, exchange, token)
     return token, came
@@ -125,7 +125,7 @@ class _Begin(torch.autograd.Function):
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, token: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
         """The token, 0-dimensional; the tensors, of any shape and dtype, are sent."""
         exchange.begin(tensors, back=False)
         ctx.exchange = exchange
@@ -139,7 +139,7 @@ class _Start(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, token: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: RingExchange, token: Tensor) -> tuple[Tensor, ...]:
         """The token, 0-dimensional, and the received tensors, of any shape and dtype."""
         ctx.exchange = exchange
         return (token.clone(), *exchange.finish())

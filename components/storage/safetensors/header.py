@@ -1,30 +1,27 @@
 """
-Parses and validates the header of a safetensors file.
+Tensors of a safetensors file: their dtypes, their names, and the byte range of each.
 
-A file is the length of the header (8 bytes, little-endian), the header (JSON: tensor name to dtype, shape and offsets)
-and the bytes of the tensors without gaps: https://github.com/huggingface/safetensors#format. The safetensors library
-validates less, takes time quadratic in the number of tensors, and blocks on pipes; it accepts every file that is
-accepted here, and reads the same tensors.
+The safetensors library reads and validates headers: https://github.com/huggingface/safetensors#format.
 """
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+from safetensors import SafetensorError, safe_open
 
-from drawloom.components.storage.strict_json import natural, parse
 from drawloom.components.storage.tensor_source import TensorSpec
 
-SHOWN = 10  # names that a message lists
+MAX_NAMES_SHOWN = 10
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first SHOWN names, and the number of the others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    """Return the first MAX_NAMES_SHOWN names, and the number of the others."""
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more
 
 
 DTYPES = {
@@ -49,18 +46,13 @@ DTYPES = {
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-MAX_HEADER = 16 * 2**20  # bytes
-MAX_TENSORS = 50_000  # in a file; a header of so many is read in less than a second
-MAX_PARTS = 14 * MAX_TENSORS  # a tensor of four dimensions has 14 of the characters that `parse` counts
-MAX_METADATA = 1000
-MAX_DIMENSIONS = 8
-MAX_BYTES = 2**62  # of a tensor, dimensions of size 0 left out: beyond, products overflow
 NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
 METADATA = "__metadata__"
+MAX_DIMENSIONS = 8
 
 
-class BadHeader(Exception):
-    """The header of a safetensors file is invalid; the message says why."""
+class HeaderError(Exception):
+    """Invalid header of a safetensors file; the message says why."""
 
 
 @attrs.frozen
@@ -72,78 +64,32 @@ class Entry:
     end: int
 
 
-def parse_header(text: bytes, size: int) -> dict[str, Entry]:
-    """The entries of a header by tensor name; `size` bytes follow the header. BadHeader names an invalid tensor."""
-    if not text.startswith(b"{"):
-        raise BadHeader("its header does not begin with {")
+def map_file(path: Path) -> Any:
+    """Return the library's mapped file; HeaderError if its header is invalid. Check that the file is regular first."""
     try:
-        header = parse(text, most=MAX_PARTS, integer=natural)
-    except ValueError as error:
-        raise BadHeader(f"its header can't be read: {error}") from error
-    _check_metadata(header.pop(METADATA, {}))
-    if len(header) > MAX_TENSORS:
-        raise BadHeader(f"it has {len(header)} tensors, and more than {MAX_TENSORS} in a file are not read")
-    entries = {name: _entry(name, content) for name, content in header.items()}
-    _check_places(entries, size)
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise HeaderError(str(error).removeprefix("Error while deserializing header: ")) from error
+
+
+def read_entries(mapped: Any) -> dict[str, Entry]:
+    """Return the entries of a mapped file by name, in file order; HeaderError names an unusable tensor."""
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name in mapped.offset_keys():
+        part = mapped.get_slice(name)
+        if not is_name(name):
+            raise HeaderError(f"{name!r:.99} is not a valid name of a tensor")
+        if part.get_dtype() not in DTYPES:
+            raise HeaderError(f"{name} is of type {part.get_dtype()}, which can't be read")
+        if len(part.get_shape()) > MAX_DIMENSIONS:
+            raise HeaderError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
+        spec = TensorSpec(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+        start, end = end, end + spec.bytes  # the library refuses files with gaps
+        entries[name] = Entry(spec, start, end)
     return entries
 
 
-def header_length(first: bytes, size: int) -> int:
-    """The length of the header of a file of this size, from its first 8 bytes; BadHeader if it can't be."""
-    length = int.from_bytes(first, "little")
-    if len(first) < 8 or length > size - 8:
-        raise BadHeader(f"its {size} bytes end before its header does")
-    if length > MAX_HEADER:
-        raise BadHeader(f"its header has {length} bytes, and more than {MAX_HEADER} are not read")
-    return length
-
-
 def is_name(name: str) -> bool:
-    """Whether a tensor may have this name: no control characters, and no way out of a folder."""
+    """Return whether a tensor may have this name: no control characters, and no way out of a folder."""
     return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA
-
-
-def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadHeader(f"its {METADATA} is not an object of strings")
-    if len(metadata) > MAX_METADATA:
-        raise BadHeader(f"its {METADATA} has {len(metadata)} entries, and more than {MAX_METADATA} are not read")
-    try:
-        "".join([*metadata, *metadata.values()]).encode()
-    except UnicodeEncodeError:
-        raise BadHeader(f"its {METADATA} holds half a character") from None
-
-
-def _entry(name: str, content: Any) -> Entry:
-    if not is_name(name):
-        raise BadHeader(f"{name!r:.99} is not a valid name of a tensor")
-    if not isinstance(content, dict) or content.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadHeader(f"{name} is not described by dtype, shape and data_offsets alone")
-    code, shape, places = content["dtype"], content["shape"], content["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise BadHeader(f"{name} is of type {code!r:.99}, which can't be read")
-    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise BadHeader(f"{name} has no shape of at most {MAX_DIMENSIONS} dimensions")
-    if not _naturals(places) or len(places) != 2 or places[0] > places[1]:
-        raise BadHeader(f"{name} has no place between two data_offsets")
-    entry = Entry(TensorSpec(tuple(shape), DTYPES[code]), *places)
-    if entry.spec.bytes != entry.end - entry.start:
-        raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.spec.bytes}")
-    if math.prod(filter(None, shape)) * entry.spec.dtype.itemsize > MAX_BYTES:
-        raise BadHeader(f"{name} has dimensions that no tensor can have")
-    return entry
-
-
-def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and {*map(type, values)} <= {int}
-
-
-def _check_places(entries: Mapping[str, Entry], size: int) -> None:
-    """BadHeader unless every byte belongs to exactly one tensor: gaps could hide data, overlaps alias tensors."""
-    end = 0
-    for start, next_end, name in sorted((entry.start, entry.end, name) for name, entry in entries.items()):
-        if start != end:
-            raise BadHeader(f"{name} does not begin where the tensor before it ends, at byte {end}")
-        end = next_end
-    if end != size:
-        raise BadHeader(f"its tensors need {end} bytes, and it has {size}")

@@ -1,7 +1,7 @@
 """
-Reads safetensors: the header of an open file, single tensors, a Hugging Face folder of files, and a file in memory.
+Readers of safetensors: Hugging Face folders with the safetensors library, and files of checkpoints with their digests.
 
-Files are untrusted: headers are validated, and nothing outside of the folder is opened.
+Files are untrusted: only regular files are opened, and nothing outside of the folder is opened.
 """
 
 import os
@@ -14,9 +14,9 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.storage.regular_file import RegularFile, open_regular_file
-from drawloom.components.storage.safetensors.header import BadHeader, Entry, format_names, header_length, parse_header
+from drawloom.components.storage.safetensors.header import Entry, HeaderError, format_names, map_file, read_entries
 from drawloom.components.storage.strict_json import parse
-from drawloom.components.storage.tensor_source import TensorSpec, empty, from_memory, view
+from drawloom.components.storage.tensor_source import TensorSpec, empty
 from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
@@ -29,44 +29,59 @@ MAX_FILES = 10_000
 
 @attrs.frozen
 class SafetensorsFile:
-    """A file with a valid header: its entries, the offset of the tensors, and its identity (see RegularFile)."""
+    """A file with a valid header: the specs of its tensors, and its identity (see RegularFile)."""
 
     path: Path
-    begin: int
-    entries: Mapping[str, Entry]
+    specs: Mapping[str, TensorSpec]
     identity: tuple[int, int, int, int]
 
 
-@attrs.frozen
+@attrs.define
 class SafetensorsFolder:
-    """A source of the tensors of a folder; `places` maps each name to its file."""
+    """
+    Source of the tensors of a folder; `files` maps each name to its file.
 
-    places: Mapping[str, SafetensorsFile]
-    owns_memory: bool = attrs.field(init=False, default=True)
+    Tensors are views of mapped files: of a tensor that is sliced, only the slice is read. The file in use stays mapped,
+    so that its header is not parsed again for each tensor.
+    """
+
+    files: Mapping[str, SafetensorsFile]
+    _mapped: tuple[Path, Any] | None = attrs.field(init=False, default=None)
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: file.entries[name].spec for name, file in self.places.items()}
+        return {name: file.specs[name] for name, file in self.files.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, any shape, read into new memory on the CPU; UserError if its file has changed."""
-        place = self.places[name]
-        with open_regular_file(place.path) as file:
-            if file.identity != place.identity:
-                raise UserError(f"{place.path} was changed while {name} was read; copy it again")
-            return read_tensor(file, place.begin, place.entries[name])
+        """Return one tensor, any shape, on the CPU; UserError if its file has changed."""
+        file = self.files[name]
+        with open_regular_file(file.path) as opened:
+            if opened.identity != file.identity:
+                raise UserError(f"{file.path} was changed while {name} was read; copy it again")
+        if self._mapped is None or self._mapped[0] != file.path:
+            with _as_user_error(file.path):
+                self._mapped = file.path, map_file(file.path)
+        tensor: Tensor = self._mapped[1].get_tensor(name)
+        return tensor
 
 
-def read_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
-    """The offset at which the tensors of a file begin, and its entries by name; BadHeader if it is invalid."""
-    length = header_length(file.read(0, min(8, file.size)), file.size)
-    return 8 + length, parse_header(file.read(8, length), file.size - 8 - length)
+def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
+    """
+    Return the offset at which the tensors of a file begin, and its entries by name; HeaderError if it is invalid.
+
+    The header's bytes are read through `file` first, as a VerifiedFile compares them with their digests.
+    """
+    length = int.from_bytes(file.read(0, min(8, file.size)), "little")
+    file.read(8, min(length, max(file.size - 8, 0)))
+    entries = read_entries(map_file(file.path))
+    return 8 + length, entries
 
 
 def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None = None) -> Tensor:
     """
-    A tensor of any shape (its entry's) in new memory on the CPU; `begin` is the offset of all tensors.
+    Read a tensor of any shape (its entry's) into new memory on the CPU; `begin` is the offset of all tensors.
 
-    Of a tensor with dimensions some `rows`, in one piece, can be read alone.
+    Of a tensor with dimensions, `rows` selects a range of rows. Checkpoints are read with this function and not with
+    the library, so that every byte in use is one that was compared with its digest.
     """
     spec, start = entry.spec, begin + entry.start
     if rows is not None:
@@ -75,18 +90,6 @@ def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None 
     tensor, memory = empty(spec)
     file.read_into(memory, start)
     return tensor
-
-
-def tensors_in(memory: Tensor) -> dict[str, Tensor]:
-    """memory: (bytes,), uint8, a whole file; its tensors by name, as views of it. BadHeader if it is invalid."""
-    size = memory.numel()
-    length = header_length(view(memory)[:8].tobytes(), size)
-    body = memory[8 + length :]
-    entries = parse_header(view(memory)[8 : 8 + length].tobytes(), size - 8 - length)
-    try:
-        return {name: from_memory(body[entry.start : entry.end], entry.spec) for name, entry in entries.items()}
-    except RuntimeError as error:  # this package aligns every tensor, other writers may not
-        raise BadHeader(f"a tensor is not aligned to its elements: {error}") from error
 
 
 def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
@@ -100,7 +103,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
         raise UserError(f"{folder} is not a folder; write the path of a Hugging Face model folder")
     if os.path.lexists(folder / SINGLE):
         single = read_safetensors_header(folder / SINGLE)
-        return SafetensorsFolder(dict.fromkeys(single.entries, single))
+        return SafetensorsFolder(dict.fromkeys(single.specs, single))
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
     places, total = _read_index(folder / INDEX)
@@ -113,7 +116,9 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
 def read_safetensors_header(path: Path) -> SafetensorsFile:
     """The header of a file; UserError if it is invalid."""
     with open_regular_file(path) as file, _as_user_error(path):
-        return SafetensorsFile(path, *read_header(file), file.identity)
+        return SafetensorsFile(
+            path, {name: entry.spec for name, entry in read_entries(map_file(path)).items()}, file.identity
+        )
 
 
 def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
@@ -128,7 +133,7 @@ def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
 def _as_user_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except BadHeader as error:
+    except HeaderError as error:
         raise UserError(f"{path} can't be read as safetensors: {error}; copy the file again") from error
 
 
@@ -173,13 +178,13 @@ def _total(index: Mapping[str, Any], path: Path) -> int | None:
 
 
 def _differences(places: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None) -> Iterator[str]:
-    if missing := [f"{name} (in {file})" for name, file in places.items() if name not in files[file].entries]:
+    if missing := [f"{name} (in {file})" for name, file in places.items() if name not in files[file].specs]:
         yield f"missing {format_names(missing)}"
-    held = [(name, file) for file, found in files.items() for name in found.entries]
+    held = [(name, file) for file, found in files.items() for name in found.specs]
     if unknown := [f"{name} (in {file})" for name, file in held if name not in places]:
         yield f"unexpected {format_names(unknown)}"
     if double := [f"{name} (also in {file})" for name, file in held if places.get(name, file) != file]:
         yield f"duplicate {format_names(double)}"
-    size = sum(entry.spec.bytes for file in files.values() for entry in file.entries.values())
+    size = sum(spec.bytes for file in files.values() for spec in file.specs.values())
     if total not in (None, size) and not missing and not unknown:
         yield f"its total_size is {total}, and the tensors have {size} bytes"

@@ -1,4 +1,10 @@
-"""Writes a safetensors file, tensor by tensor in any order."""
+"""
+Writer of safetensors files, tensor by tensor in any order.
+
+The library's `save_file` takes all tensors of a file at once, and neither hashes nor flushes them. An export streams
+one group of tensors at a time, whatever the size of the file, and a checkpoint needs digests and durability. Files are
+byte for byte those of the library.
+"""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -28,7 +28,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import time as simulated
-from drawloom.components.planning.traces import Measured, measured
+from drawloom.components.planning.traces import TracedStep, measured
 from support.pipelines import TRAINING
 
 ROWS = 2 if TINY else int(os.environ.get("ROWS", "4"))
@@ -83,7 +83,7 @@ def _seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
     return statistics.median(times[2:])
 
 
-def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> Measured | None:
+def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> TracedStep | None:
     """A traced step of both ranks, on the first of them; the one before, in which the profiler starts, is left out."""
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     path = str(folder / "traces" / f"steps-1-1-rank-{mesh.world.rank}.json.gz")

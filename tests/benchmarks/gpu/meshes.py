@@ -51,7 +51,7 @@ from drawloom.components.model.decoder.router import Router  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
-from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
@@ -309,7 +309,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
-    executor = Executor(**edges, streams=case.streams, **common)
+    executor = ProgramExecutor(**edges, streams=case.streams, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

@@ -46,7 +46,7 @@ from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
-from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
@@ -150,7 +150,7 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
         stages.head_layer_cost, stages.capture = head, "--capture" in sys.argv
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
-    executor = Executor(schedule=schedule, objective=loss, device=device, **parts)
+    executor = ProgramExecutor(schedule=schedule, objective=loss, device=device, **parts)
     executor.open()
     reduction = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-5)

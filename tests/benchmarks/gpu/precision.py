@@ -40,7 +40,7 @@ from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
-from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
@@ -179,7 +179,7 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     stages = MaterializedStages(model=model, loss=loss, precision=precision, job=job, **common)
     stages.open()
-    executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    executor = ProgramExecutor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
     synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     clip = ClipNorm(parameters=stages, max_norm=1.0)

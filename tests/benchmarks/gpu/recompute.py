@@ -38,7 +38,7 @@ from drawloom.components.model.llama import Llama  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
-from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.pipeline.recompute import recomputing  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
@@ -161,7 +161,7 @@ def _step_of(
     precision = DtypePolicy(parameter="bfloat16", compute="bfloat16", gradient="bfloat16")
     stages = MaterializedStages(model=model, loss=loss, precision=precision, job=job, recompute=policy, **common)
     stages.open()
-    executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    executor = ProgramExecutor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

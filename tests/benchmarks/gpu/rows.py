@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.gpu import peers
 from drawloom.components.ports.flops import attended_pairs
 from drawloom.kernels.adamw import ParamState, step_scalars
-from drawloom.kernels.attention import EAGER, Implementation
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.attention import EAGER, AttentionImplementation
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
@@ -165,7 +165,9 @@ def _losses(tiny: bool) -> Iterator[Row]:
             {
                 "drawloom": partial(summed, linear_cross_entropy_triton),
                 "drawloom cut": partial(summed, cut_cross_entropy_triton),
-                "drawloom filtered": lambda h, w, t: summed(cut_cross_entropy_triton, h, w, t, Cut(filter_eps=2**-12)),
+                "drawloom filtered": lambda h, w, t: summed(
+                    cut_cross_entropy_triton, h, w, t, LogitCut(filter_eps=2**-12)
+                ),
             },
             {"eager": peers.linear_cross_entropy, "compile": peers.compiled(peers.linear_cross_entropy)},
             peers.linear_cross_entropy,
@@ -319,7 +321,7 @@ def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
     )
 
 
-def _masked(attention: Implementation, documents: Tensor) -> Callable[..., Tensor]:
+def _masked(attention: AttentionImplementation, documents: Tensor) -> Callable[..., Tensor]:
     """What a layer computes: the mask is there already."""
     mask = attention.mask(documents) if attention.whole_rows is None else attention.whole_rows
     return lambda q, k, v: attention.attend(q, k, v, mask)

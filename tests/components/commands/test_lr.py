@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from drawloom.components.learning_rate.piecewise import Piece, Piecewise
+from drawloom.components.learning_rate.piecewise import Piecewise, SchedulePiece
 from drawloom.graph.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
@@ -31,7 +31,7 @@ def data(capsys: Capture, *arguments: str) -> Any:
 def test_rates_and_rows_are_those_of_the_run(capsys: Capture) -> None:
     """Each step has the optimizer's rate times the schedule's factor; rows are drawn if a ramp changes them."""
     found = data(capsys, "first_run", RAMP, SMALL)
-    lr = Piecewise(start=0.1, phases=[Piece(until_percent=10.0, to=1.0), Piece(to=0.1, curve="cosine")])
+    lr = Piecewise(start=0.1, phases=[SchedulePiece(until_percent=10.0, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
     assert found["lr of [optimizer]"] == [[step, 4e-3 * lr.factor(step - 1, 240)] for step in range(1, 241)]
     assert found["rows in a step of [batch]"] == [[step, 4 if step <= 10 else 16] for step in range(1, 241)]
     assert list(data(capsys, "first_run")) == ["lr of [optimizer]"]

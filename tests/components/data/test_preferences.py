@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from drawloom.components.data.packing.rows import Piece, batch_of
+from drawloom.components.data.packing.rows import RowPiece, batch_of
 from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
@@ -118,7 +118,7 @@ def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE})
     documents = made.documents("train")
     assert [documents.read(number, 0, 1).reference for number in (0, 1)] == [-1.5, -2.0]
-    pieces = [Piece(number, 0, int(length)) for number, length in enumerate(documents.lengths)]
+    pieces = [RowPiece(number, 0, int(length)) for number, length in enumerate(documents.lengths)]
     batch = batch_of(documents, [pieces], 128, 0)
     assert batch.reference is not None
     assert [float(batch.reference[batch.document_ids == number].sum()) for number in (0, 1)] == [-1.5, -2.0]

@@ -65,7 +65,7 @@ def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
     with spawned(rows_of(train=50), 2) as workers:
         batches = workers.batches(ones(), 4, timeout=600)
         next(batches)
-        os.kill(workers.members[1].process.pid or 0, signal.SIGKILL)
+        os.kill(workers.members[1].child.process.pid or 0, signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(UserError, match=r"data worker 1 \(process \d+\) was killed by SIGKILL before .* row \d+"):
             list(islice(batches, 20))
@@ -77,7 +77,7 @@ def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
     with spawned(rows_of(train=50), 1) as workers:
         batches = workers.batches(ones(), 1, timeout=30)
         next(batches)
-        os.kill(workers.members[0].process.pid or 0, signal.SIGINT)
+        os.kill(workers.members[0].child.process.pid or 0, signal.SIGINT)
         time.sleep(0.05)
         assert names(list(islice(batches, 3))) == [[1], [2], [3]]
 
@@ -86,7 +86,7 @@ def test_a_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None
     """Stopping it does not wait for it."""
     with spawned(rows_of(train=50), 1) as workers:
         next(workers.batches(ones(), 1, timeout=60))
-        os.kill(workers.members[0].process.pid or 0, signal.SIGSTOP)
+        os.kill(workers.members[0].child.process.pid or 0, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(UserError, match=r"data worker 0 .* has for 0\.5 seconds not given row \d of train"):
             next(workers.batches(ones(), 1, timeout=0.5))
@@ -112,7 +112,7 @@ def test_rows_that_can_t_be_pickled_are_refused() -> None:
 def test_closing_ends_every_process(rows_of: RowsOf) -> None:
     """No process is left, even if none ever returned a batch."""
     workers = Workers(rows_of(train=50), "train", 2)
-    pids = [member.process.pid or 0 for member in workers.members]
+    pids = [member.child.process.pid or 0 for member in workers.members]
     workers.close()
     assert not any(alive(pid) for pid in pids)
 
@@ -132,7 +132,7 @@ rows = Concatenated(tokens=None, job=None, length=4)
 rows._splits["train"] = PackedSplit(documents, JoinedIndexes((rows.index_of(documents.lengths, None),), (0,)))
 workers = Workers(rows, "train", 3)
 next(workers.batches((list(range(20_000)) for _ in count()), 1, 30))
-print(*(member.process.pid for member in workers.members), flush=True)
+print(*(member.child.process.pid for member in workers.members), flush=True)
 time.sleep(60)
 """
 
@@ -178,7 +178,7 @@ def test_the_documents_of_a_dead_workers_rows_are_named(rows_of: RowsOf) -> None
     with spawned(rows_of(train=50), 1) as workers:
         batches = workers.batches(iter([[number, 1, 2, 3, 4, 5] for number in range(9)]), 1, timeout=600)
         next(batches)
-        os.kill(workers.members[0].process.pid or 0, signal.SIGBUS)
+        os.kill(workers.members[0].child.process.pid or 0, signal.SIGBUS)
         expected = r"was killed by SIGBUS before it delivered rows \d, 1, 2, 3 and 2 more of train \(of document 0\)"
         with pytest.raises(UserError, match=expected):
             list(batches)

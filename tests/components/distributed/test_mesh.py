@@ -40,7 +40,7 @@ class FakeProcesses:
         self.requests.append((name, sets))
         return SingleProcess()
 
-    def communicator(self, name: str, sender: int, receiver: int) -> Any:
+    def channel(self, name: str, first: int, second: int) -> Any:
         raise AssertionError("no tensor is sent")
 
     def control_group(self, name: str) -> Group:

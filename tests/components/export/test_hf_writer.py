@@ -149,7 +149,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
         found = open_safetensors_folder(tmp_path / name)
         assert found.specs().keys() == expected.specs().keys()
         assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.specs())
-        files = {file.path.name for file in found.places.values()} | {"model.safetensors.index.json", "config.json"}
+        files = {file.path.name for file in found.files.values()} | {"model.safetensors.index.json", "config.json"}
         assert {*os.listdir(tmp_path / name)} == files
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
         theirs, report = load_in_transformers(tmp_path / name)

@@ -11,6 +11,7 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.run import Step
 from support.steps import losses_of
+from support.weights import Weights
 
 
 class NoReduction:
@@ -23,23 +24,11 @@ class NoReduction:
         return value
 
 
-class Weights:
+def weights_with(gradient: Tensor) -> Weights:
     """Two parameters, of which the second has no gradient."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self.first, self.second = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(2))
-        self.first.grad = gradient
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [("first", self.first), ("second", self.second)]
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
-
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self.named()
-
-    def sum_gradients(self) -> None: ...
+    weights = Weights.of({"first": nn.Parameter(torch.zeros_like(gradient)), "second": nn.Parameter(torch.zeros(2))})
+    weights.parameters["first"].grad = gradient
+    return weights
 
 
 def taken(weights: Weights, mesh: Any, total: float, weight: float, why: str = "", **settings: Any) -> Step:
@@ -69,10 +58,10 @@ both = pytest.mark.parametrize("norm", ["exact", "device"])
 @both
 def test_gradient_and_loss_are_means_by_weight(one_rank: Any, norm: str) -> None:
     """Sums are divided by the total weight once; a parameter without a gradient gets zeros."""
-    weights = Weights(torch.tensor([6.0, 8.0]))
+    weights = weights_with(torch.tensor([6.0, 8.0]))
     step = taken(weights, one_rank, total=10.0, weight=2.0, norm=norm)
-    assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
-    assert weights.second.grad is not None and weights.second.grad.tolist() == [0.0, 0.0]
+    gradients = [parameter.grad for _, parameter in weights.named()]
+    assert [gradient.tolist() for gradient in gradients if gradient is not None] == [[3.0, 4.0], [0.0, 0.0]]
     assert step.state["loss"] == 5.0 and step.state.number("grad_norm") == pytest.approx(5.0) and not step.skip_reason
     assert {step.state[name].dtype for name in ("loss", "grad_norm", "loss_weight", "tokens")} == {torch.float64}
 
@@ -90,7 +79,7 @@ def test_a_non_finite_step_is_skipped(
     gradient: float, total: float, weight: float, reason: str, one_rank: Any, norm: str
 ) -> None:
     """A step with a non-finite loss or gradient norm, or without tokens, gets a reason and the flag."""
-    step = taken(Weights(torch.tensor([gradient])), one_rank, total, weight, norm=norm)
+    step = taken(weights_with(torch.tensor([gradient])), one_rank, total, weight, norm=norm)
     assert step.state["skip"] == 1
     assert step.skip_reason == reason
 
@@ -98,7 +87,7 @@ def test_a_non_finite_step_is_skipped(
 @both
 def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
     """A finite step that a phase refuses is skipped, on the device too."""
-    step = taken(Weights(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
+    step = taken(weights_with(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
     assert step.state["skip"] == 1
     assert step.skip_reason == "a phase says so"
 
@@ -107,5 +96,5 @@ def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
 def test_tokens_are_whole_numbers(mesh_of: Any, norm: str) -> None:
     """Twelve context ranks count the same 7 tokens, a twelfth each: the sum is below 7 by rounding, and 7 count."""
     mesh = mesh_of(sizes={"context": 12}, replicas=TwelveAlike())
-    step = taken(Weights(torch.tensor([1.0])), mesh, 1.0, 1.0, norm=norm)
+    step = taken(weights_with(torch.tensor([1.0])), mesh, 1.0, 1.0, norm=norm)
     assert step.tokens == 7

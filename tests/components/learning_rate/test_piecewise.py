@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.learning_rate.piecewise import Piece, Piecewise
+from drawloom.components.learning_rate.piecewise import Piecewise, SchedulePiece
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
@@ -20,63 +20,69 @@ def factors(lr: Piecewise, total: int) -> list[float]:
 
 def test_warm_up_and_cosine_by_hand() -> None:
     """A tenth-step warm-up and a cosine have the values that pen and paper give."""
-    lr = Piecewise(phases=[Piece(until_percent=20, to=1.0), Piece(to=0.1, curve="cosine")])
+    lr = Piecewise(phases=[SchedulePiece(until_percent=20, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
     expected = [0, 0.5, 1, 0.9657, 0.8682, 0.7222, 0.55, 0.3778, 0.2318, 0.1343, 0.1]
     assert factors(lr, 10) == pytest.approx(expected, abs=5e-5)
 
 
 def test_exponential_is_linear_in_the_logarithm() -> None:
     """Each step of an exponential phase multiplies by the same factor; zero is taken as 1e-8."""
-    lr = Piecewise(phases=[Piece(to=1.0, curve="exponential")])
+    lr = Piecewise(phases=[SchedulePiece(to=1.0, curve="exponential")])
     assert factors(lr, 4) == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1.0])
 
 
 def test_polynomial_bends_by_its_power() -> None:
     """A polynomial phase follows progress to its power."""
-    lr = Piecewise(phases=[Piece(to=1.0, curve="polynomial", power=3.0)])
+    lr = Piecewise(phases=[SchedulePiece(to=1.0, curve="polynomial", power=3.0)])
     assert factors(lr, 4) == pytest.approx([0, 1 / 64, 8 / 64, 27 / 64, 1])
 
 
 def test_phases_by_steps_hold_whatever_the_total() -> None:
     """A phase of so many steps is as long in a longer run, and its end value holds afterwards."""
-    lr = Piecewise(start=1.0, phases=[Piece(steps=2, to=3.0)])
+    lr = Piecewise(start=1.0, phases=[SchedulePiece(steps=2, to=3.0)])
     assert factors(lr, 4)[:5] == factors(lr, 100)[:5] == [1, 2, 3, 3, 3]
 
 
 def test_an_empty_phase_is_a_jump() -> None:
     """A phase without a step sets the value at once."""
-    lr = Piecewise(phases=[Piece(steps=0, to=1.0), Piece(to=0.0)])
+    lr = Piecewise(phases=[SchedulePiece(steps=0, to=1.0), SchedulePiece(to=0.0)])
     assert factors(lr, 2) == [1, 0.5, 0]
 
 
 @given(total=st.integers(1, 500), percent=st.floats(0, 100), low=st.floats(0, 1))
 def test_any_number_of_steps_is_valid(total: int, percent: float, low: float) -> None:
     """Percentage and rest fit every run, and stay between their ends."""
-    lr = Piecewise(start=0.1, phases=[Piece(until_percent=percent, to=1.0), Piece(to=low, curve="cosine")])
+    lr = Piecewise(
+        start=0.1, phases=[SchedulePiece(until_percent=percent, to=1.0), SchedulePiece(to=low, curve="cosine")]
+    )
     assert all(min(low, 0.1) - 1e-9 <= factor <= 1 + 1e-9 for factor in factors(lr, total))
 
 
 def test_the_phase_leaves_the_factor_of_its_step() -> None:
     """The first step gets the start value: nothing has been done before it."""
     step = Step(1, 10)
-    Piecewise(start=0.25, phases=[Piece(to=1.0)]).run_phase(step)
+    Piecewise(start=0.25, phases=[SchedulePiece(to=1.0)]).run_phase(step)
     assert values_of(step) == {"lr_factor": 0.25}
 
 
 PIECES = st.lists(
-    st.builds(Piece, steps=st.sampled_from([None, 2, 5]), to=st.sampled_from([0.5, 1.0])), min_size=1, max_size=3
+    st.builds(SchedulePiece, steps=st.sampled_from([None, 2, 5]), to=st.sampled_from([0.5, 1.0])),
+    min_size=1,
+    max_size=3,
 )
 
 
 @given(start=st.sampled_from([0.5, 1.0]), phases=PIECES, total=st.integers(1, 12))
 def test_a_rate_that_does_not_depend_on_the_number_of_steps_is_known(
-    start: float, phases: list[Piece], total: int
+    start: float, phases: list[SchedulePiece], total: int
 ) -> None:
     """If it says so, each step has the same rate in a longer run; a constant rate, also after a warm-up, says so."""
     lr, node = Piecewise(start=start, phases=phases), SimpleNamespace(settings={"start": start, "phases": phases})
     if not Piecewise.derives_from_total(node):
         assert factors(lr, total) == factors(lr, total + 3)[: total + 1]
-    constant = SimpleNamespace(settings={"start": 0.0, "phases": [Piece(steps=9, to=1.0), Piece(to=1.0)]})
+    constant = SimpleNamespace(
+        settings={"start": 0.0, "phases": [SchedulePiece(steps=9, to=1.0), SchedulePiece(to=1.0)]}
+    )
     assert not Piecewise.derives_from_total(constant)
 
 

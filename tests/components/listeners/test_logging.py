@@ -17,13 +17,7 @@ from drawloom.components.ports.distributed import Processes
 from drawloom.components.report.events import parse_log
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.frozen

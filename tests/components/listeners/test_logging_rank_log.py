@@ -7,13 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.listeners.logging import rank_log
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.frozen

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,7 @@ from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
 from support.doubles import Machine
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 class Model(nn.Module):

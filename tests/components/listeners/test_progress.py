@@ -17,14 +17,8 @@ from drawloom.components.listeners.progress import ProgressBar
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from support.doubles import Machine
+from support.folders import Folder
 from support.steps import LateState, skipped
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
 
 
 @attrs.frozen

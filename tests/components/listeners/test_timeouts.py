@@ -12,13 +12,7 @@ import pytest
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.timeouts import GUARD_MARGIN, Timeouts
 from drawloom.components.ports.run import Event, EventKind, Step
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.define

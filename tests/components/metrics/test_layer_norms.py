@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -10,26 +9,7 @@ from torch import nn
 from drawloom.components.metrics.layer_norms import LayerNorms, layer_of
 from drawloom.components.ports.run import Step
 from support.metrics import measured
-
-
-@attrs.frozen
-class Weights:
-    """Parameters of which this rank counts some."""
-
-    parameters: dict[str, nn.Parameter]
-    others: tuple[str, ...] = ()
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [*self.parameters.items()]
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
-
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, each) for name, each in self.named() if name not in self.others]
-
-    def sum_gradients(self) -> None:
-        pass
+from support.weights import Weights
 
 
 def weights(**values: tuple[float, float | None]) -> dict[str, nn.Parameter]:
@@ -50,7 +30,7 @@ def test_norms_are_those_of_all_parameters_of_a_layer(one_rank: Any) -> None:
         model__norm__weight=(5.0, None),
         lm_head__weight=(6.0, 1.0),
     )
-    metric = LayerNorms(parameters=Weights(parts, others=("lm_head.weight",)), mesh=one_rank)
+    metric = LayerNorms(parameters=Weights.of(parts, others=("lm_head.weight",)), mesh=one_rank)
     metric.open()
     step = Step(1, 1)
     metric.run_phase(step)

@@ -4,34 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from drawloom.components.optim.adam import Adam
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
-
-
-class Weights:
-    """A matrix and a vector to train."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.parameters = {
-            "matrix": nn.Parameter(torch.randn(3, 4, generator=generator)),
-            "vector": nn.Parameter(torch.randn(4, generator=generator)),
-        }
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.parameters.items())
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(self.parameters)
-
-    def give_gradients(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter in self.named():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+from support.weights import Weights
 
 
 @pytest.mark.parametrize("variant", [{}, {"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}])

@@ -1,36 +1,15 @@
 """AdamW by parameter names."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
 from support.steps import skipped
-
-
-class Weights:
-    """A matrix and a vector to train."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.matrix = nn.Parameter(torch.randn(3, 4, generator=generator))
-        self.vector = nn.Parameter(torch.randn(4, generator=generator))
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [("vector", self.vector), ("matrix", self.matrix)]
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
-
-    def give_gradients(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter in self.named():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+from support.weights import Weights
 
 
 def made(weights: Weights, **settings: float) -> AdamW:
@@ -77,11 +56,12 @@ def test_state_loads_into_a_new_optimizer() -> None:
 def test_a_skipped_step_only_clears_the_gradients() -> None:
     """A skipped step leaves weights and state bitwise unchanged, and clears the gradients."""
     weights = Weights()
-    before = weights.matrix.detach().clone()
+    matrix = weights.parameters["matrix"]
+    before = matrix.detach().clone()
     optimizer = made(weights)
     weights.give_gradients(1)
     optimizer.run_phase(skipped(1, 1))
-    assert torch.equal(weights.matrix, before) and weights.matrix.grad is None
+    assert torch.equal(matrix, before) and matrix.grad is None
     assert optimizer.state_dict() == {"vector": {}, "matrix": {}}
 
 

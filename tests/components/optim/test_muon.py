@@ -13,6 +13,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
+from support.weights import Weights
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (7, 6),
@@ -22,26 +23,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 SHAPES |= {"layers.0.norm": (6,), "layers.1.experts": (3, 9, 6)}
 MATRICES = ("layers.0.up", "layers.0.down", "layers.1.up")
-
-
-class Weights:
-    """Matrices of layers, an embedding, a norm, and experts."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        generator = torch.Generator().manual_seed(0)
-        made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-        self.parameters = {name: nn.Parameter(tensor) for name, tensor in made.items()}
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.parameters.items())
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(self.parameters)
-
-    def give_gradients(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter in self.named():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def opened(weights: Weights, **settings: Any) -> Muon:
@@ -60,7 +41,7 @@ def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("how", [{}, {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5, "ns_steps": 3}])
 def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
     """Matrices of layers have the bits of torch.optim.Muon, all others but stacks those of torch.optim.AdamW."""
-    ours, theirs = Weights(dtype), Weights(dtype)
+    ours, theirs = Weights(SHAPES, dtype), Weights(SHAPES, dtype)
     optimizer = opened(ours, groups=[AdamGroup(targets=["layers.1.up"], lr_multiplier=0.5, weight_decay=0.2)], **how)
     halved = {"params": [theirs.parameters["layers.1.up"]], "lr": 0.05, "weight_decay": 0.2}
     muon = of_torch([{"params": [theirs.parameters[name] for name in MATRICES[:2]]}, halved], how)
@@ -81,7 +62,7 @@ def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> No
 
 def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
     """Stacked experts are moved as torch.optim.Muon moves each of them."""
-    ours, theirs = Weights(), Weights()
+    ours, theirs = Weights(SHAPES, torch.float64), Weights(SHAPES, torch.float64)
     optimizer = opened(ours)
     apart = [nn.Parameter(matrix.detach().clone()) for matrix in theirs.parameters["layers.1.experts"]]
     muon = of_torch(apart, {})
@@ -100,7 +81,7 @@ def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
 
 def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
     """State of both optimizers comes back by name, as copies."""
-    weights, others = Weights(), Weights()
+    weights, others = Weights(SHAPES, torch.float64), Weights(SHAPES, torch.float64)
     first, second = opened(weights), opened(others)
     weights.give_gradients(1)
     first.run_phase(Step(1, 2))
@@ -118,13 +99,13 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
 def test_a_name_of_no_matrix_is_refused() -> None:
     """A pattern of `targets` that only vectors have, or no parameter, is an error."""
     with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
-        opened(Weights(), targets=["*.up", "*norm"])
+        opened(Weights(SHAPES, torch.float64), targets=["*.up", "*norm"])
 
 
 @pytest.mark.parametrize("how", [{}, {"ns_steps": 2, "targets": ["*.up"]}])
 def test_operations_of_an_update_are_those_that_torch_counts(how: dict[str, Any]) -> None:
     """In the products of a step, for matrices of either orientation and stacks of them; without `open`."""
-    weights = Weights(torch.float32)
+    weights = Weights(SHAPES)
     weights.give_gradients(0)
     planned = Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **how).update_flops()
     optimizer = opened(weights, **how)

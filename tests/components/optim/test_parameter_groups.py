@@ -13,7 +13,7 @@ from torch import nn
 from drawloom import Recipe
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.parameter_groups import AdamGroup, Group, unmatched
+from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, unmatched
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
@@ -23,29 +23,10 @@ from drawloom.graph.build.node import NodeView
 from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 from support.steps import skipped
+from support.weights import Weights
 
 SHAPES = {"embed.weight": (5, 4), "layers.0.up.weight": (6, 4), "layers.1.up.weight": (6, 4), "layers.0.norm": (4,)}
 SHAPES |= {"layers.1.norm": (4,), "loss.temperature": ()}
-
-
-class Weights:
-    """Matrices, vectors and a number to train."""
-
-    def __init__(self, *only: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        every = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-        self.parameters = {name: part for name, part in every.items() if not only or name in only}
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.parameters.items())
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(self.parameters)
-
-    def give_gradients(self, seed: int) -> None:
-        for name, parameter in self.named():
-            generator = torch.Generator().manual_seed(seed + len(name))
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 @attrs.frozen
@@ -80,7 +61,7 @@ GROUPS = [
 
 def test_steps_are_those_of_torch_with_such_groups() -> None:
     """Weights after steps, of which one is skipped, are bitwise torch's with groups that are written out by name."""
-    ours, theirs = Weights(), Weights()
+    ours, theirs = Weights(SHAPES), Weights(SHAPES)
     steps(opened(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)
     written: list[dict[str, Any]] = [
         {"params": ["layers.0.up.weight"], "weight_decay": 0.3, "factor": 1.0},
@@ -104,12 +85,12 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
 def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> None:
     """Each parameter has the bits that it has alone, in an optimizer with the settings of its group."""
     betas = {} if kind is SGD else {"betas": (0.5, 0.6)}
-    make = Group if kind is SGD else AdamGroup
-    weights = Weights()
+    make = ParameterGroup if kind is SGD else AdamGroup
+    weights = Weights(SHAPES)
     groups = [make(targets=["layers.*.up.*"], lr_multiplier=0.5, weight_decay=0.7, **betas)]
     steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
     for name, parameter in weights.named():
-        alone = Weights(name)
+        alone = Weights({name: SHAPES[name]})
         settings = {"lr": 0.05, "weight_decay": 0.7, **betas} if ".up." in name else {}
         steps(opened(kind, alone, **settings), alone, 1, 2, 3, 4)
         assert torch.equal(parameter, alone.parameters[name]), name
@@ -118,8 +99,8 @@ def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> N
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
 def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
     """A step after loading into other groups equals, by name, one with the state as it was saved."""
-    make = Group if kind is SGD else AdamGroup
-    weights, others = Weights(), Weights()
+    make = ParameterGroup if kind is SGD else AdamGroup
+    weights, others = Weights(SHAPES), Weights(SHAPES)
     before = opened(kind, weights, groups=[make(targets=["layers.0.*"], lr_multiplier=0.5)])
     steps(before, weights, 1, 2)
     after = opened(kind, others, groups=[make(targets=["embed.*"]), make(targets=["*norm"], lr_multiplier=0.25)])
@@ -139,7 +120,7 @@ def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
 def test_a_pattern_without_a_parameter_is_refused(patterns: list[list[str]], said: str) -> None:
     """A pattern that is no name, or whose names all belong to an earlier group, is an error that says which."""
     with pytest.raises(UserError, match=r"groups\[\d\] of the optimizer: the pattern ") as caught:
-        opened(AdamW, Weights(), groups=[AdamGroup(targets=targets) for targets in patterns])
+        opened(AdamW, Weights(SHAPES), groups=[AdamGroup(targets=targets) for targets in patterns])
     assert said in str(caught.value)
 
 

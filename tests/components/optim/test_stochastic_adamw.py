@@ -11,7 +11,6 @@ import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW, rows_of
@@ -21,30 +20,14 @@ from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 from support.steps import skipped
+from support.weights import Weights
+
+SHAPES = {"matrix": (4, 6), "vector": (6,)}
 
 
-class Weights:
-    """A matrix and a vector of bfloat16 to train."""
-
-    def __init__(self, *names: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        names = names or ("matrix", "vector")
-        self.parameters = {
-            name: nn.Parameter(torch.randn(4, 6, generator=generator).bfloat16().to(DEVICE)) for name in names
-        }
-        if "vector" in self.parameters:
-            self.parameters["vector"] = nn.Parameter(self.parameters["vector"].detach()[0].clone())
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.parameters.items())
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
-
-    def give_gradients(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter in self.named():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().to(DEVICE)
+def narrow_weights(*names: str) -> Weights:
+    """A matrix and a vector of bfloat16 to train, or one of them."""
+    return Weights({name: SHAPES[name] for name in names or SHAPES}, torch.bfloat16, DEVICE)
 
 
 @attrs.frozen
@@ -65,7 +48,7 @@ def made(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
 
 
 def after(steps: int, implementation: Any = "eager", **settings: Any) -> tuple[Weights, StochasticAdamW]:
-    weights = Weights()
+    weights = narrow_weights()
     optimizer = made(weights, implementation=implementation, **settings)
     for number in range(1, steps + 1):
         weights.give_gradients(number)
@@ -80,7 +63,7 @@ def same(one: Weights, other: Weights) -> bool:
 @pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
     """In their own dtype, for 24 elements of the matrix and 6 of the vector."""
-    assert made(Weights(), state_dtype=state_dtype).memory_bytes() == {"optimizer_state": 2 * size * (24 + 6)}
+    assert made(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {"optimizer_state": 2 * size * (24 + 6)}
 
 
 def test_replicas_stay_equal_and_seeds_differ() -> None:
@@ -101,7 +84,7 @@ def test_triton_equals_eager_bitwise() -> None:
 def test_resuming_is_bit_exact(means: str) -> None:
     """Steps after loading the state are bitwise those of the optimizer that was not interrupted."""
     weights, first = after(3, state_dtype=means)
-    others = Weights()
+    others = narrow_weights()
     with torch.no_grad():
         for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
             target.copy_(source)
@@ -116,7 +99,7 @@ def test_resuming_is_bit_exact(means: str) -> None:
 
 def test_noise_depends_on_the_parameter_name() -> None:
     """A parameter gets the same noise whichever other parameters a rank has."""
-    alone = Weights("matrix")
+    alone = narrow_weights("matrix")
     optimizer = made(alone, implementation="eager")
     alone.give_gradients(1)
     optimizer.run_phase(Step(1, 1))
@@ -125,7 +108,7 @@ def test_noise_depends_on_the_parameter_name() -> None:
 
 def test_only_matrices_decay() -> None:
     """With zero gradients a matrix shrinks by lr times weight_decay, and a vector is unchanged."""
-    weights = Weights()
+    weights = narrow_weights()
     before = {name: parameter.detach().clone() for name, parameter in weights.named()}
     made(weights, lr=0.5, weight_decay=0.5).run_phase(Step(1, 1))
     assert torch.equal(weights.parameters["vector"], before["vector"])
@@ -146,7 +129,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 def test_lr_is_the_base_times_lr_factor() -> None:
     """The learning rate that was used is in the step's outputs."""
     step = Step(1, 1, {"lr_factor": 0.25})
-    made(Weights(), lr=0.1).run_phase(step)
+    made(narrow_weights(), lr=0.1).run_phase(step)
     assert step.state["lr"] == pytest.approx(0.025)
 
 
@@ -154,7 +137,7 @@ def test_inconsistent_state_is_refused() -> None:
     """State of other parameters is an error that names them, as is state of different numbers of steps."""
     _, optimizer = after(1)
     with pytest.raises(KeyError, match="vector"):
-        made(Weights()).load_state_dict({"matrix": {}})
+        made(narrow_weights()).load_state_dict({"matrix": {}})
     state = copy.deepcopy(optimizer.state_dict())
     state["vector"]["steps"] = 7
     with pytest.raises(ValueError, match=r"\[1, 7\]"):
@@ -166,7 +149,7 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(ComputeDevice, "device", torch.device("cpu"))
     with pytest.raises(UserError, match="implementation is 'triton', but Triton runs on GPUs"):
-        made(Weights(), implementation="triton")
+        made(narrow_weights(), implementation="triton")
 
 
 @given(st.data())

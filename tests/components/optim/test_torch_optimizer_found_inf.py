@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch import nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
@@ -21,32 +20,24 @@ from support.equality import assert_equal
 from support.host_reads import NoHostReads
 from support.kernels import DEVICE
 from support.steps import LateState, skipped
+from support.weights import Weights
 
 
-class Weights:
-    """A matrix and a vector to train, and gradients in a dtype."""
+def weights_of(dtype: torch.dtype, gradient: torch.dtype) -> Weights:
+    """A matrix and a vector to train, with gradients in a dtype."""
+    weights = Weights({"matrix": (4, 6), "vector": (6,)}, dtype, DEVICE)
+    for _, parameter in weights.named():
+        parameter.grad_dtype = gradient
+    return weights
 
-    def __init__(self, dtype: torch.dtype, gradient: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        shapes = {"matrix": (4, 6), "vector": (6,)}
-        self.parameters = {
-            name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(DEVICE))
-            for name, shape in shapes.items()
-        }
-        for parameter in self.parameters.values():
-            parameter.grad_dtype = gradient
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.parameters.items())
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(self.parameters)
-
-    def give_gradients(self, seed: int, finite: bool) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter in self.named():
-            gradient = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = (gradient if finite else gradient / 0.0).to(parameter.grad_dtype).to(DEVICE)
+def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
+    """Give gradients, of which none is finite if they are not to be."""
+    weights.give_gradients(seed)
+    if not finite:
+        for _, parameter in weights.named():
+            assert parameter.grad is not None
+            parameter.grad /= 0.0
 
 
 @attrs.frozen
@@ -95,7 +86,7 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
     """
     make, dtype, gradient, settings = OPTIMIZERS[name]
     for skips in ({1, 3}, {2, 3, 5}):
-        late, known = Weights(dtype, gradient), Weights(dtype, gradient)
+        late, known = weights_of(dtype, gradient), weights_of(dtype, gradient)
         ours, theirs = (make(parameters=side, mesh=SingleRankMesh(), lr=0.1, **settings) for side in (late, known))
         ours.open()
         theirs.open()
@@ -103,8 +94,8 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
             reason = "the norm is inf" if index in skips else ""
             step = Step(index, 5, LateState({}))
             step.skip_if(torch.tensor(index in skips, device=DEVICE), lambda reason=reason: reason)  # type: ignore[misc]
-            late.give_gradients(index, finite=not reason)
-            known.give_gradients(index, finite=True)
+            give_gradients(late, index, finite=not reason)
+            give_gradients(known, index, finite=True)
             ours.state_dict()  # the state of a checkpoint reads whether the last step was skipped
             with NoHostReads():
                 ours.run_phase(step)

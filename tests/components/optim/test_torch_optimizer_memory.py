@@ -12,20 +12,13 @@ from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
+from support.weights import Weights
 
 
-class Weights:
+def mixed_weights() -> Weights:
     """A matrix in bfloat16 and a vector in float32."""
-
-    def __init__(self) -> None:
-        self.matrix = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
-        self.vector = nn.Parameter(torch.ones(4))
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [("matrix", self.matrix), ("vector", self.vector)]
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
+    matrix, vector = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4)
+    return Weights.of({"matrix": nn.Parameter(matrix), "vector": nn.Parameter(vector)})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +37,7 @@ def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any)
     The bytes announced before the first step are those of the state after it, without counters of steps; the forecast
     has every tensor of that state.
     """
-    weights = Weights()
+    weights = mixed_weights()
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
     announced, forecast = optimizer.memory_bytes(), optimizer.forecast_state()

@@ -13,25 +13,13 @@ from drawloom.components.ports.run import Step
 from drawloom.components.state.step_state import StepState
 from support.equality import assert_equal
 from support.steps import LateState
+from support.weights import Weights
 
 
-class Weights:
-    """A matrix and a vector to train."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
-        self.module = nn.Linear(3, 4).to(dtype)
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.module.named_parameters())
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
-
-    @torch.no_grad()
-    def move(self, number: int) -> None:
-        for _, parameter in self.named():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+def move(weights: Weights, number: int) -> None:
+    """Change all parameters by what the number says."""
+    for _, parameter in weights.named():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
 
 
 def values(average: WeightAverage) -> dict[str, Any]:
@@ -41,14 +29,15 @@ def values(average: WeightAverage) -> dict[str, Any]:
 @pytest.mark.parametrize("late", [False, True])
 def test_averages_are_those_of_torch(late: bool) -> None:
     """After each step they are bitwise AveragedModel's; a skipped step, also one that the device skips, has no part."""
-    weights = Weights()
+    module = nn.Linear(3, 4)
+    weights = Weights.of(dict(module.named_parameters()))
     ours = WeightAverage(parameters=weights, decay=0.9)
-    theirs = AveragedModel(weights.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    theirs = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     for number in range(1, 6):
         is_skipped = number == 3
         if not is_skipped:
-            weights.move(number)
-            theirs.update_parameters(weights.module)
+            move(weights, number)
+            theirs.update_parameters(module)
         step = Step(number, 5, (LateState if late else StepState)({}))
         step.skip_if(torch.tensor(is_skipped), lambda: "inf")
         ours.run_phase(step)
@@ -57,11 +46,11 @@ def test_averages_are_those_of_torch(late: bool) -> None:
 
 def test_averages_of_narrow_weights_are_wide() -> None:
     """Small changes of bfloat16 weights are not lost in the average, and the weights come back to the bit."""
-    weights = Weights(torch.bfloat16)
+    weights = Weights(dtype=torch.bfloat16)
     average = WeightAverage(parameters=weights, decay=0.999)
     average.run_phase(Step(1, 2))
     first = values(average)
-    weights.move(1)
+    move(weights, 1)
     average.run_phase(Step(2, 2))
     before = copy.deepcopy(dict(weights.named()))
     for name, each in average.averages().items():
@@ -81,14 +70,14 @@ def test_a_resumed_average_is_the_one_that_was_interrupted() -> None:
     second.load_state_dict(first.state_dict())
     assert not second.averages()
     for number in (1, 2, 3):
-        weights.move(number)
-        others.move(number)
+        move(weights, number)
+        move(others, number)
         first.run_phase(Step(number, 3))
         if number == 1:
             second.load_state_dict(first.state_dict())
         else:
             second.run_phase(Step(number, 3))
     assert_equal(values(second), values(first))
-    assert second.averages()["weight"].data_ptr() != first.averages()["weight"].data_ptr()
+    assert second.averages()["matrix"].data_ptr() != first.averages()["matrix"].data_ptr()
     with pytest.raises(KeyError, match="averages differ"):
         second.load_state_dict({"other": {}})

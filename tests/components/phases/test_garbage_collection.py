@@ -10,7 +10,7 @@ import pytest
 
 from drawloom.components.phases.garbage_collection import CollectGarbage
 from drawloom.components.ports.run import Step
-from drawloom.components.run.events import Dispatcher
+from drawloom.components.run.events import EventDispatcher
 from drawloom.graph import Every
 from support.checkpoints import StateNode, checkpointer
 
@@ -61,7 +61,7 @@ def test_old_garbage_is_collected_before_a_checkpoint_is_taken(tmp_path: Path, b
             seen.append(cycle() is None)
             return {"step": 1}
 
-    events = Dispatcher(listeners=Every({"garbage_collection": garbage}))
+    events = EventDispatcher(listeners=Every({"garbage_collection": garbage}))
     node = checkpointer(tmp_path, {"reader": Reader()}, events=events)
     del held
     garbage.run_phase(Step(1, 9))

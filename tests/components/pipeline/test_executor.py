@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange
 from drawloom.components.ports.pipeline import sum_losses
@@ -102,13 +102,13 @@ def batches(count: int) -> list[Batch]:
     return [Batch(part, part, part, torch.zeros_like(part), torch.ones(part.shape)) for part in tokens]
 
 
-def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> Executor:
+def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> ProgramExecutor:
     """An open executor of one rank that owns all stages."""
     spans = [LayerRange(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
     parts: dict[str, Any] = {"stages": local, "boundaries": local, "neighbours": local, "schedule": schedule}
-    executor = Executor(objective=Squares(), mesh=mesh, device=Machine(), **parts)
+    executor = ProgramExecutor(objective=Squares(), mesh=mesh, device=Machine(), **parts)
     executor.open()
     return executor
 

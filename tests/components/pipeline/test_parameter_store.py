@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from drawloom.components.ports.stages import gradient_of
 from support import pipelines
 from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks
+from support.weights import Weights
 
 MIXED = DtypePolicy(compute="bfloat16")
 
@@ -30,19 +30,6 @@ def network(seed: int = 0) -> nn.Sequential:
 def inputs(count: int) -> list[Tensor]:
     """Microbatches in bfloat16."""
     return [torch.randn(5, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(count)]
-
-
-@attrs.frozen
-class Weights:
-    """Parameters, as the port has them."""
-
-    parameters: dict[str, nn.Parameter]
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [*self.parameters.items()]
-
-    def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
 
 
 def test_each_layer_computes_in_its_dtype() -> None:
@@ -123,7 +110,7 @@ def test_wide_gradients_reach_a_fused_optimizer() -> None:
     module = network().bfloat16()
     ParameterStore.of([module], DtypePolicy(parameter="bfloat16", gradient="float32"))
     weights = [*module.named_parameters()]
-    optimizer = AdamW(parameters=Weights(dict(weights)), mesh=SingleRankMesh(), lr=0.1)
+    optimizer = AdamW(parameters=Weights.of(dict(weights)), mesh=SingleRankMesh(), lr=0.1)
     optimizer.open()
     weight = weights[0][1]
     for index in (1, 2):

@@ -5,7 +5,7 @@ from torch import nn
 
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.pipeline.sliced_store import Gathered, SlicedStore, largest_unit
+from drawloom.components.pipeline.sliced_store import GatheredBytes, SlicedStore, largest_unit
 
 
 def _module() -> nn.ModuleDict:
@@ -25,7 +25,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     assert store.slices["table.weight"].shape == (5, 4)
     assert [each.dtype for each in module.parameters()] == [torch.bfloat16] * 3
     assert store.held_bytes(next(module["table"].parameters())) == 3 * 4 * 4
-    assert store.gathered == [Gathered(5 * 4 * 2, [30 * 2])]
+    assert store.gathered == [GatheredBytes(5 * 4 * 2, [30 * 2])]
     assert store.memory_bytes() == {"masters": 0, "compute_copies": 40 + 2 * 60}
 
 

@@ -8,9 +8,9 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
-from drawloom.components.planning.cost_sources import Cut, Planned, Traced, Units
+from drawloom.components.planning.cost_sources import PlacedSchedule, Planned, Traced, Units
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.traces import Measured
+from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from support.plans import RECIPE
@@ -35,7 +35,7 @@ def test_a_trace_gives_costs_for_any_stages() -> None:
     """Those of its own stages, and shares of them."""
     program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
-    traced = Traced(Measured(program, times, times + np.array([1, 2, 2, 3])))
+    traced = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
     costs = traced.costs(2, 1)
     assert isinstance(costs, CostTable)
     assert costs.lengths[:, 0].tolist() == [1, 2]
@@ -84,8 +84,8 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
         ((2, 3), [[0, 2], [3]]),
     ]
     for policies, cuts in cases:
-        cut = planned.plan(2, 1, Cut((0, 1), (3, 3), policies))
-        plain = planned.plan(2, 1, Cut((0, 1), (3, 3)))
+        cut = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3), policies))
+        plain = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3)))
         for stage, (policy, again) in enumerate(zip(policies, cuts, strict=True)):
             parts = found["recompute"]["selective" if policy == "selective" else "blocks"]
             more = sum(forward[each] * parts["again"][each] for each in again)
@@ -140,5 +140,5 @@ def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
     """Two for each rank, with the times of their ops."""
     program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
-    found = Traced(Measured(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
+    found = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
     assert found["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2

@@ -8,8 +8,8 @@ import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.distributed.meta_collectives import collective
 from drawloom.components.planning.attention import Attended
-from drawloom.components.planning.recorder import Part, Recorder
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.components.planning.recorder import PassCost, Recorder
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 
 DEVICE = DeviceModel(
@@ -79,7 +79,7 @@ def test_what_an_operation_holds_for_itself_is_in_the_peak(least: float) -> None
     weight = torch.empty(words, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.empty(tokens, device="meta", dtype=torch.int64)
     with recorder() as found:
-        losses = cut_cross_entropy_triton(hidden, weight, targets, Cut(filter_eps=least))[0]
+        losses = cut_cross_entropy_triton(hidden, weight, targets, LogitCut(filter_eps=least))[0]
         grad = torch.empty_like(losses)
         found.begin()
         grads = torch.autograd.grad(losses, (hidden, weight), grad)
@@ -100,6 +100,9 @@ def test_collectives_take_the_time_of_links() -> None:
 
 def test_parts_add_up() -> None:
     """Seconds and bytes are multiplied by the number of blocks; the rise is the greater one of both."""
-    first, second = Part(1.0, 0.5, 2.0, 3.0, 7, 1, {"a": 1}), Part(10.0, 5.0, 20.0, 30.0, 5, -2, {"a": 1, "b": 2})
-    assert first.plus(second, 2) == Part(21.0, 10.5, 42.0, 63.0, 7, -3, {"a": 3, "b": 4})
-    assert second.plus(second, -1) == Part(rise=5)
+    first, second = (
+        PassCost(1.0, 0.5, 2.0, 3.0, 7, 1, {"a": 1}),
+        PassCost(10.0, 5.0, 20.0, 30.0, 5, -2, {"a": 1, "b": 2}),
+    )
+    assert first.plus(second, 2) == PassCost(21.0, 10.5, 42.0, 63.0, 7, -3, {"a": 3, "b": 4})
+    assert second.plus(second, -1) == PassCost(rise=5)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from drawloom.components.planning.recorder import Part
+from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.step_time import Exchange, StepTime, cost_table, step_time
+from drawloom.components.planning.step_time import ReplicaTimes, StepTime, cost_table, step_time
 from drawloom.components.ports.program import Action, Program
 
 PROGRAM = Program.of(
@@ -14,10 +14,10 @@ PROGRAM = Program.of(
     ]
 )
 COSTS = {
-    0: StageCosts({"F": Part(1.0), "B": Part(2.0, sending=0.5)}, 0),
-    1: StageCosts({"F": Part(3.0, host=1.0), "B": Part(4.0, host=5.0)}, 0),
+    0: StageCosts({"F": PassCost(1.0), "B": PassCost(2.0, sending=0.5)}, 0),
+    1: StageCosts({"F": PassCost(3.0, host=1.0), "B": PassCost(4.0, host=5.0)}, 0),
 }
-NOTHING = Exchange({}, {}, 0.0, 0.0, 0.0)
+NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, 0.0)
 
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
@@ -33,10 +33,10 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
     longer for all sets the pace, and weights are changed while the device would wait for it.
     """
     program = Program.of([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
-    update = [Exchange({}, {}, 0.0, 0.0, 1.5)]
+    update = [ReplicaTimes({}, {}, 0.0, 0.0, 1.5)]
 
     def found(forward: float, backward: float) -> StepTime:
-        costs = {0: StageCosts({"F": Part(1.0, host=forward), "B": Part(4.0, host=backward)}, 0)}
+        costs = {0: StageCosts({"F": PassCost(1.0, host=forward), "B": PassCost(4.0, host=backward)}, 0)}
         return step_time(program, cost_table(costs, update, message=0.0), costs, update)
 
     assert (found(3.0, 1.0).compute, found(3.0, 1.0).seconds) == (10.0, 11.5)
@@ -46,7 +46,7 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
 
 def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
     """A pass that gathers parameters takes at least as long; sums of gradients run beside the last backward pass."""
-    exchanges = [Exchange({0: 1.5}, {}, 0.0, 3.0, 0.25), Exchange({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
+    exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
     found = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
     assert found.compute == 2 * 3.0 + 2 * 4.5
     assert (found.gather, found.sync, found.update) == (2.0, 1.0, 0.5)

@@ -4,18 +4,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.report.html import HtmlReport
 from drawloom.graph import Every, ResolvedRecipe
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 def report(folder: Path, mesh: Any, draw: Any = lambda step: "<svg></svg>") -> HtmlReport:

@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from drawloom.components.ports.run import Event, EventKind
-from drawloom.components.run.events import Dispatcher
+from drawloom.components.run.events import EventDispatcher
 from drawloom.graph import Every
 
 
@@ -35,7 +35,7 @@ class Fails:
 def test_every_listener_gets_every_event() -> None:
     """Every listener gets the events in order."""
     listeners = {"a": Recorder(), "b": Recorder()}
-    dispatcher = Dispatcher(listeners=Every(listeners))
+    dispatcher = EventDispatcher(listeners=Every(listeners))
     dispatcher.emit(Event("run_started"))
     dispatcher.emit(Event("run_ended"))
     assert [listener.kinds for listener in listeners.values()] == [["run_started", "run_ended"]] * 2
@@ -48,7 +48,7 @@ def test_a_listener_is_sent_only_what_it_observes() -> None:
         observes = ("step_ended", "run_ended")
 
     listener = Observer()
-    dispatcher = Dispatcher(listeners=Every({"a": listener}))
+    dispatcher = EventDispatcher(listeners=Every({"a": listener}))
     for kind in get_args(EventKind):
         dispatcher.emit(Event(kind))
     assert listener.kinds == ["step_ended", "run_ended"]
@@ -57,7 +57,7 @@ def test_a_listener_is_sent_only_what_it_observes() -> None:
 def test_a_listener_that_raises_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     """It gets one event, and is logged once with the traceback; later listeners get every event."""
     bad, good = Fails(ValueError("oh")), Recorder()
-    dispatcher = Dispatcher(listeners=Every({"bad": bad, "good": good}))
+    dispatcher = EventDispatcher(listeners=Every({"bad": bad, "good": good}))
     for _ in range(3):
         dispatcher.emit(Event("run_started"))
     assert (bad.times, len(good.kinds)) == (1, 3)
@@ -68,6 +68,6 @@ def test_a_listener_that_raises_is_dropped(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_keyboard_interrupt_is_not_swallowed() -> None:
     """KeyboardInterrupt inside a listener ends the run."""
-    dispatcher = Dispatcher(listeners=Every({"a": Fails(KeyboardInterrupt())}))
+    dispatcher = EventDispatcher(listeners=Every({"a": Fails(KeyboardInterrupt())}))
     with pytest.raises(KeyboardInterrupt):
         dispatcher.emit(Event("run_started"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.storage.strict_json import natural, parse
+from drawloom.components.storage.strict_json import parse
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -55,10 +55,3 @@ def test_nesting_as_deep_as_parts_allow_is_refused() -> None:
     """Where parts alone would allow it, depth is still no crash."""
     with pytest.raises(ValueError, match="nested too deeply"):
         parse(b"[" * 500_000 + b"]" * 500_000, most=10**6)
-
-
-def test_naturals_have_no_sign() -> None:
-    """Minus zero is no natural number, though it equals one."""
-    assert parse(b"[0, 17]", most=10, integer=natural) == [0, 17]
-    with pytest.raises(ValueError, match="-0 is negative"):
-        parse(b"[-0]", most=10, integer=natural)

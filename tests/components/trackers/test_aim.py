@@ -21,17 +21,11 @@ from drawloom.components.trackers.remembered_run import remembered_run
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
+from support.folders import Folder
 from support.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("loaded")
 PROPERTIES = {"run": {"name": "test"}, "optimizer": {"betas": [0.9, 0.95], "lr": 0.1}}
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
 
 
 @attrs.frozen

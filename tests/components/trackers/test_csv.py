@@ -6,20 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.trackers.csv import CsvTracker
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.components.trackers.tensorboard import TensorBoardTracker
 from drawloom.graph import UserError
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @pytest.fixture

@@ -18,13 +18,7 @@ from drawloom.components.storage.step_log import StepLog, encode_line, read_step
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @attrs.frozen

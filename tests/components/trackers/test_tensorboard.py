@@ -9,19 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.tensorboard import TensorBoardTracker, load_writer
 from drawloom.graph import UserError
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 @pytest.fixture

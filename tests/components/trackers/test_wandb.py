@@ -9,22 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.wandb import WandbTracker, load_wandb
 from drawloom.graph import UserError
+from support.folders import Folder
 
 PROPERTIES = {"run": {"name": "test", "sizes": [1, 2]}}
 BLOCK, HEAD = 32768, 7
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
 
 
 def opened(folder: Path, mesh: Any, job: Any) -> WandbTracker:

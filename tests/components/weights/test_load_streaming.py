@@ -23,7 +23,6 @@ class Watched:
 
     source: InMemory
     log: list[str]
-    owns_memory: bool = False
 
     def specs(self) -> Mapping[str, TensorSpec]:
         return self.source.specs()

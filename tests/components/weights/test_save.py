@@ -107,8 +107,6 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Tensor]] = []
 
     class Fresh:
-        owns_memory = True
-
         def specs(self) -> dict[str, TensorSpec]:
             return {f"t{number}": TensorSpec((4,), torch.float32) for number in range(9)}
 

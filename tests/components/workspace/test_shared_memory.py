@@ -1,5 +1,6 @@
 """Shared memory without names."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def test_the_reader_has_what_was_shared() -> None:
     for name, tensor in tensors.items():
         assert found.tensors[name].dtype == tensor.dtype
         assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.tensors.values()}) == 1
+    addresses = [tensor.data_ptr() for tensor in found.tensors.values() if tensor.numel()]
+    assert max(addresses) - min(addresses) < sum(tensor.nbytes for tensor in tensors.values()) < mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 1000])

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, Step, Thread, step_of, wiring
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, Thread, step_of, wiring
 from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring, n
 from support import svg
 
@@ -155,7 +155,7 @@ def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
 
 def test_all_words_are_in_the_picture(first_run: Graph) -> None:
     """All text is inside the picture, also for long names in short steps."""
-    long = Step("a title <&> " * 5, (Box("a", "b"),), (Thread("value & \x00" * 9, {0: "reads"}),))
+    long = SequenceDrawing("a title <&> " * 5, (Box("a", "b"),), (Thread("value & \x00" * 9, {0: "reads"}),))
     for step in (step_of(first_run, "first_run", "trainer"), long):
         assert not svg.outside(draw_step(step))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import NamedExitStack, Timing, timed, timing_table
+from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, timed, timing_table
 from support.shop.components.stores.disk import Disk
 
 Shop = Callable[..., Graph]
@@ -389,11 +389,11 @@ def test_a_failure_says_what_was_being_closed() -> None:
 def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
     """Nodes by the time they took in all, those below a millisecond together, and the sum."""
     timings = [
-        Timing("model", "build", 0.0, 0.25),
-        Timing("data", "open", 0.3, 1.5),
-        Timing("data", "close", 2.0, 0.5),
-        Timing("job", "build", 0.0, 0.0004),
-        Timing("mesh", "open", 0.0, 0.0003),
+        NodeTiming("model", "build", 0.0, 0.25),
+        NodeTiming("data", "open", 0.3, 1.5),
+        NodeTiming("data", "close", 2.0, 0.5),
+        NodeTiming("job", "build", 0.0, 0.0004),
+        NodeTiming("mesh", "open", 0.0, 0.0003),
     ]
     assert timing_table(timings).splitlines() == [
         "ms           build      open     close",
@@ -406,7 +406,7 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 
 def test_a_stage_that_fails_is_timed() -> None:
     """The time until a failure is recorded."""
-    timings: list[Timing] = []
+    timings: list[NodeTiming] = []
     with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):
         raise ValueError("no")
     assert [(timing.node, timing.stage) for timing in timings] == [("x", "open")] and timings[0].seconds >= 0

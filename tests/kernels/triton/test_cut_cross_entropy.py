@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut, Needs, cut_cross_entropy_eager, order_of_vocab
+from drawloom.kernels.cut_cross_entropy import LogitCut, Needs, cut_cross_entropy_eager, order_of_vocab
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -59,7 +59,7 @@ def test_equals_eager(
     """Any shape and strides, in one chunk or many, give losses and gradients of float64."""
     hidden = drawn(of_hidden, *shape, width, dtype=dtype)
     weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
-    cut, targets = Cut(max_logits=at_once), targets_of(tuple(shape), words)
+    cut, targets = LogitCut(max_logits=at_once), targets_of(tuple(shape), words)
     wide, grad = exact(hidden, weight), torch.rand(shape).to(DEVICE)
     found, expected = (
         losses_of(hidden, weight, targets, cut),
@@ -78,7 +78,7 @@ def test_filters_as_eager(_seed: object, tokens: int, words: int, least: float, 
     """With a filter, the tiles that are left out are those that the eager twin leaves out."""
     hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", words, 20)
     targets, wide = targets_of((tokens,), words), exact(hidden, weight)
-    cut = Cut(filter_eps=least, tile=(16, 16), max_logits=1 if chunked else 2**20)
+    cut = LogitCut(filter_eps=least, tile=(16, 16), max_logits=1 if chunked else 2**20)
     expected, *near = (
         gradients(eager_losses, wide, targets, replace(cut, filter_eps=least * factor))
         for factor in (1, 0.9999, 1.0001)
@@ -95,12 +95,12 @@ def test_filters_as_eager(_seed: object, tokens: int, words: int, least: float, 
 def test_a_word_that_has_no_rival_has_no_gradient(_seed: object, tokens: int, least: float, max_logits: int) -> None:
     """Its probability is 1 whatever its logit, exactly, if both passes compute the same logit."""
     hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", 1, 20)
-    cut = Cut(filter_eps=least, tile=(16, 16), max_logits=max_logits)
+    cut = LogitCut(filter_eps=least, tile=(16, 16), max_logits=max_logits)
     for gradient in gradients(losses_of, (hidden, weight), torch.zeros(tokens, dtype=torch.int64, device=DEVICE), cut):
         assert not gradient.any()
 
 
-def gradients(compute: Any, inputs: tuple[Tensor, Tensor], targets: Tensor, cut: Cut) -> tuple[Tensor, ...]:
+def gradients(compute: Any, inputs: tuple[Tensor, Tensor], targets: Tensor, cut: LogitCut) -> tuple[Tensor, ...]:
     return torch.autograd.grad(compute(*inputs, targets, cut).sum(), inputs)
 
 
@@ -121,7 +121,7 @@ def test_tma_equals_eager(
     hidden = drawn("contiguous", tokens, 8 * width, dtype=dtype)
     weight = drawn("contiguous", words, 8 * width, dtype=dtype, scale=0.2)
     targets, wide = targets_of((tokens,), words), exact(hidden, weight)
-    cut = Cut(filter_eps=least, tile=(16, 16), max_logits=max_logits)
+    cut = LogitCut(filter_eps=least, tile=(16, 16), max_logits=max_logits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tma, "is_there", lambda device: True)
         found = losses_of(hidden, weight, targets, cut)
@@ -166,7 +166,7 @@ def test_a_target_that_does_not_exist() -> None:
 def test_only_what_is_wanted(wanted: Needs, least: float) -> None:
     """With one input frozen, the other's gradient is the same."""
     hidden, weight = drawn("contiguous", 5, 16), drawn("contiguous", 20, 16)
-    targets, cut = targets_of((5,), 20), Cut(filter_eps=least, tile=(16, 16))
+    targets, cut = targets_of((5,), 20), LogitCut(filter_eps=least, tile=(16, 16))
     both = torch.autograd.grad(losses_of(hidden, weight, targets, cut).sum(), (hidden, weight))
     inputs: Any = [x.detach().requires_grad_(wants) for x, wants in zip((hidden, weight), wanted, strict=True)]
     place = wanted.index(True)
@@ -191,7 +191,7 @@ def test_weight_gradient_can_be_deferred() -> None:
 def test_same_gradients_each_time() -> None:
     """Gradients are bitwise the same in a second run, with a filter and without."""
     hidden, weight, targets = drawn("contiguous", 40, 16), drawn("contiguous", 50, 16), targets_of((40,), 50)
-    for cut in (Cut(), Cut(filter_eps=0.01, tile=(16, 16))):
+    for cut in (LogitCut(), LogitCut(filter_eps=0.01, tile=(16, 16))):
         runs = [torch.autograd.grad(losses_of(hidden, weight, targets, cut).sum(), (hidden, weight)) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -236,7 +236,7 @@ def test_gradients_of_both_results(
     """With factors on losses and on lse, filtered or not, gradients are those of the eager twin."""
     hidden = drawn("contiguous", tokens, 24, dtype=dtype)
     weight = drawn("contiguous", words, 24, dtype=dtype, scale=0.2)
-    cut = Cut(max_logits=max_logits, filter_eps=filter_eps, tile=(16, 16))
+    cut = LogitCut(max_logits=max_logits, filter_eps=filter_eps, tile=(16, 16))
     targets, wide = targets_of((tokens,), words), exact(hidden, weight)
     factors = torch.rand(tokens, device=DEVICE), torch.rand(tokens, device=DEVICE)
     found = cut_cross_entropy_triton(hidden, weight, targets, cut)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
-from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
@@ -57,8 +56,7 @@ def experts(x: Tensor, weight: Tensor) -> Tensor:
     used = (torch.arange(len(rows), device=x.device) < routes.offsets[-1])[:, None]
     product = grouped_gemm_triton(rows, weight.expand(3, 5, 16), routes.offsets, transposed=True)
     made = product.where(used, 0) * of_rows[:, None]
-    _, spread = indices_to_multihot_triton(EXPERTS_OF, probabilities, 3)
-    return moe_unpermute_triton(made, routes, probabilities) + spread.sum()
+    return moe_unpermute_triton(made, routes, probabilities)
 
 
 @pytest.mark.parametrize("compute", [norms, halves, rotations, losses, experts])
@@ -89,7 +87,7 @@ def test_a_copy_compiles() -> None:
 
 ROUTES = moe_routes_eager(EXPERTS_OF, 3)
 ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
-CUT = Cut(filter_eps=1e-6, tile=(16, 16))
+CUT = LogitCut(filter_eps=1e-6, tile=(16, 16))
 
 
 def grouped(x: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +109,6 @@ STRIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "cut_cross_entropy, filtered": (lambda x, w: cut_cross_entropy_triton(x, w, TARGETS, CUT), [(4, 16), (8, 16)]),
     "moe_permute": (lambda x, p: moe_permute_triton(x, p, ROUTES), [(4, 16), (4, 2)]),
     "moe_unpermute": (lambda x, p: moe_unpermute_triton(x, ROUTES, p), [(8, 16), (4, 2)]),
-    "indices_to_multihot": (lambda p: indices_to_multihot_triton(EXPERTS_OF, p, 3)[1], [(4, 2)]),
     "grouped_gemm": (grouped, [(4, 16), (2, 16, 3)]),
 }
 """Every kernel that takes strides: a function of a few tensors, and their shapes."""

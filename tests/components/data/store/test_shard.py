@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drawloom.components.data.store.shard import Shard, ShardFiles, ShardWriter, id_dtype
+from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard, id_dtype
 from drawloom.graph import UserError
 from support.stores import content, damage
 
@@ -14,12 +14,12 @@ DTYPE = np.dtype("<u2")
 DOCUMENTS = [([1, 2, 65_535], "a.txt", 0), ([], "a.txt", 7), ([9], "b.txt", 2**40)]
 
 
-def write(folder: Path, weighted: bool = False) -> Shard:
+def write(folder: Path, weighted: bool = False) -> TokenShard:
     with ShardWriter(folder, 3, DTYPE, weighted) as shard:
         for ids, source, offset in DOCUMENTS:
             weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
             shard.add(np.array(ids, np.int64), source, offset, weights)
-    return Shard.written(ShardFiles(folder, 3), DTYPE, weighted)
+    return TokenShard.written(ShardFiles(folder, 3), DTYPE, weighted)
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     """A part may have no document."""
     with ShardWriter(tmp_path, 0, DTYPE, False):
         pass
-    shard = Shard.written(ShardFiles(tmp_path, 0), DTYPE, False)
+    shard = TokenShard.written(ShardFiles(tmp_path, 0), DTYPE, False)
     shard.check_content()
     assert shard.ids.tolist() == shard.ends.tolist() == []
 

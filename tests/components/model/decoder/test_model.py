@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.model import check_hidden_states, means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange
-from drawloom.kernels.attention import Implementation
+from drawloom.kernels.attention import AttentionImplementation
 from drawloom.kernels.attention_flex import FLEX
 from support.qwen3 import (
     SIZES,
@@ -91,7 +91,7 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
         asked.append(documents)
         return FLEX.mask(documents, window)
 
-    kernels._functions["attention"] = Implementation(mask, FLEX.attend)
+    kernels._functions["attention"] = AttentionImplementation(mask, FLEX.attend)
     return whole(make(num_hidden_layers=3, kernels=kernels)), asked
 
 

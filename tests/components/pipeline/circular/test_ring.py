@@ -10,9 +10,9 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.p2p_links import p2p_links, ring
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
-    Exchange,
     PendingSends,
     Ring,
+    RingExchange,
     TensorMeta,
     arrive,
     begin_token,
@@ -36,7 +36,7 @@ def _hand_over(used: bool) -> list[float] | None:
     pending_sends, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     token = begin_token(pending_sends, FORM.device)
     to, sources = ([(1, FORM)], []) if ring.rank == 0 else ([], [(0, FORM)])
-    exchange = Exchange(ring, pending_sends, to, sources)
+    exchange = RingExchange(ring, pending_sends, to, sources)
     token = start(exchange, token, [weight] if ring.rank == 0 else [])
     token, came = arrive(exchange, token)
     output = came[0] * 3 if came and used else weight * 5
@@ -66,7 +66,7 @@ def _cross() -> tuple[list[float], float]:
     table = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()
     token = begin_token(pending_sends, FORM.device)
     ends = [(peer, TensorMeta(torch.Size([length]), torch.float64, FORM.device)) for length in (2, 1)]
-    exchanges = [Exchange(ring, pending_sends, [end], [end]) for end in ends]
+    exchanges = [RingExchange(ring, pending_sends, [end], [end]) for end in ends]
     for column, exchange in enumerate(exchanges):
         token = start(exchange, token, [table[column:, column] * (ring.rank + 1)])
     total: Tensor = torch.zeros((), dtype=torch.float64)

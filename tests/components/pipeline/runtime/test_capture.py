@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline import recompute
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.pipeline import state_of_batches
@@ -105,13 +105,13 @@ def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, mon
         ran.append(given)
         return rerun(*given, **named)
 
-    def after_evaluation(executor: Executor, state: StepState) -> None:
+    def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
         executor.evaluate(state_of_batches(state["batches"]))
         train(executor, state)
 
-    train = Executor.train
+    train = ProgramExecutor.train
     monkeypatch.setattr(recompute, "rerun", counted)
-    monkeypatch.setattr(Executor, "train", after_evaluation)
+    monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange
@@ -147,7 +147,7 @@ def travelled(name: str, fault: str = "") -> dict[str, Any]:
         rank = mesh.index("pipeline")
         module = Faulty(fault) if fault and rank == 0 else build(SPANS[rank])
         stages = Spread([Stage(rank, 2, SPANS[rank], module)], ActivationSpecs(SPANS, meta))
-        executor = Executor(
+        executor = ProgramExecutor(
             stages=stages,
             boundaries=stages,
             schedule=pipelines.schedule(name),
@@ -217,7 +217,7 @@ def hops(owners: tuple[int, ...]) -> float:
         stages = Spread(local, ActivationSpecs(spans, lambda span: Twice()))
         schedule = Anywhere(owners)
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
-        executor = Executor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
+        executor = ProgramExecutor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
         executor.open()
         return float(sum_losses(train(executor, batches()))[0])
     finally:

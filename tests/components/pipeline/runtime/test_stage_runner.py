@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.data import Batch
@@ -143,14 +143,14 @@ class Folded:
         return any((each.stage, each.microbatch) == needed and each.op in ops for each in done)
 
 
-def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> Executor:
+def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> ProgramExecutor:
     """An open executor of one rank with these stages."""
     count = len(modules)
     spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
     pairs = zip(spans, modules, strict=True)
     rank: Any = SingleRank([Stage(span.first, count, span, module) for span, module in pairs])
     parts: dict[str, Any] = {"stages": rank, "boundaries": rank, "neighbours": rank, "device": rank, "mesh": mesh}
-    executor = Executor(objective=objective, schedule=schedule, **parts)
+    executor = ProgramExecutor(objective=objective, schedule=schedule, **parts)
     executor.open()
     return executor
 
@@ -161,7 +161,7 @@ def batches(count: int) -> list[Batch]:
     return [Batch(row, row, row, row, torch.ones(row.shape[:-1])) for row in rows]
 
 
-def same_as_one_pass(executor: Executor, microbatches: list[Batch], leaves: list[Tensor]) -> None:
+def same_as_one_pass(executor: ProgramExecutor, microbatches: list[Batch], leaves: list[Tensor]) -> None:
     """The gradients of a step are those of plain autograd through all stages."""
     for batch in microbatches:
         output, shared = executor.objective.inputs(batch)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from drawloom.components.storage.safetensors.header import DTYPES, BadHeader
-from drawloom.components.storage.safetensors.reader import tensors_in
+from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.safetensors.writer import new_safetensors_file
 from drawloom.components.storage.tensor_source import InMemory
 
@@ -40,31 +39,6 @@ def test_written_bytes_are_those_of_the_safetensors_library(
     order = random.Random(seed).sample(sorted(tensors), len(tensors))
     with TemporaryDirectory() as folder:
         assert written(Path(folder, "file"), tensors, order) == save(tensors, {"format": "pt"})
-
-
-@given(KINDS)
-def test_files_in_memory_are_read_without_a_copy(kinds: dict[str, tuple[list[int], torch.dtype]]) -> None:
-    """Tensors of a file in memory are what the library wrote, and lie in that memory."""
-    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
-    memory = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
-    found = tensors_in(memory)
-    assert found.keys() == tensors.keys()
-    for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8))
-        assert tensor.untyped_storage().data_ptr() == memory.data_ptr()
-
-
-def test_memory_that_is_no_file_is_refused() -> None:
-    """Headers in memory are checked as those of files are; a tensor that lies askew is refused too."""
-    with pytest.raises(BadHeader, match="end before its header"):
-        tensors_in(torch.zeros(3, dtype=torch.uint8))
-    header = (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F32","shape":[1],"data_offsets":[1,5]}}'
-    )
-    askew = len(header).to_bytes(8, "little") + header + bytes(5)
-    with pytest.raises(BadHeader, match="not aligned to its elements"):
-        tensors_in(torch.frombuffer(bytearray(askew), dtype=torch.uint8))
 
 
 def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:

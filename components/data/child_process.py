@@ -1,0 +1,42 @@
+"""A process with a pipe to the one that started it; the end of either closes the pipe for the other."""
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from signal import Signals
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class ChildProcess:
+    """A started process, and this process's end of its pipe."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def end(self) -> str:
+        """Wait a moment for a process whose pipe has closed, and return how it ended."""
+        self.process.join(1)
+        code = self.process.exitcode or 0
+        return f"was killed by {Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
+
+    def stop(self) -> None:
+        """Kill the process: it has no state that could be lost."""
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+def start_child(context: ForkServerContext | SpawnContext, main: Callable[..., None], *arguments: Any) -> ChildProcess:
+    """Start a process that calls `main` with the arguments and, last, its end of the pipe."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=main, args=(*arguments, theirs), daemon=True)
+    try:
+        process.start()
+    finally:
+        theirs.close()
+    return ChildProcess(process, ours)

@@ -1,0 +1,63 @@
+"""Counts of words in docstrings and in names, for `make figures` and `tests/house/test_prose.py`."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("graph", "components", "kernels")
+
+WORDS = ("of", "that", "what", "those", "which", "each")
+"""Words of which a docstring full of pronouns has many."""
+
+IDENTIFIERS = ("each", "found", "place", "held", "of")
+"""Names of variables that do not say what the variable is."""
+
+PARTICIPLE = re.compile(
+    r"_*(?!need|feed|seed|embed)([a-z]+ed|made|found|held|kept|given|taken|sent|written|drawn)(_\w*)?"
+)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def trees(folder: Path = ROOT) -> list[ast.Module]:
+    """Return the syntax trees of all modules of the floors."""
+    paths = [path for floor in FLOORS for path in sorted((folder / floor).rglob("*.py"))]
+    return [ast.parse(path.read_bytes()) for path in paths]
+
+
+def measure(modules: Iterable[ast.Module]) -> dict[str, float]:
+    """
+    Return occurrences per 1000, by word.
+
+    Words are counted in docstrings and docs of settings, `identifier` among parameters and assigned names, and
+    participles among names of functions.
+    """
+    nodes = [node for module in modules for node in ast.walk(module)]
+    words = Counter(word for text in _texts(nodes) for word in re.findall(r"[a-z']+", text.lower()))
+    bindings = Counter(name for node in nodes for name in _bindings(node))
+    functions = [node.name for node in nodes if isinstance(node, Function)]
+    participles = [name for name in functions if PARTICIPLE.fullmatch(name)]
+    return {
+        **{word: 1000 * words[word] / words.total() for word in WORDS},
+        **{f"`{name}`": 1000 * bindings[name] / bindings.total() for name in IDENTIFIERS},
+        "participle functions": 1000 * len(participles) / len(functions),
+    }
+
+
+def _texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, Function | ast.ClassDef | ast.Module):
+            yield ast.get_docstring(node) or ""
+        if isinstance(node, ast.Call):
+            values = [keyword.value for keyword in node.keywords if keyword.arg == "doc"]
+            yield from (str(value.value) for value in values if isinstance(value, ast.Constant))
+
+
+def _bindings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.arg):
+        yield node.arg
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
