@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.optim.parameter_groups import ParameterGroup
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters

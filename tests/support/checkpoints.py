@@ -10,7 +10,7 @@ import torch
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Event, Stateful, Step
+from drawloom.components.ports.run import Event, GrowingState, Stateful, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
@@ -115,7 +115,7 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
         mesh=mesh or SingleRankMesh(),
         processes=processes,
         states=Every(states),
-        growing=Every({name: node for name, node in states.items() if hasattr(node, "forecast_state")}),
+        growing=Every({name: node for name, node in states.items() if isinstance(node, GrowingState)}),
         records=Every(settings.pop("records", {})),
         recipe=recipe,
         **settings,

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drawloom.components.commands.launch import report_failure
-from drawloom.components.distributed.torchrun import write_error_file
+from drawloom.components.distributed.error_file import write_error_file
 from drawloom.graph.cli.main import main
 
 
