@@ -10,7 +10,7 @@ import torch
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Event, GrowingState, Stateful, Step
+from drawloom.components.ports.run import Event, Stateful, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
@@ -109,13 +109,14 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
     """An open checkpointer of these nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
+    growing: dict[str, Any] = {name: node for name, node in states.items() if hasattr(node, "forecast_state")}
     processes: Any = getattr(mesh, "processes", SingleRankProcesses())
     node = Checkpointer(
         folder=FixedFolder(folder),
         mesh=mesh or SingleRankMesh(),
         processes=processes,
         states=Every(states),
-        growing=Every({name: node for name, node in states.items() if isinstance(node, GrowingState)}),
+        growing=Every(growing),
         records=Every(settings.pop("records", {})),
         recipe=recipe,
         **settings,
