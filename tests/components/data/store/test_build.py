@@ -13,7 +13,8 @@ import pytest
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.build import LOCK, build
+from drawloom.components.data.store.build import build
+from drawloom.components.data.store.store import LOCK
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.graph import UserError
 from support.stores import PARTS, Failing, Texts, content, damage, make_blocked, make_slowly, store_of

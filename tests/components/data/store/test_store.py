@@ -46,15 +46,13 @@ def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     store_of(tmp_path / "store", [["a" * 300_000, "b" * 300_000]])
     blocks: list[int] = []
     verify = MappedFile.verify
-    monkeypatch.setattr(
-        MappedFile,
-        "verify",
-        lambda self, first, last: (
-            (blocks.extend(range(first, last)), verify(self, first, last))
-            if self.path.suffix == ".tokens"
-            else verify(self, first, last)
-        ),
-    )
+
+    def recorded(file: MappedFile, first: int, last: int) -> None:
+        if file.path.suffix == ".tokens":
+            blocks.extend(range(first, last))
+        verify(file, first, last)
+
+    monkeypatch.setattr(MappedFile, "verify", recorded)
     store = Store.open(tmp_path / "store")
     assert store.lengths.tolist() == [300_001, 300_001] and not blocks
     for _ in range(2):
