@@ -55,7 +55,7 @@ class MappedFile:
             if not self.verified[number]:
                 block = self.content[number * BLOCK : (number + 1) * BLOCK]
                 digest = self.digests[number * DIGEST : (number + 1) * DIGEST]
-                if hashlib.sha256(memoryview(block)).digest() != digest:
+                if hashlib.sha256(block.data).digest() != digest:
                     end = number * BLOCK + len(block)
                     raise UserError(
                         f"{self.path} has other content than was written, in bytes {number * BLOCK} to {end}: the "
