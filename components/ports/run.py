@@ -205,7 +205,7 @@ class Stateful(Protocol):
         ...
 
 
-@port(named=True)
+@port
 class GrowingState(Stateful, Protocol):
     """A stateful node whose first step adds tensors to its state, such as an optimizer."""
 

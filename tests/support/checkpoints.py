@@ -109,14 +109,14 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
     """An open checkpointer of these nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
-    growing: dict[str, Any] = {name: node for name, node in states.items() if hasattr(node, "forecast_state")}
+    grown: Any = states
     processes: Any = getattr(mesh, "processes", SingleRankProcesses())
     node = Checkpointer(
         folder=FixedFolder(folder),
         mesh=mesh or SingleRankMesh(),
         processes=processes,
         states=Every(states),
-        growing=Every(growing),
+        growing=Every({name: node for name, node in grown.items() if hasattr(node, "forecast_state")}),
         records=Every(settings.pop("records", {})),
         recipe=recipe,
         **settings,
