@@ -5,6 +5,7 @@ A component is an attrs class. A field whose type is a port is an edge, every ot
 """
 
 import typing
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, dataclass_transform, overload
 
@@ -95,6 +96,10 @@ def between(low: float, high: float) -> Bound:
     return Bound(at_least=low, below=high)
 
 
+_PORTS: "weakref.WeakKeyDictionary[type, bool]" = weakref.WeakKeyDictionary()
+"""Whether each port is named. An attribute of a runtime_checkable Protocol would be one of its members."""
+
+
 @overload
 def port(cls: type[T], /) -> type[T]: ...
 @overload
@@ -108,7 +113,7 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
     """
 
     def mark(cls: type[T]) -> type[T]:
-        cls.__port__ = {"named": named}  # type: ignore[attr-defined]
+        _PORTS[cls] = named
         return cls
 
     return mark if cls is None else mark(cls)
@@ -117,13 +122,13 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
 def is_port(kind: object) -> bool:
     """Whether fields of this type are edges: true for ports, and for component classes themselves."""
     kind = typing.get_origin(kind) or kind
-    # vars, not hasattr: a class that implements a port inherits the mark without being a port itself.
-    return isinstance(kind, type) and bool({"__port__", "__component__"} & vars(kind).keys())
+    # vars, not hasattr: a subclass of a component is not marked by it.
+    return isinstance(kind, type) and (kind in _PORTS or "__component__" in vars(kind))
 
 
 def is_named(kind: type) -> bool:
     """Whether nodes that implement this port need a table, and so a name, of their own."""
-    return bool(vars(kind).get("__port__", {}).get("named"))
+    return _PORTS.get(kind, False)
 
 
 class Every(dict[str, P]):

@@ -1,9 +1,6 @@
 """Contracts of what trackers and metrics may do beyond numbers."""
 
 import math
-from collections.abc import Mapping
-
-import torch
 
 from drawloom.components.ports.run import Metric, Step, Tracker
 from drawloom.components.ports.tracking import (
@@ -18,9 +15,8 @@ from drawloom.graph.testing import expect
 
 def totals_of_nothing_have_no_distributions(metric: DistributionMetric) -> None:
     """A step that was not measured has no histogram, and nothing that is not finite."""
-    totals: Mapping[str, torch.Tensor] = {}
-    if isinstance(metric, Metric):
-        totals = {name: part.identity() for name, part in metric.accumulators.items()}
+    accumulators = metric.accumulators if isinstance(metric, Metric) else {}
+    totals = {name: part.identity() for name, part in accumulators.items()}
     for name, histogram in metric.distributions(totals, Step(1, 1)).items():
         finite = all(map(math.isfinite, (histogram.low, histogram.high, *histogram.counts)))
         expect(finite, f"the histogram {name} is {histogram}")

@@ -7,6 +7,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.run import Step, Value
+from drawloom.graph import port
 
 Context = Mapping[str, str]
 """What values of one series differ in: `{"phase": "train"}` or `{"phase": "validation"}`."""
@@ -36,6 +37,7 @@ class Histogram:
         return [self.low + width * (number + 0.5) for number in range(len(self.counts))]
 
 
+@port
 @runtime_checkable
 class DistributionMetric(Protocol):
     """A metric of distributions, from the same totals as its values."""
@@ -45,6 +47,7 @@ class DistributionMetric(Protocol):
         ...
 
 
+@port
 @runtime_checkable
 class DistributionTracker(Protocol):
     """A tracker that stores histograms."""
@@ -54,6 +57,7 @@ class DistributionTracker(Protocol):
         ...
 
 
+@port
 @runtime_checkable
 class ContextTracker(Protocol):
     """A tracker that stores values of one name in several contexts; it gets these instead of calls of `track`."""
@@ -63,6 +67,7 @@ class ContextTracker(Protocol):
         ...
 
 
+@port
 @runtime_checkable
 class PropertyTracker(Protocol):
     """A tracker that stores properties of the run, also called hyperparameters, beside its values."""

@@ -42,6 +42,7 @@ class _Function:
     owner: Type | None
     found: defaultdict[tuple[str, str], list[Use]]
     names: dict[str, Type] = attrs.field(factory=dict)
+    narrowed: defaultdict[str, list[Type]] = attrs.field(factory=lambda: defaultdict(list))
 
     def read(self, function: ast.FunctionDef, name: str) -> None:
         if self.owner and function.args.args and function.args.args[0].arg == "self":
@@ -50,12 +51,17 @@ class _Function:
             for node in ast.walk(function):
                 self._bind_all(node)
         use = Use(self.module.file, name, summary(function) or self._of_class())
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and (owner := self._type(node.value)) and owner.shape == "one":
+        for node in (node for node in ast.walk(function) if isinstance(node, ast.Attribute)):
+            for owner in self._owners(node.value):
                 declared = member(owner, node.attr)
                 if declared and declared[0].file.startswith(PORTS):
                     users = self.found[declared[0].name, node.attr]
                     users += [] if use in users else [use]
+
+    def _owners(self, node: ast.expr) -> list[Type]:
+        """The types that an expression may have: the one it is annotated with, and those of `isinstance`."""
+        narrowed = self.narrowed[node.id] if isinstance(node, ast.Name) else []
+        return [owner for owner in (self._type(node), *narrowed) if owner and owner.shape == "one"]
 
     def _of_class(self) -> str:
         return summary(self.module.classes[self.owner.name]) if self.owner else ""
@@ -66,6 +72,8 @@ class _Function:
                 self._bind(node, self.module.type_of(annotation))
             case ast.Call(func=ast.Attribute() as called, args=[*_, ast.Lambda(args=ast.arguments(args=[argument]))]):
                 self._bind(argument, self._type_of_argument(called))
+            case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), kind]):
+                self.narrowed[name] += [found] if (found := self.module.type_of(kind)) else []
             case ast.Assign(targets=[target], value=value):
                 self._bind(target, self._type(value), value)
             case ast.AnnAssign(target=target, annotation=annotation):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
 from drawloom.graph.types.port_match import members, mismatches
 
@@ -90,7 +91,7 @@ def _empty(kind: Any) -> Any:
         return typing.get_args(kind)[0]
     if origin in (typing.Union, types.UnionType) and type(None) not in typing.get_args(kind):
         return _empty(typing.get_args(kind)[0])
-    if getattr(origin, "_is_protocol", False) and "__port__" in vars(origin):
+    if getattr(origin, "_is_protocol", False) and is_port(origin):
         return fake(origin)
     return iter(()) if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator") else None
 

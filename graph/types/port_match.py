@@ -20,7 +20,6 @@ OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
     "__non_callable_proto_members__",
     "__orig_bases__",
     "__parameters__",
-    "__port__",
     "__protocol_attrs__",
     "__static_attributes__",
     "__firstlineno__",

@@ -5,7 +5,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import drawloom.components.contracts as contracts
 import drawloom.components.ports as ports
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.graph.component import is_port
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import check_port
@@ -291,7 +292,10 @@ EXCEPT = {
             f"trackers.{name}",
             port,
         ): f"the package {name} is none of the tests'; those of the tracker use it where it is installed"
-        for name, port in (("wandb", "Tracker"), ("wandb", "Stateful"), ("trackio", "Tracker"), ("mlflow", "Tracker"))
+        for name, port in (
+            ("wandb", "Stateful"),
+            *product(("wandb", "trackio", "mlflow"), ("Tracker", "DistributionTracker", "PropertyTracker")),
+        )
     },
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }
@@ -322,7 +326,7 @@ def all_ports() -> Iterator[type]:
     for module in pkgutil.iter_modules(ports.__path__):
         if not module.ispkg:
             for item in vars(importlib.import_module(f"{ports.__name__}.{module.name}")).values():
-                if isinstance(item, type) and "__port__" in vars(item) and item.__module__.endswith(f".{module.name}"):
+                if is_port(item) and item.__module__.endswith(f".{module.name}"):
                     yield item
 
 

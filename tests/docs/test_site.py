@@ -84,6 +84,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("Phase", "run_phase"), "Trainer._run_step"),
         (("Metric", "update"), "measure"),
         (("Tracker", "track"), "_track"),
+        (("DistributionTracker", "track_distributions"), "_track"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure"),
         (("Group", "sum"), "Evaluate.run_phase"),
@@ -91,7 +92,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
     ],
 )
 def test_users_of_a_member_are_found(member: tuple[str, str], function: str) -> None:
-    """By fields, loops, arguments, results of calls, functions that are given, and attributes that `__init__` keeps."""
+    """By fields, loops, arguments, results of calls, given functions, `isinstance`, attributes from `__init__`."""
     assert function in [use.function for use in uses()[member]]
 
 

@@ -1,8 +1,10 @@
 """Metrics of runs on one process and on several."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.runs import drawloom, learned, write_corpus
 
@@ -35,6 +37,14 @@ members = [
 [metrics.layers]
 use = "metrics.layer_norms"
 
+[metrics.histograms]
+use = "metrics.histograms"
+targets = ["*.weight"]
+every = 1
+
+[trackers.tensorboard]
+use = "trackers.tensorboard"
+
 [metrics.activations]
 use = "metrics.activation_rms"
 
@@ -46,6 +56,7 @@ phases = [
     "@sync_gradients",
     "@clip",
     "@metrics.layers",
+    "@metrics.histograms",
     "@lr",
     "@optimizer",
     "@evaluate",
@@ -61,11 +72,18 @@ micro_size = 1
 """
 
 
+def histograms(folder: Path) -> dict[str, Any]:
+    """Return the histograms of the first step as TensorBoard reads them, by name."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    return {name: events.Histograms(name)[0].histogram_value for name in events.Tags()["histograms"]}
+
+
 def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
     """
     Replicas, stages, and ranks that share rows and matrices have the metrics of one process, each step's.
 
-    Tokens do not divide by the ranks that share matrices. Layer norms make the whole norm.
+    Tokens do not divide by the ranks that share matrices. Layer norms make the whole norm. Histograms of the first
+    step's weights, which every layout has alike, are the same to the last element, and those of gradients count all.
     """
     write_corpus(tmp_path)
     (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
@@ -75,11 +93,12 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "stages": (2, ("mesh.pipeline=2",)),
         "shared": (4, ("mesh.context=2", "mesh.tensor=2")),
     }
-    found = {}
+    found, drawn = {}, {}
     for name, (ranks, words) in layouts.items():
         outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", *words, ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
         found[name] = learned(tmp_path / "runs" / name)
+        drawn[name] = histograms(tmp_path / "runs" / name)
     names = {
         "z_loss",
         "train/accuracy",
@@ -94,6 +113,13 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
     for name in list(layouts)[1:]:
         for one, other in zip(found["one"], found[name], strict=True):
             assert other == pytest.approx(one, rel=1e-4, abs=1e-6), name
+        assert drawn[name].keys() == drawn["one"].keys()
+        for key, histogram in drawn["one"].items():
+            other = drawn[name][key]
+            assert other.num == histogram.num == sum(histogram.bucket) > 0
+            assert other.max == pytest.approx(histogram.max, rel=1e-4)
+            if key.startswith("weights/"):
+                assert list(other.bucket) == list(histogram.bucket), (name, key)
     for row in found["one"]:
         parts = [value for key, value in row.items() if key.startswith("grad_norm/")]
         assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(min(1.0, row["grad_norm"]), rel=1e-4)

@@ -227,3 +227,18 @@ def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
     assert "no tracker takes the distributions of [metrics.shapes]" in warning
     taken = Recipe.load("first_run", *words, "trackers.tensorboard.use=trackers.tensorboard").check()
     assert not [each.text for each in taken if "distributions" in each.text]
+
+
+@attrs.define
+class OnDisk(Recorder):
+    """A tracker that keeps a file."""
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+
+def test_trackers_that_keep_files_are_flushed(one_rank: Any) -> None:
+    """A tracker that declares `flush` is asked for it before a checkpoint, and another is not."""
+    durable, plain = OnDisk(), Recorder()
+    report_of(one_rank, trackers=[plain, durable], every="never").flush()
+    assert (durable.calls, plain.calls) == (["flush"], [])

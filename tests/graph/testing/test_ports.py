@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pytest
 
@@ -33,6 +33,26 @@ class Rich(Protocol):
     def maybe(self) -> int | None: ...
 
     def items(self) -> Iterator[int]: ...
+
+
+@port
+@runtime_checkable
+class Flushes(Protocol):
+    """A capability that some objects have."""
+
+    def flush(self) -> None: ...
+
+
+class Log:
+    """An object that fits it without naming it."""
+
+    def flush(self) -> None: ...
+
+
+def test_a_port_may_be_checked_at_run_time() -> None:
+    """The mark of a port is none of its members: instances and classes with the methods alone are recognized."""
+    assert isinstance(Log(), Flushes) and issubclass(Log, Flushes)
+    assert not isinstance(object(), Flushes) and not issubclass(Path, Flushes)
 
 
 @pytest.mark.parametrize("kind", [Store, Page, Counted, Rich])
