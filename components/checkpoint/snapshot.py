@@ -97,7 +97,7 @@ class ShardPlan:
         return sum(tensor.nbytes for tensor in tensors.values()) + 2 * len(json.dumps(tree))
 
     def _pack(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Packed:
-        """Return this rank's part of the states that these functions return."""
+        """Return this rank's part of the functions' states."""
         mine: dict[str, dict[str, Any]] = {}
         for name, source in sources.items():
             if name in self.sharded:

@@ -118,7 +118,7 @@ def _recorded(run: Path) -> tuple[dict[int, list[str]], list[str]]:
 
 
 def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of all files that are as they were written, and a sentence for each file with others."""
+    """Return the intact rows of all files, and a sentence for each file with others."""
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:

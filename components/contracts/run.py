@@ -52,7 +52,7 @@ VALUES: dict[str, Any] = {
 
 
 class ObservedState(StepState):
-    """A state of a step that notes the names that are read and written in the global view."""
+    """A state of a step with a record of the names read and written in the global view."""
 
     def __init__(self, values: typing.Mapping[str, Any]) -> None:
         self.read: set[str] = set()
@@ -80,7 +80,7 @@ def _flow(phase: Phase) -> Flow:
 
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
-    """Yield two steps with the values that the phase requires; none if it reads one that no shipped phase writes."""
+    """Yield two steps with the values required by the phase; none if no shipped phase writes one of them."""
     flow = _flow(phase)
     needed = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     if set(needed) <= VALUES.keys():
@@ -89,7 +89,7 @@ def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
 
 
 def reads_only_what_it_declares(phase: Phase) -> None:
-    """A phase runs in steps that have no other values than it declares to read."""
+    """A phase runs in steps with no other values than it declares to read."""
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)

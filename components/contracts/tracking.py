@@ -14,7 +14,7 @@ from drawloom.graph.testing import expect
 
 
 def totals_of_nothing_have_no_distributions(metric: DistributionMetric) -> None:
-    """A step that was not measured has no histogram, and nothing that is not finite."""
+    """A step that was not measured has no histogram, and no infinite numbers."""
     accumulators = metric.accumulators if isinstance(metric, Metric) else {}
     totals = {name: part.identity() for name, part in accumulators.items()}
     for name, histogram in metric.distributions(totals, Step(1, 1)).items():

@@ -81,7 +81,7 @@ def is_read_unchanged(folder: Path) -> bool:
 
 
 def make_read_unchanged(folder: Path) -> None:
-    """Change a folder's `tokenizer_config.json` so that transformers reads `tokenizer.json` unchanged."""
+    """Make transformers read `tokenizer.json` unchanged, by the folder's `tokenizer_config.json`."""
     if is_read_unchanged(folder):
         return
     config = _read(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
@@ -92,7 +92,7 @@ def make_read_unchanged(folder: Path) -> None:
 
 
 def _is_rebuilt(folder: Path) -> bool:
-    """Whether transformers ignores the class that a folder declares, for the family of the folder's model."""
+    """Whether transformers ignores the class declared by a folder, for the family of the folder's model."""
     return _read(folder / MODEL).get("model_type") in REBUILT
 
 
@@ -126,7 +126,7 @@ def _vocabulary_sample(tokenizer: Tokenizer) -> str:
 
 
 def _first_change(text: str, tokenizer: Tokenizer, ours: list[int], others: list[int]) -> str:
-    """Numbers of tokens, and the texts around the first id that differs."""
+    """Numbers of tokens, and the texts around the first different id."""
     same = next((n for n, pair in enumerate(zip(ours, others, strict=False)) if pair[0] != pair[1]), 0)
     near = tokenizer.decode(ours[max(0, same - 2) : same + 4])
     return f"{len(others)} tokens for {len(ours)} of tokenizer.json in a sample, near {near!a}"

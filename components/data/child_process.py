@@ -24,7 +24,7 @@ class ChildProcess:
         return f"was killed by {Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
 
     def stop(self) -> None:
-        """Kill the process: it has no state that could be lost."""
+        """Kill the process, which has no state to lose."""
         self.process.kill()
         self.process.join()
         self.process.close()

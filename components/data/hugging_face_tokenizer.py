@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _end_token(self) -> str:
-        """Return the token that ends a document; raises UserError if nothing says one."""
+        """Return the end token of a document; raises UserError if nothing declares one."""
         token = self.end_token or eos_token(self._file.parent)
         if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} says no eos_token"

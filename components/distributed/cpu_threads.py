@@ -32,7 +32,7 @@ def usable_cores(quota: Path = QUOTA) -> int:
 
 
 def threads_of_process(processes: int) -> int:
-    """Return the number of threads for one of several processes that share the usable cores."""
+    """Return the number of threads for each of several processes on the usable cores."""
     return max(1, usable_cores() // processes)
 
 

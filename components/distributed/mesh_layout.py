@@ -74,7 +74,7 @@ class MeshView:
         raise NotImplementedError
 
     def group(self, *dimensions: str) -> Group:
-        """Return the ranks that differ from this one only in their indices along these dimensions."""
+        """Return the ranks with this rank's indices along all other dimensions."""
         raise NotImplementedError
 
     @property
@@ -101,7 +101,7 @@ class MeshView:
 
 
 def how_to_launch(ranks: int) -> str:
-    """Return a hint with the command that starts this many processes."""
+    """Return a hint with the command for this many processes."""
     return f"start it with `drawloom launch --nproc-per-node {ranks} run RECIPE`"
 
 

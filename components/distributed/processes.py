@@ -277,7 +277,7 @@ class TorchProcesses:
 
 
 def _print_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook` that prints no error twice."""
+    """A `sys.excepthook` without repetitions of an error."""
     if not isinstance(error, ReportedError):
         sys.__excepthook__(kind, error, trace)
 

@@ -57,22 +57,23 @@ class SGD(TorchOptimizer):
         self._optimizers = [torch.optim.SGD(self._param_groups(), fused=True, **options)]
 
     def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
-        if (
-            skip is not None
-            and self.dampening
-            and not any("momentum_buffer" in state for state in optimizer.state.values())
-        ):
+        has_begun = any("momentum_buffer" in state for state in optimizer.state.values())
+        if skip is not None and self.dampening and not has_begun:
             # With dampening, momentum begins as the whole first gradient, which must not be that of a skipped step:
             # until there is momentum, the host waits for what the device decides.
             if skip.item():
                 return
             skip = None
-        if skip is not None and self.momentum and not self.dampening:
+        if self.momentum and not self.dampening and (skip is not None or has_begun):
             self._fill_buffers()
         super()._update(optimizer, lr, skip)
 
     def _fill_buffers(self) -> None:
-        """Add zeros where torch has no momentum yet: in a first step that is skipped it would leave it unfilled."""
+        """
+        Add zeros where torch has no momentum yet.
+
+        It would leave it unfilled in a first step that is skipped, and mixes no weights with and without momentum.
+        """
         for _, parameter in self.parameters.named():
             state = self._optimizers[0].state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:

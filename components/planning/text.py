@@ -73,9 +73,9 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
     yield "step", f"{count} of {rows}{held} on each replica, {plan.tokens:,} tokens in all"
     most = max(plan.memory, key=lambda memory: memory.peak)
-    of = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
+    limit = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{byte_size(most.peak)}{of} at most, in {most.when}{verdict}"
+    yield "memory", f"{byte_size(most.peak)}{limit} at most, in {most.when}{verdict}"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     each = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""

@@ -59,8 +59,11 @@ def test_a_vocabulary_that_is_too_small_is_found(tmp_path: Path) -> None:
     tokenizer_folder(tmp_path)
     [problem] = lacks("first_run", *words)
     assert problem.startswith("command line: [model] vocab_size: the tokenizer has ")
-    apart = Recipe.load("first_run", *words).with_values({"unset": ["model.tokenizer"]})
-    with pytest.raises(RecipeError, match=r"\[packing\] the tokenizer has \d+ ids, but .* only 100"):
+    other = {"other": {"use": "data.bytes"}, "model": {"tokenizer": "@other", "vocab_size": 257}}
+    apart = Recipe.load("first_run", *words[1:]).with_values(
+        other | {name: {"tokenizer": "@tokenizer"} for name in ("export", "tokens", "sample")}
+    )
+    with pytest.raises(RecipeError, match=r"\[packing\] the tokenizer has \d+ ids, but .* only 257"):
         apart.check()
 
 

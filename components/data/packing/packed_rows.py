@@ -85,7 +85,7 @@ class PackedRows:
         """The rows of a source's documents, shuffled if there is an order; lengths: (documents,)."""
 
     def open(self) -> None:
-        """Pack both splits; warn of texts that are too long for a model."""
+        """Pack both splits; warn of texts too long for a model."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack(split)

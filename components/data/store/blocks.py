@@ -50,7 +50,7 @@ class MappedFile:
         return self.content[offset:end].view(dtype)
 
     def verify(self, first: int, last: int) -> None:
-        """Hash those blocks from `first` to before `last` that were not verified yet."""
+        """Hash the blocks from `first` to before `last`, except verified ones."""
         for number in range(first, last):
             if not self.verified[number]:
                 block = self.content[number * BLOCK : (number + 1) * BLOCK]
@@ -64,7 +64,7 @@ class MappedFile:
                 self.verified[number] = 1
 
     def verify_all(self) -> None:
-        """Hash all blocks that were not verified yet."""
+        """Hash all blocks, except verified ones."""
         self.verify(0, len(self.verified))
 
 

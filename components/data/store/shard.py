@@ -137,7 +137,7 @@ class TokenShard:
 
     @classmethod
     def written(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
-        """Return a shard that was just completed, as its JSON file describes it."""
+        """Return a completed shard, as its JSON file describes it."""
         text = _read(files.path("json"))
         summary = _parse(files.path("json"), text)
         return cls(files, summary["documents"], summary["tokens"], dtype, weighted, sha256(text).hexdigest())

@@ -47,7 +47,7 @@ class Store:
 
     @classmethod
     def describe(cls, folder: Path) -> "Store":
-        """Return the store that `store.json` describes; its shards are not looked at."""
+        """Return the store described by `store.json`; its shards are not looked at."""
         index = read_index(folder / STORE)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [

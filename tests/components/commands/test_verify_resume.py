@@ -161,6 +161,7 @@ def test_other_causes_than_resuming_are_reported(
     monkeypatch.setattr(Runs, "straight", lambda _: None)
     monkeypatch.setattr(Runs, "killed_and_resumed", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(varies))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["verify-resume", "first_run"]) == 1
     first, *reasons, _place = capsys.readouterr().out.splitlines()[1:]

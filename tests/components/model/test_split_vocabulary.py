@@ -119,12 +119,12 @@ def test_one_of_several_splits_is_trained_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (-1, "-1 is less than 0"),
+        (-1, "-1 is not from 0"),
         ({"weight": 2}, "'weight' can't be the name of a parameter of embedding and head; write another"),
         ({"a b": 2}, "'a b' can't be the name"),
         ({"audio": 1, "forward": 2}, "'forward' can't be the name"),
         ({"split": 1}, "'split' can't be the name"),
-        ({"image": 0}, "image = 0 is less than 1"),
+        ({"image": 0}, "image = 0 is not from 1"),
     ],
 )
 def test_names_and_numbers_of_splits_are_checked(value: Any, why: str) -> None:

@@ -230,7 +230,6 @@ def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[
         "gradients.clip_group_norm",
         "gradients.clip_norm",
         "gradients.clip_value",
-        "phases.loss_spikes",
     ]
     main(["list", "--fits", "metrics"])
     assert "metrics.perplexity" in capsys.readouterr().out
