@@ -102,7 +102,7 @@ class Reader:
         elif block.kind != "not run":
             (self.folder / "part.toml").write_text(shorter(block.text), "utf-8")
             whole = ["part.toml"] if "extends" in data else ["first_run", "--overlay", "part.toml"]
-            outcome = self._run(Command(shlex.join(["drawloom", "check", *whole]), []))
+            outcome = self._run(Command(shlex.join(["drawloom", "check", "--elsewhere", *whole]), []))
             assert outcome.code == 0, f"{block}\n{outcome.text}"
 
     def python(self, block: Block) -> None:

@@ -178,7 +178,7 @@ def test_stochastic_rounding_has_the_same_noise_on_shards(place: Path) -> None:
         "trainer.steps=3",
     )
     found = []
-    for name, ranks in (("alone", 1), ("shared", 2)):
+    for name, ranks in (("noise of one", 1), ("noise of two", 2)):
         codes = drawloom(place, *COMMON, *rounded, f"run.name={name}", f"mesh.data_shard={ranks}", ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
         found.append(exported(place / f"runs/{name}"))

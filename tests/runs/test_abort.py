@@ -16,7 +16,7 @@ def test_a_user_error_is_printed_once_with_rank_and_location(place: Path, ranks:
     failures, outcomes, seconds = ended(place, ranks, "refuse")
     assert failures == {} and [outcome.code for outcome in outcomes.values()] == [2] * ranks
     assert printed_lines(outcomes) == [f"rank 1, {WHERE}: there is no luck today"]
-    assert sum(outcome.text.count("warning: [export]") for outcome in outcomes.values()) == 1
+    assert sum(outcome.text.count("warning: ") for outcome in outcomes.values()) == 1, outcomes
     assert "there is no luck today" in (place / "runs/tiny/log/rank-0.log").read_text()
     assert seconds < 5
 

@@ -27,7 +27,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
     assert refused.code == 2 and "Traceback" not in refused.text, refused.text
     assert refused.text.endswith(
         "the tokenizer has 257 ids, but the model's vocabulary only 100; "
-        "write vocab_size = 257 in the model, or use another tokenizer\n"
+        "write vocab_size = 257 in the model, or use another tokenizer (DL403)\n"
     )
     [done] = drawloom(tmp_path, "run", "small.toml", "model.vocab_size=257", "trainer.steps=1")
     assert done.code == 0 and len(rows(tmp_path / "runs/tiny")) == 1, done.text

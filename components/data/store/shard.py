@@ -167,7 +167,7 @@ class TokenShard:
     def check_content(self) -> None:
         """Read the shard and raise UserError that names a file whose content is not what was written."""
         self.check_header()
-        for file in self._mapped.values():
+        for file in (self._mapped(kind) for kind in self.sizes if kind != "digests"):
             file.verify_all()
 
     @property
@@ -187,11 +187,11 @@ class TokenShard:
 
     def read_ids(self, first: int, last: int) -> np.ndarray:
         """Return the ids of the tokens from `first` to before `last`."""
-        return self._mapped["tokens"].read(self.dtype, first * self.dtype.itemsize, last - first)
+        return self._mapped("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
 
     def read_weights(self, first: int, last: int) -> np.ndarray:
         """Return the weights, float32, of the tokens from `first` to before `last`."""
-        return self._mapped["weights"].read(WEIGHT, first * WEIGHT.itemsize, last - first)
+        return self._mapped("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -203,7 +203,7 @@ class TokenShard:
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
-                return self._mapped["documents"].read(dtype, offset, self.documents)
+                return self._mapped("documents").read(dtype, offset, self.documents)
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
@@ -212,15 +212,26 @@ class TokenShard:
         return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
 
     @cached_property
-    def _mapped(self) -> dict[str, MappedFile]:
-        """The files of the shard by kind, each with the digests of its blocks."""
-        digests, start, files = memoryview(self._verified("digests", self.summary["digests"])), 0, {}
-        for kind, size in self.sizes.items():
-            if kind != "digests":
-                end = start + DIGEST * count_blocks(size)
-                files[kind] = MappedFile.open(self.files.path(kind), size, digests[start:end])
-                start = end
-        return files
+    def _mapped_files(self) -> dict[str, MappedFile]:
+        """The files that are mapped in this process, by kind."""
+        return {}
+
+    def _mapped(self, kind: str) -> MappedFile:
+        """Return a file of the shard, which is mapped when it is first asked for."""
+        if kind not in self._mapped_files:
+            size, start = self.sizes[kind], 0
+            for other, length in self.sizes.items():
+                if other == kind:
+                    break
+                start += DIGEST * count_blocks(length) if other != "digests" else 0
+            digests = self._digests[start : start + DIGEST * count_blocks(size)]
+            self._mapped_files[kind] = MappedFile.open(self.files.path(kind), size, digests)
+        return self._mapped_files[kind]
+
+    @cached_property
+    def _digests(self) -> memoryview:
+        """The digests of the blocks of all files, in the order of `sizes`."""
+        return memoryview(self._verified("digests", self.summary["digests"]))
 
     def _verified(self, kind: str, digest: str) -> bytes:
         """Return the content of a small file. Raises UserError if it has another SHA-256."""

@@ -4,8 +4,10 @@ Tensors of a safetensors file: their dtypes, their names, and the byte range of 
 The safetensors library reads and validates headers: https://github.com/huggingface/safetensors#format.
 """
 
+import os
 import re
 from collections.abc import Sequence
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,17 @@ class Entry:
 
 
 def map_file(path: Path) -> Any:
-    """Return the library's mapped file; HeaderError if its header is invalid. Check that the file is regular first."""
+    """
+    Return the library's mapped file. Check first whether the file is regular.
+
+    Raises HeaderError if its header is invalid, FileNotFoundError if the file was removed.
+    """
     try:
         return safe_open(path, "pt")
+    except RuntimeError as error:  # torch's, when it maps the file
+        if not path.exists():
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path)) from error
+        raise HeaderError(str(error)) from error
     except (SafetensorError, OSError) as error:
         raise HeaderError(str(error).removeprefix("Error while deserializing header: ")) from error
 

@@ -29,7 +29,7 @@ def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> Non
     Path("all.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE), "utf-8")
     renamed = f'[run] name: "{"first_run" if base == "mine.toml" else base}" -> "other" (safe)'
     assert _differences("other.toml", base) == _differences("all.toml", base) == [renamed]
-    assert text.count("\n# lr = ") == 1 and "the base learning rate" in text
+    assert text.count("\n# lr = ") == 1 and "base learning rate" in text
 
 
 @pytest.mark.parametrize(
