@@ -225,7 +225,10 @@ class TokenShard:
                     break
                 start += DIGEST * count_blocks(length) if other != "digests" else 0
             digests = self._digests[start : start + DIGEST * count_blocks(size)]
-            self._mapped_files[kind] = MappedFile.open(self.files.path(kind), size, digests)
+            try:
+                self._mapped_files[kind] = MappedFile.open(self.files.path(kind), size, digests)
+            except OSError as error:  # such as too many open files
+                raise UserError(f"{self.files.path(kind)} can't be mapped: {error}") from error
         return self._mapped_files[kind]
 
     @cached_property
