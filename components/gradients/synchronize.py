@@ -5,6 +5,7 @@ With weights w and losses l of all tokens of all microbatches and replicas, the 
 """
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -60,7 +61,8 @@ class Synchronize:
         loss = torch.where(weight > 0, total / weight, math.nan)
         for name, value in (("loss", loss), ("grad_norm", norm), ("loss_weight", weight), ("tokens", tokens)):
             step.state[name] = value
-        step.skip_if(~(loss.isfinite() & norm.isfinite()), lambda: _skip_reason(step.state))
+        # The reason refers to the state alone: a step that referred to itself would wait for the garbage collector.
+        step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_skip_reason, step.state))
 
     def _sums(self, state: StepState) -> Tensor:
         """Return the losses, their weights and the tokens over all ranks: float64 (3,)."""

@@ -1,6 +1,8 @@
 """Data-parallel gradient synchronization."""
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -98,3 +100,17 @@ def test_tokens_are_whole_numbers(mesh_of: Any, norm: str) -> None:
     mesh = mesh_of(sizes={"context": 12}, replicas=TwelveAlike())
     step = taken(weights_with(torch.tensor([1.0])), mesh, 1.0, 1.0, norm=norm)
     assert step.tokens == 7
+
+
+@both
+def test_a_step_is_freed_without_the_garbage_collector(one_rank: Any, norm: str) -> None:
+    """A run collects garbage rarely, and a step has the batches and losses of all its microbatches."""
+    step = taken(weights_with(torch.tensor([1.0])), one_rank, 1.0, 1.0, norm=norm)
+    assert not step.skip_reason
+    freed = weakref.ref(step.state)
+    gc.disable()
+    try:
+        del step
+        assert freed() is None
+    finally:
+        gc.enable()
