@@ -9,7 +9,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
 from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.storage.state_tree import entries, pack
-from drawloom.components.storage.step_log import StepLog
+from drawloom.components.storage.step_log import RestartedLog, StepLog
 from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Every, component
 
@@ -30,30 +30,24 @@ class StateHashes:
     mesh: Mesh
     states: Every[Stateful]
 
-    _log: StepLog | None = attrs.field(init=False, default=None)
-    _newest: int = attrs.field(init=False, default=0)
+    _log: RestartedLog = attrs.field(
+        init=False, default=attrs.Factory(lambda self: RestartedLog(self._begin), takes_self=True)
+    )
 
     def run_phase(self, step: Step) -> None:
         """Append the hashes of a step; later lines, of a process that was killed or went back, are removed."""
-        if self._log is None or step.index <= self._newest:
-            self._log = self._begin(step.index)
-        self._newest = step.index
         hashes = state_hashes({name: node.state_dict() for name, node in self.states.items()})
         self._log.append({"step": step.index, "digests": hashes})
 
     def flush(self) -> None:
         """Return when every line is on disk; OSError if the disk does not accept some."""
-        if self._log is not None:
-            self._log.flush()
+        self._log.flush()
 
     def close(self) -> None:
         """Close the file."""
-        file, self._log = self._log, None
-        if file is not None:
-            file.close()
+        self._log.close()
 
     def _begin(self, step: int) -> StepLog:
-        self.close()
         begun = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
         begun.rewind(step - 1)
         return begun

@@ -8,7 +8,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
 from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.storage.step_log import StepLog
+from drawloom.components.storage.step_log import RestartedLog, StepLog
 from drawloom.graph import component
 
 FOLDER = "rows"
@@ -27,14 +27,12 @@ class Record:
     mesh: Mesh
     batching: Batching
 
-    _log: StepLog | None = attrs.field(init=False, default=None)
-    _newest: int = attrs.field(init=False, default=0)
+    _log: RestartedLog = attrs.field(
+        init=False, default=attrs.Factory(lambda self: RestartedLog(self._begin), takes_self=True)
+    )
 
     def run_phase(self, step: Step) -> None:
         """Append the digests of a step; later lines, of a process that was killed or went back, are removed."""
-        if self._log is None or step.index <= self._newest:
-            self._log = self._begin(step.index)
-        self._newest = step.index
         digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
         self._log.append(
             {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
@@ -42,17 +40,13 @@ class Record:
 
     def flush(self) -> None:
         """Return when every line is on disk; OSError if the disk does not accept some."""
-        if self._log is not None:
-            self._log.flush()
+        self._log.flush()
 
     def close(self) -> None:
         """Close the file."""
-        file, self._log = self._log, None
-        if file is not None:
-            file.close()
+        self._log.close()
 
     def _begin(self, step: int) -> StepLog:
-        self.close()
         folder = make_folder(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:
             # also those of ranks that this run no longer has

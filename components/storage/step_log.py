@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,35 @@ class StepLog:
             names = ", ".join(map(str, sorted(repaired)))
             known = f"; the values of step {names} are the checkpoint's" if repaired else ""
             log.warning("%s is damaged: %s%s", self._file.path, text, known)
+
+
+@attrs.define
+class RestartedLog:
+    """A step log that `begin(step)` opens at the first step, and anew where a run goes back to an earlier one."""
+
+    begin: Callable[[int], StepLog]
+    _log: StepLog | None = attrs.field(init=False, default=None)
+    _newest: int = attrs.field(init=False, default=0)
+
+    def append(self, row: Row) -> None:
+        """Append the row of a step. Lines of the same and later steps, from an earlier process, are removed first."""
+        step = row["step"]
+        if self._log is None or step <= self._newest:
+            self.close()
+            self._log = self.begin(step)
+        self._newest = step
+        self._log.append(row)
+
+    def flush(self) -> None:
+        """Return when every line is on disk. Raises OSError if the disk does not accept some."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
 
 
 def encode_line(row: Row) -> bytes:
