@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.drawing.draw import Format, draw
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
@@ -22,6 +21,7 @@ from drawloom.graph.recipe.overrides import nested, read_overrides
 from drawloom.graph.registry.imports import source_of
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
+from drawloom.graph.wiring.graph import Graph
 
 
 @attrs.frozen

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from drawloom.components.adapters.lora_layers import PEFT, LoraForm, factor, initial_std, wide
-from drawloom.components.distributed.parameter_split import SplitDim
-from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
+from drawloom.components.parallel.parameter_split import SplitDim
+from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
 from drawloom.components.ports.model import Head, HeadLayer
 from drawloom.components.ports.weights import Mapper, TensorGroup

@@ -7,8 +7,8 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Recipe
+from drawloom.graph.wiring.graph import Graph
 
 
 @attrs.frozen

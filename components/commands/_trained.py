@@ -116,7 +116,7 @@ def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
     """The recipe of a run for a single process; files that it read are read from their copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_text(lock))
     for name, node in data.items():
-        if isinstance(node, dict) and node.get("use") == "pipeline.stages":
+        if isinstance(node, dict) and node.get("use") == "stages.materialized":
             _initial_weights(data, node)
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
             data[name] = {

@@ -10,9 +10,9 @@ import attrs
 
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph import UserError
-from drawloom.graph.build.node import Node
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
+from drawloom.graph.wiring.node import Node
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 HEIGHT = 10  # lines of a picture in the terminal

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Node
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Node
 
 CHOSEN = ("corpus", "tokenizer", "loss", "schedule")  # nodes of which the component is what people change
 

@@ -24,13 +24,12 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, several
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
-from drawloom.components.pipeline.stage_checks import gathers_by_block
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
 from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
 from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
+from drawloom.components.stages.checks import gathers_by_block
 from drawloom.graph import Problem, RecipeError, UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import nearest
 from drawloom.graph.project import Project, Recipe
@@ -38,6 +37,7 @@ from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
+from drawloom.graph.wiring.graph import Graph
 
 FOLDER = "pipeline.schedules."
 

@@ -24,9 +24,9 @@ from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.components.storage.step_log import read_steps
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
+from drawloom.graph.wiring.graph import Graph
 
 DIGESTS = "digests_of_verify_resume"
 # metrics of the machine, not of the training: themselves, or what is before a slash

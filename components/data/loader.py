@@ -15,7 +15,7 @@ from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_p
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.run import Batching
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @attrs.frozen(kw_only=True)

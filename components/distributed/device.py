@@ -13,8 +13,8 @@ import torch
 from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, between, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import NodeView
 
 SHARING = {"NCCL_HOSTID": "drawloom rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """

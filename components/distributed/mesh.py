@@ -11,8 +11,8 @@ from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, Mesh
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, MODEL, SHARDS, Group, P2PChannel, Processes
 from drawloom.graph import between, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import NodeView
 
 MAX_RANKS = 2**20  # several times the GPUs of the largest clusters; checks and plans go through all ranks
 

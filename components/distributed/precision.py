@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from drawloom.graph import Problem, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 Name = Literal["float16", "bfloat16", "float32", "float64"]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.distributed.meta_collectives import collective
 from drawloom.components.experts.local import LocalExperts
+from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 
 

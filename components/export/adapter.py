@@ -26,7 +26,7 @@ from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 WEIGHTS = "adapter_model.safetensors"
 

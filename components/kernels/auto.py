@@ -14,8 +14,8 @@ from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.experts import PeerExchange
 from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import between, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager

@@ -10,7 +10,7 @@ from drawloom.components.metrics.named_sums import losses_of, mean_by_microbatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Problem, at_least, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @component(impact="safe")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.distributed.parameter_split import SplitDim
-from drawloom.components.distributed.tensor_parallel import ALONE, TensorParallel, TensorRanks
+from drawloom.components.parallel.parameter_split import SplitDim
+from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import Head, HeadLayer, Kernels
 

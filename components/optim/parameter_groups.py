@@ -10,8 +10,8 @@ from torch import nn
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import KeyPath
+from drawloom.graph.wiring.node import NodeView
 
 What = Literal["parameter", "matrix"]
 """What patterns are compared with: all trained parameters, or those of two dimensions and more."""

@@ -11,7 +11,7 @@ from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, above, at_least, between, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))

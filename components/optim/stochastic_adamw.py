@@ -18,8 +18,8 @@ from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_of
 from drawloom.graph import UserError, above, at_least, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
 from drawloom.kernels.operation import why_no_triton
 

@@ -15,7 +15,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of Adam's running means of gradients and of their squares."""

@@ -7,7 +7,7 @@ from drawloom.components.ports.data import TrainingData, has_pairs
 from drawloom.components.ports.pipeline import STEP_SPECS, Executor
 from drawloom.components.ports.run import Event, Events, Step
 from drawloom.graph import Problem, component
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @component(writes=("local_gradients", "losses", "batches"))

@@ -29,7 +29,7 @@ from drawloom.components.ports.tracking import (
     by_context,
 )
 from drawloom.graph import Problem, ResolvedRecipe, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 

@@ -9,11 +9,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.context import ContextPart
+from drawloom.components.parallel.context import ContextPart
+from drawloom.components.parallel.pipeline import constraint_problems
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import expect_same, lower, program_for, with_shard_actions
 from drawloom.components.pipeline.runtime.capture import Captures
-from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -28,7 +28,7 @@ from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @attrs.frozen

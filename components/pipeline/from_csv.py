@@ -15,8 +15,8 @@ from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.ports.program import FORWARD, Program
 from drawloom.components.storage import regular_file
 from drawloom.graph import UserError, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import NodeView
 
 MAX_TABLE = 2**24
 """Bytes of a table, about two million actions."""

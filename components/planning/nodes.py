@@ -19,8 +19,8 @@ from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import Batching, Restorer
 from drawloom.components.ports.stages import TrainableStages
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Recipe
+from drawloom.graph.wiring.graph import Graph
 
 
 @attrs.frozen(eq=False)

@@ -9,8 +9,8 @@ import torch
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.pipeline.shard_transfers import sent_dtype
-from drawloom.components.pipeline.sliced_store import SlicedStore, largest_unit
+from drawloom.components.parallel.shard_transfers import sent_dtype
+from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.components.ports.distributed import DATA, SHARDS

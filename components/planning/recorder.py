@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.distributed.meta_collectives import sent_bytes
+from drawloom.components.parallel.meta_collectives import sent_bytes
 from drawloom.components.planning.attention import Attended
 
 

@@ -16,10 +16,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.context import ContextPart
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.pipeline.recompute import make_recomputable
-from drawloom.components.pipeline.runtime.p2p import on_meta
+from drawloom.components.parallel.context import ContextPart
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
@@ -27,8 +25,10 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
+from drawloom.components.stages.activation_specs import on_meta
 from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import fused_on_meta
+from drawloom.kernels.recompute_policy import make_recomputable
 
 Passes = dict[str, PassCost]
 """By op: F, B or I and W."""

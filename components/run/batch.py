@@ -10,8 +10,8 @@ import attrs
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError, at_least, between, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import KeyPath, Problem
+from drawloom.graph.wiring.node import NodeView
 
 MAX_ROWS = 1_000_000
 """Rows of a step: many times those of the largest runs; a step holds the numbers of all its rows."""

@@ -27,9 +27,9 @@ from drawloom.components.ports.run import (
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
-from drawloom.graph.build.node import NodeView
 from drawloom.graph.component import Flow, Traits
 from drawloom.graph.problems import Problem, did_you_mean
+from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Node
 from drawloom.graph.problems import UserError
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Node
 
 
 @attrs.frozen

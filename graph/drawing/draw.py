@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, step_of, wiring
 from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring
 from drawloom.graph.inspect.explain import notes_of
 from drawloom.graph.problems import UserError, did_you_mean
+from drawloom.graph.wiring.graph import Graph
 
 Format = Literal["tree", "mermaid", "dot", "svg"]
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -7,8 +7,6 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Node
 from drawloom.graph.component import Impact
 from drawloom.graph.drawing.draw import draw
 from drawloom.graph.inspect.serialize import (
@@ -25,6 +23,8 @@ from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
 from drawloom.graph.toml.emit import canonical, dump_key, dumps
 from drawloom.graph.toml.parsing import parse
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Node
 
 WIDTH = 60
 """The widest line after which the provenances of a table are aligned in one column."""

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Node, dotted
 from drawloom.graph.inspect.serialize import provenance, serialize_value, variable
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, leaves
@@ -14,6 +12,8 @@ from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type, toml_or_python
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Node, dotted
 
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Node
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, distribution
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe_type, toml_or_python
 from drawloom.graph.types.port_match import implements
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Node
 
 
 def list_components(registry: Registry, subject: str = "") -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Node
 from drawloom.graph.recipe.layers import Leaf, Table, leaves
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Node
 
 Plain = dict[str, dict[str, Any]]
 """Nodes by name, each with `use`; an edge is "@name", or the table of a node that is written inline."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.build.node import dotted
 from drawloom.graph.inspect.listing import field_line, roles
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.lsp.meaning import Meaning
@@ -23,6 +22,7 @@ from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dumps
 from drawloom.graph.types.describe import toml_or_python, union_members
 from drawloom.graph.types.port_match import implements
+from drawloom.graph.wiring.node import dotted
 
 Kind = Literal["node", "key", "value", "component", "variable", "recipe"]
 

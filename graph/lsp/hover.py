@@ -3,12 +3,12 @@
 import inspect
 from collections.abc import Iterator
 
-from drawloom.graph.build.node import dotted
 from drawloom.graph.inspect.explain import explain, explain_variable
 from drawloom.graph.inspect.listing import field_line, list_components
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import dotted
 
 
 def hover(workspace: Workspace, meaning: Meaning) -> str:

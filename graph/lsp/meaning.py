@@ -2,14 +2,14 @@
 
 import attrs
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import dotted
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.workspace import Analysis, Workspace
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.recipe.edits import EDIT
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import dotted
 
 
 @attrs.frozen(eq=False)

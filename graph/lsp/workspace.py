@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import tomli
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Layer
@@ -18,6 +17,7 @@ from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
 from drawloom.graph.registry.registry import NAME
+from drawloom.graph.wiring.graph import Graph
 
 MARKS = {*DIRECTIVES, "vars"} - {"format"}
 """Top-level keys that other TOML files do not have; many have a `format`."""

@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import attrs
 
-from drawloom.graph.build.graph import Graph
-from drawloom.graph.build.node import Edge, Node
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import paused_collection
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
@@ -18,6 +16,8 @@ from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.runtime.origin import place_of, raised_in
 from drawloom.graph.types.port_match import implements, mismatches
+from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import Edge, Node
 
 Stage = Literal["build", "open", "close"]
 

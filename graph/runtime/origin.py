@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from drawloom.graph.build.node import Node
 from drawloom.graph.problems import Place
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.merged import VARIABLE
+from drawloom.graph.wiring.node import Node
 
 NAMED = re.compile(r"^(\w+): |`(\w+)`")
 """How messages name the setting that is wrong, or that would help: `paths: ...`, or in backticks."""

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from drawloom.graph.build.node import Node, NodeView
-from drawloom.graph.build.settings import SettingsResolver
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, RecipeError
@@ -14,6 +12,8 @@ from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
 from drawloom.graph.types.port_match import mismatches
 from drawloom.graph.types.structure import Values
+from drawloom.graph.wiring.node import Node, NodeView
+from drawloom.graph.wiring.settings import SettingsResolver
 
 UNSAVED = ResolvedRecipe("format = 1\n", "")
 """The resolved recipe of components that are built without one."""

@@ -20,8 +20,8 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import LayerRange
+from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.adapted import OneStage
 from support.qwen3 import cpu_kernels

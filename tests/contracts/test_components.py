@@ -271,7 +271,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "schedule": {"use": "pipeline.schedules.circular"},
         "executor": {"use": "pipeline.circular.executor"},
     },
-    "pipeline.stages": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
+    "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
     "checkpoint.staging.none": lambda folder: {"staging": {"use": "checkpoint.staging.none"}},
     "checkpoint.staging.overlapped": lambda folder: {"staging": {"use": "checkpoint.staging.overlapped"}},

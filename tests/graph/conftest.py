@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import tomli
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
+from drawloom.graph.wiring.graph import Graph
 
 SHOP = """
 [store]

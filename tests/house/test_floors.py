@@ -18,6 +18,7 @@ LIBRARIES = {
     "components.storage",
     "components.weights",
     "components.distributed",
+    "components.parallel",
     "components.workspace",
 }
 BELOW = {"graph", *LIBRARIES}
@@ -38,6 +39,19 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "torch"},
     ),
     "components.distributed": ({"graph", "components.ports", "components.state"}, {"attrs", "numpy", "torch"}),
+    # Gradients that ranks sent are added up in one way.
+    "components.parallel": (
+        {
+            "graph",
+            "components.ports",
+            "components.state",
+            "components.storage",
+            "components.weights",
+            "components.distributed",
+            "kernels.sum_parts",
+        },
+        {"attrs", "torch"},
+    ),
     # Ranks hand each other tensors as files.
     "components.workspace": (
         {"graph", "components.ports", "components.state", "components.storage", "components.distributed"},
@@ -55,15 +69,19 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
     "components.gradients": (BELOW | {"kernels.scale"}, {"attrs", "numpy", "torch"}),
-    # What operations put off or compute again is decided where forward and backward passes run. Gradients that ranks
-    # sent are added up in one way.
+    # The executor decides which operations are deferred or recomputed.
     "components.pipeline": (
-        BELOW | {"kernels.deferred_grads", "kernels.recompute", "kernels.sum_parts"},
+        BELOW | {"kernels.deferred_grads", "kernels.recompute", "kernels.recompute_policy"},
         {"attrs", "numpy", "torch"},
+    ),
+    # The stages of a rank follow from the schedule's program.
+    "components.stages": (
+        BELOW | {"components.pipeline.program", "kernels.recompute_policy"},
+        {"attrs", "torch"},
     ),
     # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times kernels.
     "components.planning": (
-        BELOW | {"components.pipeline", "kernels"},
+        BELOW | {"components.pipeline", "components.stages", "kernels"},
         {"attrs", "numpy", "torch"},
     ),
     "components.checkpoint": (BELOW, {"attrs", "torch"}),
@@ -84,7 +102,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW
         | {
             f"components.{name}"
-            for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling")
+            for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling", "stages")
         },
         {"attrs", "lm_eval", "numpy", "rich", "tomli", "torch"},
     ),

@@ -21,10 +21,10 @@ from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.phases.ema import WeightAverage
-from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import gradient_of
+from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.checkpoints import checkpointer
 from support.joined import joined

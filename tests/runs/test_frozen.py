@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.stages.materialized import MaterializedStages
 from support.mutations import put
 from support.processes import run_ranks
 from support.runs import Outcome, command, series, take_back, write_corpus

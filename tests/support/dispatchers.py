@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.expert_parallel import share_experts
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.decoder.experts import Experts
+from drawloom.components.parallel.expert import share_experts
 from drawloom.components.ports.experts import Dispatcher
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels, sparse

@@ -20,10 +20,10 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import Events, Phase, Randomness, Step, Stop
 from drawloom.components.run.trainer import Trainer
+from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph import UserError
 from drawloom.graph.testing import build, fake
 from support.pipelines import Job, batches, schedule

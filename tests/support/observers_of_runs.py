@@ -67,7 +67,7 @@ def _recipe(place: Path, **values: Any) -> Recipe:
 
 def stages_of(use: str, values: Values, place: Path) -> Any:
     """The layers of both stages of a rank, and the dtypes and values of what is kept and of what is computed with."""
-    node = "stages" if use == "pipeline.stages" else "precision"
+    node = "stages" if use == "stages.materialized" else "precision"
     schedule = {"use": "pipeline.schedules.zero_bubble_v"}
     with _recipe(place, **{node: dict(values)}, schedule=schedule).open(only="stages") as objects:
         found = []
@@ -121,7 +121,7 @@ class _Recorder(SingleProcess):
 
 def sums_over_replicas(use: str, values: Values, place: Path) -> Any:
     """The dtypes and sizes of the tensors that two replicas sum."""
-    node = "stages" if use == "pipeline.stages" else "precision"
+    node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(place, **{node: dict(values)}).open(only="stages", given={"mesh": mesh}) as objects:

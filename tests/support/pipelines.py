@@ -28,7 +28,6 @@ from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.schedules.circular import Circular
-from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.experts import Dispatcher
@@ -37,6 +36,7 @@ from drawloom.components.ports.pipeline import Schedule, sum_losses
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Recompute
+from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora

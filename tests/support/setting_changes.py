@@ -459,7 +459,7 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
-    "pipeline.stages": Row(
+    "stages.materialized": Row(
         runs.stages_of,
         {},
         {
@@ -518,11 +518,11 @@ ROWS: dict[str, Row] = {
 
 UNOBSERVED = {
     (
-        "pipeline.stages",
+        "stages.materialized",
         "reshard_after_forward",
-    ): "it needs ranks that shard: test_sharded_store.py has them",
+    ): "it needs ranks that shard: test_data_shard.py has them",
     ("pipeline.circular.executor", "delayed"): "messages take no time on one rank: circular/test_timetable.py has them",
-    ("pipeline.stages", "sync_each_microbatch"): "the same: test_sharded_store.py and tests/meshes/test_steps.py",
+    ("stages.materialized", "sync_each_microbatch"): "the same: test_data_shard.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }

@@ -11,9 +11,9 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline import shard_transfers
-from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.parallel import shard_transfers
 from drawloom.components.ports.model import BatchContext
+from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.joined import joined
 from support.qwen3 import kernels_on

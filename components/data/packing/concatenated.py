@@ -14,7 +14,7 @@ from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows, sources_of
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.graph import Problem, component
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @component

@@ -17,7 +17,7 @@ from drawloom.components.ports.data import Batch, RowSource, has_pairs
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 

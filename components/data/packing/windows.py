@@ -20,7 +20,7 @@ from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Batch
 from drawloom.graph import Problem, above, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @component

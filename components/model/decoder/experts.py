@@ -4,11 +4,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.expert_parallel import ExpertParallel
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import MoeConfig
 from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.decoder.router import Router
+from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import ExpertKernels
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.layers import Linear, RMSNorm
+from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
+from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import BatchContext, Finish, HeadLayer, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 

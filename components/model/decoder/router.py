@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from drawloom.components.distributed.parameter_split import SplitDim
-from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.layers import Linear
+from drawloom.components.parallel.parameter_split import SplitDim
+from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.ports.experts import ExpertKernels, ObserveRouting
 from drawloom.kernels.recompute import is_recomputing
 

@@ -24,7 +24,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 
 
 @component(impact="safe")

@@ -8,7 +8,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.recompute import recomputing
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.data import Batch
@@ -18,6 +17,7 @@ from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import Accumulation
+from drawloom.kernels.recompute_policy import recomputing
 
 
 @attrs.define(eq=False)

@@ -47,11 +47,11 @@ from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.program import Program  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
+from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
 from support import pipelines  # noqa: E402
 
 MICROBATCHES, LENGTH = (8, 12) if TINY else (8, 4096)

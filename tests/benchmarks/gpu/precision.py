@@ -41,10 +41,10 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
+from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton  # noqa: E402
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton  # noqa: E402
 from support import pipelines  # noqa: E402

@@ -31,7 +31,7 @@ from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 
 SMALL = "--small" in sys.argv

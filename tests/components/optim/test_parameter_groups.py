@@ -19,7 +19,7 @@ from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError, component
-from drawloom.graph.build.node import NodeView
+from drawloom.graph.wiring.node import NodeView
 from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 from support.steps import skipped

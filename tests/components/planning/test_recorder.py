@@ -6,7 +6,7 @@ from torch import nn
 
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
-from drawloom.components.distributed.meta_collectives import collective
+from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.kernels.cut_cross_entropy import LogitCut

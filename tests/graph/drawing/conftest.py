@@ -2,8 +2,8 @@
 
 import pytest
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.project import Project
+from drawloom.graph.wiring.graph import Graph
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.drawing.diagram import Arrow, Thread, step_of, wiring
 from drawloom.graph.problems import UserError
+from drawloom.graph.wiring.graph import Graph
 
 TWO = """
 [page]

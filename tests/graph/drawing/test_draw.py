@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.main import main
 from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
 from drawloom.graph.drawing.draw import FORMATS, Format, draw, draw_dot, draw_mermaid
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
+from drawloom.graph.wiring.graph import Graph
 from support import svg
 
 FILTERS = """

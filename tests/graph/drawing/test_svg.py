@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, Thread, step_of, wiring
 from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring, n
+from drawloom.graph.wiring.graph import Graph
 from support import svg
 
 

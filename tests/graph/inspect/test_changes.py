@@ -7,11 +7,11 @@ import pytest
 import tomli
 from hypothesis import given
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
+from drawloom.graph.wiring.graph import Graph
 from support.made_up import recipes
 
 Shop = Callable[..., Graph]

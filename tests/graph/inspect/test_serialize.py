@@ -11,12 +11,12 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.inspect.changes import recipe_hash, resolve
 from drawloom.graph.inspect.serialize import flatten, serialize_graph, serialize_value
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
+from drawloom.graph.wiring.graph import Graph
 from support.made_up import recipes
 
 Shop = Callable[..., Graph]

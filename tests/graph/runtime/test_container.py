@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, timed, timing_table
+from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 
 Shop = Callable[..., Graph]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.decoder.router import (
     Router,
     Routing,
@@ -17,6 +16,7 @@ from drawloom.components.model.decoder.router import (
     aux_loss_grad,
     router_z_loss,
 )
+from drawloom.components.parallel.row_sums import RowSums
 from drawloom.kernels.recompute import held_by, rerun
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds

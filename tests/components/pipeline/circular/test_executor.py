@@ -12,9 +12,9 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.circular import executor as circular
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
-from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.program import flat
+from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph import UserError
 from support import pipelines
 from support.joined import mesh_along

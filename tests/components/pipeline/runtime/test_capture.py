@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline import recompute
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import Batch
@@ -19,6 +18,7 @@ from drawloom.components.ports.pipeline import state_of_batches
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError
+from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import rerun
 from support import pipelines
 from support.processes import run_ranks
@@ -110,7 +110,7 @@ def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, mon
         train(executor, state)
 
     train = ProgramExecutor.train
-    monkeypatch.setattr(recompute, "rerun", counted)
+    monkeypatch.setattr(recompute_policy, "rerun", counted)
     monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)

@@ -13,12 +13,12 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
+from drawloom.components.stages.activation_specs import ActivationSpecs
 from support import pipelines
 from support.processes import RanksFailed, run_ranks
 from support.steps import train

@@ -1,0 +1,1 @@
+"""Parallelism: one module for each mesh dimension, and what they share."""

@@ -1,0 +1,73 @@
+"""
+Context parallelism: the tokens of each row are shared out over ranks, which exchange keys and values.
+
+A rank has one piece from the beginning of each row and one from its end, so that all ranks have as many earlier tokens
+to attend to (Dubey et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Each gathers the keys
+and values of all, which with grouped queries are few.
+"""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.distributed import Group
+from drawloom.graph import UserError
+
+
+@attrs.frozen(eq=False)
+class ContextPart:
+    """A rank's tokens of each row: `places` are their numbers in it, int64 (tokens,), `order` sorts those of all."""
+
+    places: Tensor
+    order: Tensor
+    group: Group
+
+    @classmethod
+    def of(cls, length: int, group: Group) -> "ContextPart":
+        """The part of this rank of rows of `length` tokens; a UserError if they can't be shared out evenly."""
+        everyone = [_places(length, group.size, rank) for rank in range(group.size)]
+        return cls(everyone[group.rank], torch.cat(everyone).argsort(), group)
+
+    def cut(self, batch: Batch) -> Batch:
+        """This rank's tokens of a batch."""
+        return Batch(*(tensor.index_select(1, self.places) for tensor in batch.tensors()))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""
+        gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
+        return gathered if part.is_meta else gathered.index_select(1, self.order)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gathers along dimension 1; the backward pass sums what all ranks have of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        """The parts (rows, tokens, ...) of all ranks, in their order: (rows, size * tokens, ...) in the same dtype."""
+        ctx.group = group
+        if part.is_meta:
+            shape = part.shape[0], group.size * part.shape[1], *part.shape[2:]
+            return collective(part, shape, "all_gather", "context", group.size)
+        return group.gather(part).movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if grad.is_meta:
+            shape = grad.shape[0], grad.shape[1] // ctx.group.size, *grad.shape[2:]
+            return collective(grad, shape, "reduce_scatter", "context", ctx.group.size), None
+        return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
+
+
+def _places(length: int, size: int, rank: int) -> Tensor:
+    if length % size:
+        raise UserError(
+            f"rows of {length} tokens can't be shared out over mesh.context = {size} ranks; "
+            f"write a length that is a multiple of {2 * size}",
+            exit_code=2,
+        )
+    pieces = torch.arange(length).chunk(2 * size if length % (2 * size) == 0 else size)
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if len(pieces) == 2 * size else pieces[rank]

@@ -1,0 +1,1 @@
+"""Stages of a model on this rank: built, parallelized and materialized."""

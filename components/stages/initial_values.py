@@ -1,0 +1,192 @@
+"""The memory of a rank's modules, and the values that a run starts from: drawn, or read from a folder."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.parallel.data_shard import local_part, slice_of
+from drawloom.components.parallel.master_weights import is_dtensor
+from drawloom.components.ports.model import Model
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import LOSS
+from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.weights.adapted import adapter_names, fill_adapters
+from drawloom.components.weights.load import folder_fingerprint, load_folder
+from drawloom.graph import UserError
+
+
+def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.device) -> None:
+    """Raise UserError if this rank's share of parameters of any shape, partitioned over `ranks`, exceeds its device."""
+    wanted = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
+    if wanted > (capacity := memory_of(device)):
+        raise UserError(
+            f"the parameters of this rank take {byte_size(wanted)}, and its device, {device}, has "
+            f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
+        )
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory that a device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@attrs.frozen
+class InitialValues:
+    """
+    Gives the modules of a rank memory and values: those of a folder, or random ones that follow from seed and name.
+
+    `splits` are the slices that tensor and expert ranks have of parameters; of a sharded one a rank fills its slice
+    only.
+    """
+
+    model: Model
+    seed: int
+    device: torch.device
+    weights: Path | None
+    splits: Mapping[str, TensorSlice]
+
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Give parameters and buffers of modules on the meta device their memory and values."""
+        for module in modules:
+            # Weights of a folder make parameters real one by one, without a second copy of the model.
+            if self._folder is None or any(map(is_dtensor, module.parameters())):
+                module.to_empty(device=self.device)
+            fill_buffers(module, self.device, self.seed)
+            if (of_loss := getattr(module, LOSS, None)) is not None:
+                fill_parameters(LOSS, of_loss, self.device, self.seed)
+            if self._folder is not None:
+                self._read(self._folder, module)
+            else:
+                self._draw(module)
+
+    def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
+        """Fill what adapters have added. A collective of ranks that share weights, which DoRA reads."""
+        for module in modules:
+            fill_adapters(module, self.device, self._fill_normal)
+
+    def origin(self, parameters: Iterable[nn.Parameter]) -> str:
+        """What the values of frozen parameters follow from; empty if all are trained."""
+        if all(parameter.requires_grad for parameter in parameters):
+            return ""
+        return f"seed {self.seed}" if self._folder is None else folder_fingerprint(self._folder)
+
+    def other_origin(self) -> str:
+        """What to say when a run resumes with another origin."""
+        where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+        return f"{where} are not those that the run started from; name those in stages.weights"
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder of the weights to start from: the one that is named, or the model's own."""
+        return self.weights or getattr(self.model, "initial_weights", None)
+
+    def _read(self, folder: Path, module: nn.Module) -> None:
+        mapper = self.model.hugging_face_mapper().inverse()
+        try:
+            load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
+        except UserError as error:
+            named = "weights: " if self.weights else ""  # otherwise the model has named them
+            raise UserError(f"{named}{error}", error.exit_code) from error
+
+    def _draw(self, module: nn.Module) -> None:
+        others = adapter_names(module)
+        for name, parameter in module.named_parameters():
+            if not name.startswith(f"{LOSS}.") and name not in others:
+                mine = local_part(parameter) if is_dtensor(parameter) else parameter.data
+                self.model.initialise(name, mine, self.seed, self._place(name, parameter))
+
+    def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
+        """The slice that this rank has of a parameter; None for a whole one."""
+        return TensorSlice.nested(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+
+    def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
+        place = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
+        key = derive_seed(self.seed, "initial weights", name)
+        fill_normal(parameter.data, key, std, place.shape, place.offsets)
+
+
+Tensors = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+"""Those tensors of a module, by their names in it, that its `reset_parameters()` has to fill."""
+
+
+def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
+    """
+    Allocate all buffers of a module, persistent or not, and fill them by the `reset_parameters()` of their owners.
+
+    Random values depend on the seed and the owner's name, and the process's generators keep their state. The owner's
+    own parameters are allocated as well. Raises UserError for an owner that does not fill all of its buffers.
+    """
+    for name, owner in module.named_modules():
+        if any(True for _ in _buffers(owner)):
+            _fill(name, owner, device, derive_seed(seed, "buffers", name), _buffers)
+
+
+def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
+    """
+    Make all parameters and buffers of a module called `name` real, with the values that their owners give them.
+
+    As for buffers alone, what an owner draws follows from the seed and its name. Raises UserError for an owner that
+    does not fill all of its tensors.
+    """
+    for path, owner in module.named_modules(prefix=name):
+        if any(True for _ in _tensors(owner)):
+            _fill(path, owner, device, derive_seed(seed, "initial weights", path), _tensors)
+
+
+def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
+    owner.to_empty(device=device, recurse=False)
+    # An inherited reset_parameters() may not know of a tensor. A tensor that it fills has the same values after a fill
+    # with 0 as after a fill with 1.
+    first, second = (_values(name, owner, device, seed, before, tensors) for before in (0, 1))
+    if left := [key for key, value in first.items() if not torch.equal(value, second[key])]:
+        raise _unfilled(name, owner, left, "has a reset_parameters() that does not fill them")
+
+
+def _values(
+    name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
+) -> dict[str, Tensor]:
+    """The owner's tensors after `reset_parameters()`, having been `before` everywhere."""
+    reset = getattr(owner, "reset_parameters", None)
+    if reset is None:
+        raise _unfilled(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
+    with torch.no_grad(), device, _seeded(device, seed):
+        for _, tensor in tensors(owner):
+            tensor.fill_(before)
+        reset()
+    return {key: tensor.detach().clone() for key, tensor in tensors(owner)}
+
+
+def _buffers(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return owner.named_buffers(recurse=False)
+
+
+def _tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(owner.named_parameters(recurse=False), _buffers(owner))
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    # The process's generators keep their state, or dropout would depend on which modules a rank builds. manual_seed
+    # seeds the generators of all devices; fork_rng forks that of the CPU by default.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _unfilled(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
+    where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
+    kind = "buffers" if set(tensors) <= {key for key, _ in _buffers(owner)} else "tensors"
+    return UserError(
+        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so that what its "
+        "constructor puts there is lost",
+        exit_code=2,
+    )

@@ -1,0 +1,137 @@
+"""Settings of a node: variables are substituted, escapes removed, and each value is converted and checked."""
+
+from typing import Any
+
+import attrs
+
+from drawloom.graph.problems import COMMAND_LINE, KeyPath, Place, Problem, did_you_mean, nearest
+from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
+from drawloom.graph.recipe.overrides import word
+from drawloom.graph.registry.spec import Field
+from drawloom.graph.types.describe import describe_type, placeholder
+from drawloom.graph.types.structure import Values
+from drawloom.graph.wiring.node import Node, dotted
+
+INVALID = object()
+"""Takes the place of a value with a problem, so that the problem is reported only once."""
+
+
+@attrs.define(eq=False)
+class SettingsResolver:
+    """Fills in the settings of nodes, with the variables of their recipe."""
+
+    vars: dict[str, Leaf]
+    values: Values = attrs.field(factory=Values)
+
+    def resolve(self, node: Node) -> None:
+        """Fill in the settings of a node; invalid values become problems of the node."""
+        items = node.table.items
+        for key, item in items.items():
+            field = node.spec.fields.get(key)
+            if field is not None and field.kind == "setting":
+                self._set(node, field, item)
+            elif key != "use" and (field is None or not field.is_edge):
+                self._unknown(node, key, field)
+        for field in node.spec.settings:
+            if field.name not in items:
+                self._set_default(node, field)
+
+    def _unknown(self, node: Node, key: str, field: Field | None) -> None:
+        if field is not None:
+            text = f"{key!r} is filled in by the container and can't be set"
+            return node.add_problem("DL301", text, "remove it", (key,), key=True)
+        owner = node.table.discarded.get(key)
+        known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
+        hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
+        if key in DIRECTIVES:
+            hint = f"write {key} at the top of the file, before the first [table]"
+        node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
+
+    def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
+        plain = self.plain(node, item, (field.name,))
+        if plain is INVALID:
+            return
+        try:
+            value, problems = self.values.structure(plain, field.type)
+            if not problems and field.check and (reason := field.check(value)):
+                problems = [Problem("DL303", reason)]
+        except Exception as error:  # a bug of the component, in its annotations or its checks
+            return node.add_bug(f"the setting {field.name!r} can't be read", error)
+        for problem in problems:
+            # The mistake is in [vars], unless the value is written here.
+            path = (field.name, *problem.path)
+            place = self._variable_place(item)
+            written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
+            hint = _in_shell(problem.hint, node, path)
+            node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", hint, path, place=place)
+        if not problems:
+            node.set(field.name, value)
+
+    def _variable_place(self, item: Leaf | Table) -> Place | None:
+        """The position of the variable that is the whole value, if there is one."""
+        name = item.value if isinstance(item, Leaf) and isinstance(item.value, str) else ""
+        found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
+        return found.place if found else None
+
+    def _set_default(self, node: Node, field: Field) -> None:
+        if not field.required:
+            node.set(field.name, field.default_value())
+            return
+        text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
+        value = placeholder(field.type)
+        hint = f"write {field.name} = {value}"
+        if not node.owner:
+            hint += f" in [{node.name}], or {word(f'{node.name}.{field.name}={value}')} behind a command"
+        node.add_problem("DL305", text, hint, ())
+
+    def plain(self, node: Node, item: Any, path: KeyPath) -> Any:
+        """A value without variables and escapes; INVALID if a part of it has a problem."""
+        if isinstance(item, Leaf):
+            item = item.value
+        elif isinstance(item, Table):
+            item = item.items
+        if isinstance(item, str):
+            return self._plain_string(node, item, path) if item[:1] in ("@", "$") else item
+        if isinstance(item, list):
+            parts = [self.plain(node, part, (*path, number)) for number, part in enumerate(item)]
+            return INVALID if any(part is INVALID for part in parts) else parts
+        if isinstance(item, dict):
+            table = {key: self.plain(node, part, (*path, key)) for key, part in item.items()}
+            return INVALID if any(part is INVALID for part in table.values()) else table
+        return item
+
+    def _plain_string(self, node: Node, text: str, path: KeyPath) -> Any:
+        if text[:2] in ("@@", "$$"):
+            return text[1:]
+        if text.startswith(VARIABLE):
+            return self.variable(node, text, path)
+        if text.startswith("@"):
+            why = f"{dotted(path)} is a setting, so it can't refer to a node with {text!r}"
+        else:
+            why = f"{text!r} is not a variable: those are written $vars.name, and are always a whole value"
+        node.add_problem("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
+        return INVALID
+
+    def variable(self, node: Node, text: str, path: KeyPath) -> Any:
+        """The value of a variable, written `$vars.name`; INVALID if there is none of that name."""
+        leaf = self.vars.get(text.removeprefix(VARIABLE))
+        if leaf is None:
+            name = text.removeprefix(VARIABLE)
+            near = nearest(name, self.vars)
+            hint = (
+                f"did you mean {near!r}?"
+                if near
+                else f"write {name} = ... in [vars], or vars.{name}=... behind a command"
+            )
+            node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
+            return INVALID
+        return leaf.value
+
+
+def _in_shell(hint: str, node: Node, path: KeyPath) -> str:
+    """A hint with the array to write; if the setting is a word of the command line, with the word, quoted."""
+    if not hint.startswith("write [") or path[1:] or node.place_of(path) != COMMAND_LINE:
+        return hint
+    value = hint.removeprefix("write ")
+    return f"write {word(f'{node.name}.{path[0]}={value}')}"

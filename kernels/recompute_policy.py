@@ -1,0 +1,53 @@
+"""Which activations of a stage the backward pass computes again: a policy that is handed to each forward pass."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from drawloom.kernels.recompute import Selective, rerun
+
+_every: ContextVar[int] = ContextVar("every", default=0)
+"""Of how many blocks one is recomputed, in the forward pass of this thread; 0 for none."""
+
+
+def make_recomputable(blocks: Sequence[nn.Module]) -> None:
+    """Let the forward passes of a stage's blocks follow the policy that `recomputing` sets."""
+    for number, block in enumerate(blocks):
+        # The block's own forward, and not its call: hooks, such as those that gather its parameters, run once.
+        block.forward = partial(_forward, number, block.forward)
+
+
+def _forward(number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    every = _every.get()
+    if not every or number % every or not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    return rerun(forward, *arguments, **named)
+
+
+def recomputing(policy: int | str) -> AbstractContextManager[Any]:
+    """
+    Return a context manager for a stage's forward pass: 'none', 'selective', 'blocks', or n for one of n blocks.
+    """
+    if policy == "none":
+        return nullcontext()
+    return Selective() if policy == "selective" else _Blocks(policy if isinstance(policy, int) else 1)
+
+
+class _Blocks:
+    """A context in which the first of every `count` blocks is recomputed."""
+
+    __slots__ = ("_count", "_token")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._token: Token[int] = _every.set(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        _every.reset(self._token)

@@ -1,0 +1,41 @@
+"""Sums of many tensors in few collectives."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.parallel.buckets import sum_in_buckets
+from drawloom.components.ports.distributed import Pending
+
+
+class Doubling(SingleProcess):
+    """Two ranks that have the same."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.dtype, int]] = []
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        self.calls.append((tensor.dtype, tensor.numel()))
+        tensor.mul_(2)
+        return super().start_sum(tensor)
+
+
+def test_each_tensor_is_summed_once_in_buckets_of_a_dtype() -> None:
+    """Tensors of any shape get their sums; a bucket ends when it is full, and its dtype is at least the one given."""
+    tensors: list[Any] = [torch.ones(2, 3), torch.ones(()), torch.ones(4).bfloat16(), torch.ones(1).double()]
+    group = Doubling()
+    sum_in_buckets(tensors, group, torch.float32, bucket_bytes=28)
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
+    assert group.calls == [(torch.float32, 7), (torch.float64, 5)]
+    assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.float32, torch.bfloat16, torch.float64]
+
+
+def test_one_rank_sends_nothing() -> None:
+    """Without others there is nothing to sum."""
+    tensor = torch.ones(3)
+    sum_in_buckets([tensor], SingleProcess(), torch.float64)
+    assert tensor.tolist() == [1.0] * 3

@@ -1,0 +1,72 @@
+"""Rows that ranks share out."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.parallel.context import ContextPart
+from drawloom.components.ports.data import Batch
+from drawloom.graph import UserError
+from support.processes import run_ranks
+
+
+class Rank(SingleProcess):
+    """One of several ranks, which sends nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize(("length", "size"), [(16, 2), (24, 4), (6, 2), (12, 4)])
+def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int, size: int) -> None:
+    """The parts make up the row; where rows divide into pieces for both ends, ranks see as many earlier tokens."""
+    parts = [ContextPart.of(length, Rank(rank, size)) for rank in range(size)]
+    places = torch.cat([part.places for part in parts])
+    assert places.sort().values.tolist() == list(range(length))
+    assert places[parts[0].order].tolist() == list(range(length))
+    if length % (2 * size) == 0:
+        assert len({int(part.places.sum()) for part in parts}) == 1
+
+
+def test_a_row_that_does_not_divide_is_refused() -> None:
+    """The message has the length and what to write."""
+    with pytest.raises(UserError, match=r"rows of 9 tokens .* mesh\.context = 2 .* multiple of 4"):
+        ContextPart.of(9, Rank(0, 2))
+
+
+def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
+    """Tokens, targets, positions, documents and weights of this rank's places."""
+    numbers = torch.arange(16).view(2, 8)
+    batch = Batch(numbers, numbers + 1, numbers % 8, numbers // 8, numbers.float())
+    cut = ContextPart.of(8, Rank(1, 2)).cut(batch)
+    assert cut.positions.tolist() == [[2, 3, 4, 5]] * 2
+    assert cut.weights.tolist() == [[2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0]]
+
+
+def _gathered() -> tuple[Any, Any]:
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, context=processes.world_size, data_replicate=1)
+        mesh.open()
+        part = ContextPart.of(8, mesh.group("context"))
+        mine: Tensor = part.places.double()[None, :, None].requires_grad_()
+        rows = part.gather(mine)
+        (rows.flatten() * torch.arange(8) * (1 + mesh.world.rank)).sum().backward()  # type: ignore[no-untyped-call]
+        assert mine.grad is not None
+        return rows.flatten().tolist(), mine.grad.flatten().tolist()
+    finally:
+        processes.close()
+
+
+def test_gathered_rows_are_in_order_and_gradients_are_those_of_all_ranks() -> None:
+    """Each rank has the whole row; what all of them do with a token adds up in its gradient, on its rank."""
+    (first, grad), (second, other) = run_ranks(_gathered, 2)
+    assert first == second == list(range(8))
+    assert grad == [3.0 * place for place in (0, 1, 6, 7)] and other == [3.0 * place for place in (2, 3, 4, 5)]

@@ -1,0 +1,263 @@
+"""Parameters that ranks share out, and when each rank has them whole."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.adapters.full_tuning import FullTuning
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.parallel.data_shard import ShardedModule, _parts
+from drawloom.components.parallel.master_weights import is_dtensor
+from drawloom.components.parallel.shard_transfers import DirectReduceScatter
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.ports.model import BatchContext
+from drawloom.components.stages.materialized import MaterializedStages
+from support import pipelines
+from support.adapted import lora
+from support.joined import mesh_along
+from support.mutations import put
+from support.processes import run_ranks
+from support.qwen3 import cpu_kernels
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 25,
+    "num_hidden_layers": 3,
+    "vocab_size": 21,
+}
+
+
+def _stages(
+    mesh: RankMesh,
+    device: ComputeDevice,
+    reshard: bool | None,
+    sync: bool = False,
+    adapters: Sequence[Any] = (),
+    **precision: Any,
+) -> MaterializedStages:
+    stages = MaterializedStages(
+        model=Qwen3Dense(kernels=cpu_kernels(), **SIZES),
+        loss=pipelines.TemperedLoss(),
+        schedule=pipelines.schedule("one_f_one_b"),
+        mesh=mesh,
+        device=device,
+        precision=DtypePolicy(**precision),
+        job=pipelines.Job(),
+        reshard_after_forward=reshard,
+        sync_each_microbatch=sync,
+        adapters=list(adapters),
+    )
+    stages.open()
+    return stages
+
+
+def _looked_at() -> list[dict[str, Any]]:
+    """What a rank holds, and whether a layer's parameters are slices after a forward, by setting."""
+    with mesh_along("data_shard") as (mesh, device):
+        found = []
+        mixed = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
+        cases: list[tuple[bool | None, dict[str, Any]]] = [(None, {}), (False, {}), (True, mixed)]
+        for reshard, precision in cases:
+            stages = _stages(mesh, device, reshard, **precision)
+            module = stages.local[0].module
+            tokens = torch.arange(6).view(1, 6)
+            stages.cast_weights()
+            with torch.no_grad():
+                module(tokens, BatchContext(tokens, torch.zeros_like(tokens)))
+            layer = module.get_submodule("model.layers.1")
+            freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
+            stages.cast_weights()
+            named = dict(stages.local[0].named_parameters())
+            found.append(
+                {
+                    "freed": freed,
+                    "sizes": {name: tuple(part.shape) for name, part in named.items()},
+                    "slices": stages.state_slices(),
+                    "dtypes": {str(part.dtype) for part in named.values()},
+                    "bytes": stages.memory_bytes(),
+                }
+            )
+        return found
+
+
+def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
+    """Slices tile every parameter; a layer is freed after its forward unless the setting says no."""
+    ranks = run_ranks(_looked_at, 2)
+    alone = run_ranks(_looked_at, 1)[0][0]["sizes"]
+    for number, freed in enumerate((True, False, True)):
+        mine = [rank[number] for rank in ranks]
+        assert [each["freed"] for each in mine] == [freed, freed]
+        whole = {name for name, place in mine[0]["slices"].items() if place is None}
+        norms = {name for name in alone if name.endswith("norm.weight")}
+        assert whole == {"loss.log"} | (norms if number == 2 else set())
+        for name in alone.keys() - whole:
+            rows = [each["sizes"][name][0] for each in mine]
+            assert sum(rows) == alone[name][0] and rows[0] - rows[1] in (0, 1), name
+            assert [each["slices"][name].offsets[0] for each in mine] == [0, rows[0]], name
+        assert all(each["dtypes"] == {"torch.float32"} for each in mine)
+    whole_bytes = 4 * sum(torch.Size(size).numel() for size in alone.values())
+    assert ranks[0][0]["bytes"]["parameters"] + ranks[1][0]["bytes"]["parameters"] < 1.1 * whole_bytes
+
+
+def _gradients_between() -> dict[bool, list[list[int]]]:
+    """By setting and microbatch of a step: elements of gradients that are whole, and that are in slices."""
+    with mesh_along("data_shard") as (mesh, device):
+        found: dict[bool, list[list[int]]] = {}
+        for sync in (False, True):
+            stages = _stages(mesh, device, False, sync)
+            [stage] = stages.local
+            shards: Any = stage.shards
+            assert shards.by_microbatch is sync
+            tokens = torch.arange(6).view(1, 6)
+            stages.cast_weights()
+            found[sync] = []
+            for microbatch in range(3):
+                if sync or microbatch == 2:
+                    shards.reduce_next(final=microbatch == 2)
+                context = BatchContext(tokens, torch.zeros_like(tokens))
+                stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
+                shards.reduced()
+                whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _parts(unit)]
+                sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _parts(unit)]
+                found[sync].append([sum(whole), sum(sliced)])
+        return found
+
+
+def _numel(grad: Any) -> int:
+    return 0 if grad is None else int(grad.numel())
+
+
+def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_says_so() -> None:
+    """Without it each rank has those of whole parameters until the last microbatch, with it none at any time."""
+    for found in run_ranks(_gradients_between, 2):
+        every = found[True][0][1]
+        assert found == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}
+
+
+def _reduced_with_the_head() -> dict[str, list[bool]]:
+    """Which gradients are in slices when the last block's backward pass begins: those of a head, and of the rest."""
+    found: dict[str, list[bool]] = {}
+    with mesh_along("data_shard") as (mesh, device):
+        [stage] = (stages := _stages(mesh, device, True)).local
+        shards: Any = stage.shards
+        [head] = shards.heads
+
+        def look(_grad: torch.Tensor) -> None:
+            for name, unit in (("head", head), ("rest", shards.root)):
+                found[name] = [_numel(part.sharded_param.grad) > 0 for part in _parts(unit)]
+
+        shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
+        tokens = torch.arange(6).view(1, 6)
+        stages.cast_weights()
+        shards.reduce_next(final=True)
+        context = BatchContext(tokens, torch.zeros_like(tokens))
+        stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
+        return found
+
+
+def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None:
+    """It is ready first, and would wait for that of the embedding if both were one unit."""
+    for found in run_ranks(_reduced_with_the_head, 2):
+        assert found["head"] == [True]
+        assert not any(found["rest"])
+
+
+def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
+    """Of each reduction in W: how many gradients of whole weights there are besides, and whether what is sent is 0."""
+    found: list[tuple[int, bool]] = []
+    with mesh_along("data_shard") as (mesh, device):
+        stages = _stages(mesh, device, True)
+        [stage] = stages.local
+        shards: Any = stage.shards
+        runner = StageRunner(stage, stages.loss, split=True)
+        scatter = DirectReduceScatter.__call__
+
+        def look(self: Any, **how: Any) -> None:
+            left = [part.unsharded_param.grad for unit in shards.units for part in _parts(unit)]
+            sent = how["input_tensor"].listed.tensors
+            found.append((sum(each is not None for each in left), any(not each.any() for each in sent)))
+            scatter(self, **how)
+
+        put(DirectReduceScatter, "__call__", look)
+        stages.cast_weights()
+        [batch] = pipelines.batches(1)
+        tokens, context = stages.loss.inputs(batch)
+        runner.forward(0, tokens, context, batch)
+        runner.backward_input(0, None)
+        runner.reduce_next(final=True)
+        runner.backward_weight(0)
+        return found
+
+
+def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
+    """Head, three blocks, and the rest are reduced once each, with their gradients, before those of later ones."""
+    for found in run_ranks(_reduced_in_a_pass_for_the_weights, 2):
+        assert found == [(0, False)] * 5
+
+
+def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
+    """The first block waits for the embedding and itself; the head, which is large, is used last."""
+    started: list[str] = []
+
+    def unit(name: str) -> Any:
+        return SimpleNamespace(unshard=lambda async_op: started.append(name) if async_op else None)
+
+    blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
+    ShardedModule(unit("embedding"), [unit("head")], blocks, by_block=False).unshard()
+    assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
+
+
+def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
+    """Logits of doubled weights: without a gather before the change, and with one that no pass has used."""
+    found = []
+    with mesh_along("data_shard") as (mesh, device):
+        for gathered in (False, True):
+            [stage] = (stages := _stages(mesh, device, reshard)).local
+            shards: Any = stage.shards
+            tokens = torch.arange(6).view(1, 6)
+            context = BatchContext(tokens, torch.zeros_like(tokens))
+            stages.cast_weights()
+            with torch.no_grad():
+                if gathered:
+                    shards.unshard()
+                for _, parameter in stages.named():
+                    parameter.mul_(2)
+                stages.cast_weights()
+                shards.unshard()
+                found.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
+        return found
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None:
+    """As for a layer that an evaluation leaves out: the next step computes with the weights of then."""
+    for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
+        assert without.equal(with_one)
+
+
+def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
+    """What a rank keeps of each parameter in mixed precision, and whether it is trained."""
+    with mesh_along("data_shard") as (mesh, device):
+        adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
+        mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
+        [stage] = _stages(mesh, device, True, adapters=adapters, **mixed).local
+        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
+
+
+def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
+    """In slices as in one process: no optimizer needs more of them; those that are not cast keep their dtype."""
+    [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
+    assert sharded == [alone, alone]
+    for name, (dtype, trained) in alone.items():
+        wide = trained or name.endswith("norm.weight") or name.startswith("loss.")
+        assert dtype == (torch.float32 if wide else torch.bfloat16), name
+    assert {trained for _, trained in alone.values()} == {False, True}

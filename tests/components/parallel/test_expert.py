@@ -1,0 +1,40 @@
+"""Experts that ranks share out."""
+
+import torch
+
+from drawloom.components.adapters.lora import Lora
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.parallel.expert import share_experts
+from drawloom.components.weights.adapted import inject
+from support.qwen3 import sparse, whole
+
+
+class Rank(SingleProcess):
+    """One of several ranks, which sends nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() -> None:
+    """Two ranks hold half of each parameter of experts and of the factors that adapt them, one after the other."""
+    found = []
+    for rank in range(2):
+        with torch.device("meta"):
+            module = whole(sparse(num_experts=6, num_hidden_layers=3, mlp_only_layers=[1]))
+            inject([Lora(targets=["experts.down_proj", "q_proj"], rank=2, alpha=4.0)], module)
+        before = {name: tuple(part.shape) for name, part in module.named_parameters()}
+        found.append(share_experts(module, Rank(rank, 2), None))
+        assert found[-1].keys() == {name for name in before if ".experts." in name} and len(found[-1]) == 8
+        for name, split in found[-1].items():
+            assert tuple(module.get_parameter(name).shape) == split.place.size == (3, *before[name][1:])
+    for name, split in found[0].items():
+        assert (split.place.offsets[0], found[1][name].place.offsets[0]) == (0, 3)
+
+
+def test_one_rank_keeps_all_experts() -> None:
+    """Nothing is split, and no parameter is replaced."""
+    module = whole(sparse())
+    before = dict(module.named_parameters())
+    assert share_experts(module, SingleProcess(), None) == {}
+    assert all(part is before[name] for name, part in module.named_parameters())

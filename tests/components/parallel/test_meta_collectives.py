@@ -1,0 +1,18 @@
+"""Collectives on the meta device."""
+
+import pytest
+import torch
+
+from drawloom.components.parallel.meta_collectives import collective, sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "parts"),
+    [("all_gather", (8, 3), 0.75), ("reduce_scatter", (1, 3), 0.75), ("all_reduce", (2, 3), 1.5)],
+)
+def test_bytes_are_those_of_rings(kind: str, shape: tuple[int, ...], parts: float) -> None:
+    """Of four ranks each sends three quarters of the larger tensor, and twice that where all have the sum."""
+    x = torch.empty(2, 3, device="meta")
+    found = collective(x, shape, kind, "tensor", 4)  # type: ignore[arg-type]
+    assert (found.shape, found.is_meta, found.dtype) == (shape, True, x.dtype)
+    assert sent_bytes(x, found, kind, 4) == parts * max(x.nbytes, found.nbytes)

@@ -1,0 +1,53 @@
+"""Parameters that are replaced by a rank's slice."""
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.model.layers import VOCABULARY
+from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
+from drawloom.graph import UserError
+
+
+class Rank(SingleProcess):
+    """One of several ranks, which sends nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_a_slice_keeps_dtype_and_whether_it_is_trained() -> None:
+    """In the place of a frozen parameter of bfloat16 there is a frozen one, of the rank's size along the dimension."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(6, 4, dtype=torch.bfloat16).requires_grad_(False))
+    split = split_parameter(module, "0.weight", Rank(1, 3), "expert", SplitDim(1))
+    local = module.get_parameter("0.weight")
+    assert (tuple(local.shape), local.dtype, local.requires_grad, local.is_meta) == (
+        (4, 2),
+        torch.bfloat16,
+        False,
+        True,
+    )
+    assert (split.place.shape, split.place.offsets, split.dim) == ((4, 6), (0, 2), 1)
+
+
+def test_ranks_that_do_not_divide_are_named() -> None:
+    """The message has the dimension of the mesh, the ranks, the size and the parameter."""
+    with pytest.raises(UserError, match=r"mesh.expert = 4 ranks can't share dimension 0 of size 6 of weight evenly"):
+        split_parameter(nn.Linear(2, 6, device="meta"), "weight", Rank(0, 4), "expert", SplitDim(0))
+
+
+def test_uneven_slices_tile_the_whole_and_differ_by_one() -> None:
+    """Slices follow one another without a gap, none is empty, and lengths differ by one row at most."""
+    for length, ranks in ((7, 2), (50257, 4), (8, 4), (5, 5), (11, 8)):
+        places = [
+            split_parameter(
+                nn.Linear(2, length, device="meta"), "weight", Rank(rank, ranks), "tensor", VOCABULARY
+            ).place
+            for rank in range(ranks)
+        ]
+        ends = [place.offsets[0] + place.size[0] for place in places]
+        assert [place.offsets for place in places] == [(start, 0) for start in [0, *ends[:-1]]]
+        sizes = {place.size[0] for place in places}
+        assert ends[-1] == length and min(sizes) > 0 and max(sizes) - min(sizes) <= 1

@@ -1,0 +1,117 @@
+"""What ranks with shards send one another."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.parallel import shard_transfers
+from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, sent_dtype
+from support.joined import joined
+from support.processes import run_ranks
+from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 25,  # which neither 2 nor 3 ranks divide evenly
+    "num_hidden_layers": 2,
+    "vocab_size": 21,
+}
+
+
+def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """
+    What a rank has computed: weights of several shapes, which are sent alone or packed.
+
+    256 in bfloat16, whose next number is 258, swallows each 1 of the others.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    found = [torch.randn(size, generator=generator) for size in ((6, 4), (3, 5), (4, 3), (7,), (9, 2), (1, 4))]
+    for each in found:
+        each.view(-1)[::3] = 256.0 if rank == 0 else 1.0
+    found[2] = found[2].t()  # (3, 4), not contiguous
+    if rank == 1:
+        found[2] = torch.zeros(3, 4)  # for a weight that was not used
+    return [each.to(dtype) for each in found]
+
+
+def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
+    """A rank's sums, after the steps in which torch calls the hook."""
+    from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
+
+    shard_transfers.SMALL = small
+    with joined() as (processes, _):
+        ranks, scatter = processes.world_size, DirectReduceScatter()
+        how: Any = {"dtype": dtype, "device": torch.device("cpu")}
+        gradients = _gradients(processes.rank, dtype)
+        found = []
+        for _ in range(2):
+            sizes = [-(-len(each) // ranks) * each[0].numel() for each in gradients]
+            sent: Any = scatter.allocate((ranks * sum(sizes),), **how)
+            torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=sent.view(ranks, -1))
+            mine = scatter.allocate((sum(sizes),), **how)
+            scatter(mine, sent, dist.group.WORLD, dist.ReduceOp.SUM)
+            found = list(torch.split(mine, sizes))
+        return found
+
+
+@pytest.mark.parametrize("small", [0, 16, 2**20])
+def test_sums_are_rounded_once(small: int) -> None:
+    """Each rank gets the float32 sums of its slices over all ranks, rounded to bfloat16, sent alone or packed."""
+    all_ranks = [_gradients(rank) for rank in range(3)]
+    exact = [torch.stack([each.float() for each in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
+    assert any((each == 258.0).any() for each in exact)
+    for rank, found in enumerate(run_ranks(_summed, 3, small, torch.bfloat16)):
+        for mine, whole in zip(found, exact, strict=True):
+            expected = slice_of(whole, rank, 3).flatten()
+            assert torch.equal(mine[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("small", [0, 48, 2**20])
+def test_wide_gradients_are_summed(small: int) -> None:
+    """Each rank gets the sums of its slices over all ranks, to rounding, reduced alone or packed."""
+    exact = [sum(parts) for parts in zip(*(_gradients(rank, torch.float64) for rank in range(3)), strict=True)]
+    for rank, found in enumerate(run_ranks(_summed, 3, small, torch.float32)):
+        for mine, whole in zip(found, exact, strict=True):
+            expected: Any = slice_of(torch.as_tensor(whole), rank, 3).flatten().float()
+            torch.testing.assert_close(mine[: len(expected)], expected)
+
+
+@pytest.mark.parametrize(("small", "by_block"), [(0, False), (200, False), (0, True)])
+@pytest.mark.parametrize(
+    ("precision", "close"),
+    [({"parameter": "bfloat16"}, 0.0), ({"compute": "bfloat16", "uncast": []}, 1e-6)],
+    ids=["bfloat16", "mixed"],
+)
+def test_shards_compute_what_whole_weights_do(
+    precision: dict[str, Any], close: float, small: int, by_block: bool
+) -> None:
+    """
+    Logits are those of one process, bit by bit, and gradients the float32 sums of those of each rank's rows.
+
+    In bfloat16 these are rounded once. So it is for weights that a program gathers, that a forward gathers itself, and
+    block by block.
+    """
+    case = Case(SIZES, precision, steps=2)
+    [whole] = run_ranks(alone, 1, case, 3)
+    assert_same(run_ranks(on_shards, 3, case, small, by_block), whole, atol=close, rtol=close)
+
+
+def test_only_what_torch_does_with_a_buffer_is_done_with_a_stand_in() -> None:
+    """Another operation, of another release of torch perhaps, ends the run and does not compute with nothing."""
+    with pytest.raises(NotImplementedError, match=r"^aten::mul.Tensor of a stand-in for a buffer of FSDP2$"):
+        StandIn.empty((3,), torch.bfloat16, torch.device("cpu")).mul(2)
+
+
+def test_what_is_summed_further_is_not_rounded_in_between() -> None:
+    """Gradients travel in 16 bits if the sum is all there is; with replicas, and wider gradients, in the wide dtype."""
+    pure, mixed = DtypePolicy(parameter="bfloat16"), DtypePolicy(compute="bfloat16")
+    assert sent_dtype(pure, replicas=False) == torch.bfloat16
+    assert sent_dtype(pure, replicas=True) == sent_dtype(mixed, replicas=False) == torch.float32
+    assert sent_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64

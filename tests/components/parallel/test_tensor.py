@@ -1,0 +1,130 @@
+"""Ranks that share matrix products; whole models are compared in tests/meshes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.model.layers import Embedding, Linear
+from drawloom.components.parallel.tensor import ALONE, TensorRanks, split
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.graph import UserError
+from support.processes import run_ranks
+from support.qwen3 import cpu_kernels, dense, whole
+
+
+class Rank(SingleProcess):
+    """One of several ranks, which sends nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def _exchanged() -> list[dict[str, Any]]:
+    """What this rank has of exchanges of a row of 3 tokens, and of their gradients."""
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, tensor=processes.world_size, data_replicate=1)
+        mesh.open()
+        ranks, factor = TensorRanks(mesh.group("tensor")), 1.0 + mesh.world.rank
+        found = []
+        first = mesh.world.rank == 0
+        for given, exchange in (
+            (torch.arange(3.0)[None, :, None] * factor, ranks.reduce_scatter_tokens),
+            (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens(x, (1, 3)) * factor),
+            (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens_for_all(x, (1, 3))),
+            (torch.arange(2.0) * factor, lambda x: ranks.copy(x) * factor),
+            (torch.arange(2.0) * factor, ranks.sum),
+            (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last(x, 4)),
+            (torch.tensor([[7.0, 8.0]] if first else [[9.0]]), lambda x: ranks.gather_last(x, 3)),
+        ):
+            given.requires_grad_()
+            result = exchange(given)
+            result.backward(torch.arange(1.0, 1.0 + result.numel()).view_as(result))  # type: ignore[no-untyped-call]
+            assert given.grad is not None
+            found.append(
+                {
+                    "shape": list(result.shape),
+                    "values": result.flatten().tolist(),
+                    "grad": given.grad.flatten().tolist(),
+                }
+            )
+        return found
+    finally:
+        processes.close()
+
+
+def test_exchanges_and_their_gradients() -> None:
+    """
+    What each rank gets, and the gradient of what it gave: sums where ranks compute something else, parts where the
+    same; the third token is alone on the second rank, which is padded, and so is the third word of a vocabulary.
+    """
+    first, second = run_ranks(_exchanged, 2)
+    assert [each["shape"] for each in first] == [[2, 1], [1, 3, 1], [1, 3, 1], [2], [2], [1, 4], [1, 3]]
+    values = [([0.0, 3.0], [6.0, 0.0]), ([0.0, 1.0, 0.0], [0.0, 2.0, 0.0]), ([0.0, 1.0, 0.0],) * 2]
+    values += [([0.0, 1.0], [0.0, 4.0]), ([0.0, 3.0],) * 2, ([0.0, 1.0, 0.0, 2.0],) * 2, ([7.0, 8.0, 9.0],) * 2]
+    assert [(a["values"], b["values"]) for a, b in zip(first, second, strict=True)] == values
+    grads = [([1.0, 2.0, 1.0],) * 2, ([3.0, 6.0], [9.0, 0.0]), ([1.0, 2.0], [3.0, 0.0])]
+    grads += [([3.0, 6.0],) * 2, ([1.0, 2.0],) * 2, ([1.0, 2.0], [3.0, 4.0]), ([1.0, 2.0], [3.0])]
+    assert [(a["grad"], b["grad"]) for a, b in zip(first, second, strict=True)] == grads
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """Alone, each exchange gives its argument, not a copy."""
+    x = torch.ones(2, 3)
+    same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_for_all(x, (2,)), ALONE.reduce_scatter_tokens(x))
+    assert all(each is x for each in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x, 3)))
+    assert ALONE.rows_of(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.vocabulary_part(2) is None
+
+
+def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
+    """The slices of all ranks are disjoint and as large as the parameter together; what has no entry is whole."""
+    with torch.device("meta"):
+        model = dense(num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
+        sizes = {name: tuple(part.shape) for name, part in whole(model).named_parameters()}
+        found = []
+        for rank in range(2):
+            module = whole(model).to("meta")
+            found.append(split(module, TensorRanks(Rank(rank, 2))))
+            for name, each in found[-1].items():
+                assert tuple(module.get_parameter(name).shape) == each.place.size, name
+    assert {name for name in sizes if name not in found[0]} == {name for name in sizes if "norm" in name}
+    for name, each in found[0].items():
+        place, other = each.place, found[1][name].place
+        assert place.shape == other.shape == sizes[name] and not place.overlap(other)
+        assert place.numel + other.numel == TensorSlice.whole(sizes[name]).numel
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Linear(4, 12, cpu_kernels(), unit=4), "can't share 3 heads of 4 channels of weight evenly"),
+        (Linear(3, 4, cpu_kernels(), style="rowwise"), "can't share dimension 1 of size 3 of weight evenly"),
+        (Embedding(1, 2, cpu_kernels()), "can't share dimension 0 of size 1 of weight"),
+    ],
+)
+def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:
+    """The message has the ranks, the size and the name."""
+    with pytest.raises(UserError, match=f"mesh.tensor = 2 ranks {message}"):
+        split(layer, TensorRanks(Rank(0, 2)))
+
+
+def test_a_bias_of_partial_sums_is_added_once() -> None:
+    """Of two ranks that split a layer's inputs, the sum of what they give has the bias once."""
+    torch.manual_seed(0)
+    layer, x = Linear(4, 3, cpu_kernels(), True, "rowwise"), torch.randn(5, 4)
+    expected, parts = layer(x), list[Tensor]()
+    for rank in range(2):
+        part = Linear(4, 3, cpu_kernels(), True, "rowwise")
+        [each] = split(part, TensorRanks(Rank(rank, 2))).values()
+        with torch.no_grad():
+            part.weight.copy_(layer.weight[each.place.index()])
+            part.bias.copy_(layer.bias)
+        parts.append(part(x[:, 2 * rank : 2 * rank + 2]))
+    torch.testing.assert_close(parts[0] + parts[1], expected)

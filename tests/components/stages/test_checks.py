@@ -1,0 +1,185 @@
+"""What `check` says of stages with their neighbours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drawloom
+from drawloom.components.stages.checks import misfits_of_shards
+from support.qwen3 import dense
+
+
+class _View:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def problem(self, key: str, text: str, hint: str) -> tuple[str, str, str]:
+        return key, text, hint
+
+
+def test_gradients_that_shards_would_narrow_are_refused() -> None:
+    """FSDP keeps the slices of gradients in the dtype of parameters: another one is a problem with shards."""
+    precision: Any = _View(parameter="bfloat16", gradient="float32")
+    shards: Any = _View(data_shard=2)
+    problems: list[Any] = list(misfits_of_shards(shards, precision))
+    [(key, text, hint)] = problems
+    assert (key, hint) == ("gradient", "write parameter = 'float32', or leave gradient out")
+    assert "'bfloat16'" in text and "'float32'" in text
+    others: Any = ((_View(data_shard=1), precision), (shards, _View(parameter="float32", gradient=None)))
+    for mesh, dtypes in others:
+        assert not list(misfits_of_shards(mesh, dtypes))
+
+
+def problems(recipe: drawloom.Recipe) -> list[str]:
+    """What `check` says of ranks along tensor."""
+    return [text for text in map(str, recipe.graph.problems) if "'tensor'" in text]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "whys"),
+    [
+        ("first_run", ("mesh.tensor=2", "model.vocab_size=321"), []),
+        ("first_run", ("mesh.tensor=3",), ["num_key_value_heads = 2 does not", "intermediate_size = 512 does not"]),
+        ("first_run", ("mesh.tensor=2", "model.vocab_size=1"), ["vocab_size = 1 is less than 2"]),
+        ("moe", ("mesh.tensor=2", "model.vocab_size=320"), []),
+        ("first_run", ("mesh.tensor=2", "model.new_tokens=1"), ["rows of new tokens"]),
+    ],
+)
+def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+    """Each size that does not divide is a problem of its own, with the number; what divides has none."""
+    found = problems(drawloom.Recipe.load(recipe, *words))
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
+ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "why"),
+    [
+        ("moe", (ALL_TO_ALL,), None),
+        ("moe", (), "nothing brings tokens to the experts of other ranks"),
+        ("moe", ('stages.dispatcher={use="experts.local"}',), "nothing brings tokens to the experts of other ranks"),
+        ("moe", (ALL_TO_ALL, "model.num_experts=7"), "can't share the 7 experts of [model] evenly"),
+        ("first_run", (ALL_TO_ALL,), "[model] has no experts"),
+    ],
+)
+def test_models_whose_experts_ranks_can_not_share_are_refused(recipe: str, words: Any, why: str | None) -> None:
+    """Ranks along expert need experts that divide, and a dispatcher that reaches other ranks."""
+    sizes = ("mesh.data_shard=2", "mesh.expert=2", "batch.micro_size=8")
+    found = [str(each) for each in drawloom.Recipe.load(recipe, *sizes, *words).graph.problems]
+    assert (why is None and not found) or (why and len(found) == 1 and why in found[0]), found
+
+
+def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
+    """A model whose sizes are in a config.json is refused by check, not at its start."""
+    (tmp_path / "config.json").write_text(json.dumps(dense(num_key_value_heads=1).hugging_face_config()), "utf-8")
+    recipe = drawloom.Recipe.load("pretrain").with_values(
+        {"model": {"use": "model.auto", "path": str(tmp_path), "weights": False}, "mesh": {"tensor": 2}}
+    )
+    found = problems(recipe)
+    assert any("num_key_value_heads = 1 does not divide by 2" in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "whys"),
+    [
+        ("first_run", ("mesh.data_replicate=2", "schedule.use=pipeline.schedules.zero_bubble_v"), []),
+        ("first_run", ("mesh.data_shard=2",), ["ranks along 'data_shard'"]),
+        ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), ["ranks along 'context'"]),
+        ("finetune_lora", ("vars.base=.", "adapters.lora.dropout=0.1"), ["dropout of [adapters.lora]"]),
+    ],
+)
+def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+    """Collectives and dropout can't be captured; replicas, which sum afterwards, and any schedule can."""
+    every = map(str, drawloom.Recipe.load(recipe, "stages.capture=true", *words).graph.problems)
+    found = [text for text in every if "captured" in text or "CUDA graph" in text]
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
+OUTER = ("model.num_hidden_layers=6",)
+CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
+
+
+AUTO = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.slices=[1.0, 1.0, 1.0, 2.0]")
+
+
+SHORT = (*AUTO, "schedule.memory=1.5", "schedule.stages_per_rank=1", "schedule.activations=[1.0, 1.0, 1.0, 1.0]")
+BLOCKS = "schedule.recompute={ blocks = { again = 0.9, kept = 0.1 } }"
+
+
+def test_explain_says_what_stages_recompute() -> None:
+    """As the schedule chooses it: in a memory of three of four layers both stages recompute."""
+    text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *SHORT, BLOCKS).explain("stages")
+    assert (
+        "recomputed, by [schedule] if a step has 8 microbatches: blocks in stage 0, one of 2 blocks in stage 1" in text
+    )
+
+
+def test_explain_says_how_many_layers_stages_have() -> None:
+    """As many as the schedule gives them: one less where the last layer costs three."""
+    words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
+    text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *words).explain("stages")
+    assert "layers of stages, by [schedule]: 3, 1" in text
+
+
+def test_explain_says_which_layers_are_outside_of_stages() -> None:
+    """With four of six layers in the circular pipeline, every rank has the other two."""
+    words = (*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4")
+    text = drawloom.Recipe.load("pipeline", *words).explain("stages")
+    assert "layers 4 to 5: on every pipeline rank, for its share of the microbatches" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "whys"),
+    [
+        (AUTO, []),
+        (
+            (*AUTO, "stages.head_layer_cost=2"),
+            ["by its own costs of them; write head_layer_cost = 0, and"],
+        ),
+        ((*SHORT, BLOCKS), []),
+        (
+            (*SHORT, BLOCKS, "stages.recompute=selective"),
+            ['[schedule] says what each stage recomputes; write recompute = "none", or leave it out in [schedule]'],
+        ),
+        (
+            (*SHORT, "schedule.recompute={ blocks = { again = [0.9], kept = 0.1 } }"),
+            ["4 slices have 1 blocks.again; write as many of each"],
+        ),
+        ((*AUTO, "model.num_hidden_layers=6"), ["6 layers can't be cut into 4 slices of as many each"]),
+    ],
+)
+def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...], whys: list[str]) -> None:
+    """Costs of embedding and head are written once; the layers are a multiple of the slices."""
+    given = ("model.num_hidden_layers=4", *words)
+    found = [str(each) for each in drawloom.Recipe.load("pipeline", *given).graph.problems]
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("words", "whys"),
+    [
+        (CIRCULAR, []),
+        (CIRCULAR[:1], ["[executor] [schedule] places embedding and head on every rank"]),
+        (CIRCULAR[1:], ["[schedule] [executor] runs one program for all ranks"]),
+        ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
+        ((*CIRCULAR, "stages.head_layer_cost=2"), ["none has fewer layers for them; write head_layer_cost = 0"]),
+        ((*CIRCULAR, "mesh.tensor=2", "model.vocab_size=320"), []),
+        ((*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4"), []),
+        (
+            (*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=7"),
+            ["pipeline_parallel_layers = 7 is more than the model's 6 layers; write a multiple of 4"],
+        ),
+        (
+            (*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=3"),
+            ["leaves some of 4 stages (2 ranks with 2 each) without a layer; write 4 or more"],
+        ),
+    ],
+)
+def test_what_the_circular_pipeline_does_not_do_is_refused(words: tuple[str, ...], whys: list[str]) -> None:
+    """Schedule and executor belong together; CUDA graphs, and costs of ends that no stage has, are refused."""
+    found = [str(each) for each in drawloom.Recipe.load("pipeline", *words).graph.problems]
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found

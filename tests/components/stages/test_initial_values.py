@@ -1,0 +1,68 @@
+"""Memory and values of modules at the start of a run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.parallel.tensor import TensorRanks, split
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.stages.initial_values import InitialValues, check_capacity, memory_of
+from drawloom.graph import UserError
+from support.qwen3 import dense
+
+
+class Rank(SingleProcess):
+    """One of several ranks, which sends nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def filled(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
+    """A small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
+    model = dense(vocab_size=31)
+    with torch.device("meta"):
+        module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    places = {name: each.place for name, each in split(module, TensorRanks(Rank(rank, ranks))).items()}
+    InitialValues(model, seed, torch.device("cpu"), None, places).fill([module])
+    return dict(module.named_parameters()), places
+
+
+def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
+    """What a rank draws of a weight, evenly split or not, are the elements of the weight that one process draws."""
+    whole, none = filled()
+    assert not none
+    for rank in range(2):
+        mine, places = filled(rank, 2)
+        assert places.keys() < mine.keys() == whole.keys()
+        for name, parameter in mine.items():
+            expected = whole[name][places[name].index()] if name in places else whole[name]
+            assert torch.equal(parameter, expected), name
+
+
+def test_another_seed_draws_other_values() -> None:
+    """Embeddings of two seeds differ, and those of one seed are the same bits."""
+    (first, _), (again, _), (other, _) = filled(), filled(), filled(seed=2)
+    name = next(name for name, each in first.items() if each.ndim == 2)
+    assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+
+
+def test_only_frozen_parameters_have_an_origin() -> None:
+    """What is trained is in the checkpoint; what is frozen follows from the seed, and the state says from which."""
+    values = InitialValues(dense(), 7, torch.device("cpu"), None, {})
+    trained, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
+    assert values.origin([trained]) == "" and values.origin([trained, frozen]) == "seed 7"
+    assert "random weights" in values.other_origin()
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
+    """On the meta device, where it takes none; ranks that share the parameters need less each."""
+    device = torch.device("cpu")
+    with torch.device("meta"):
+        module = nn.Linear(2**20, memory_of(device) // 2**22 * 3 // 2, bias=False)
+    with pytest.raises(UserError, match=r"the parameters of this rank take .*B, and its device, cpu, has .*B; use a"):
+        check_capacity([module], 1, device)
+    check_capacity([module], 2, device)
