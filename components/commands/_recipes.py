@@ -1,10 +1,8 @@
 """What several commands look up in recipes: the one node of a port, and the pipeline."""
 
-import math
-
 import attrs
 
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -25,7 +23,7 @@ class Pipeline:
         """That of a recipe; UserError if it has not exactly one schedule and mesh."""
         graph = recipe.graph
         name = only(graph, Schedule)
-        ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
+        ranks = mesh_sizes(graph).pipeline
         with recipe.open(name) as opened:
             return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))
 
@@ -46,10 +44,15 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
     return names[0]
 
 
+def mesh_sizes(graph: Graph) -> PerDimension:
+    """Return the sizes of the recipe's mesh; "auto" is 1."""
+    return PerDimension.of_settings(graph.nodes[only(graph, Mesh)].settings)
+
+
 def microbatches_of(graph: Graph) -> int | None:
     """Microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
-    mesh = graph.nodes[only(graph, Mesh)].settings
-    replicas = math.prod(size for key in ("data_replicate", "data_shard") if isinstance(size := mesh.get(key), int))
+    sizes = mesh_sizes(graph)
+    replicas = sizes.data_replicate * sizes.data_shard
     for node in graph.nodes.values():
         if {"global_size", "micro_size"} <= node.settings.keys():
             return max(1, int(node.settings["global_size"]) // (int(node.settings["micro_size"]) * replicas))

@@ -32,7 +32,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         tokenizer = run.get(Tokenizer)
         sampler = Sampler(
             model=run.get(Predictor),
-            pipeline=run.get(Mesh).group("pipeline"),
+            pipeline=run.get(Mesh).pipeline_group,
             generator=generator(options.seed, "sample"),
             end=tokenizer.eos_id,
             context=options.context,

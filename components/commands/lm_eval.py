@@ -45,7 +45,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if unknown := [name for name in options.tasks if not manager.match_tasks([name])]:
         raise UserError(f"--tasks: no task is called {unknown[0]!r}; `lm-eval ls tasks` shows those of the package", 2)
     with trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
-        pipeline = run.get(Mesh).group("pipeline")
+        pipeline = run.get(Mesh).pipeline_group
         model = RunModel(run.get(Predictor), run.get(Tokenizer), pipeline, options.context, options.rows)
         try:
             results = harness.simple_evaluate(

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -13,7 +12,8 @@ import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._recipes import Pipeline, needed, only
+from drawloom.components.commands._recipes import Pipeline, mesh_sizes, needed
+from drawloom.components.parallel.data_shard import gathers_by_block
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
@@ -25,10 +25,8 @@ from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, com
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
-from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
 from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
-from drawloom.components.stages.checks import gathers_by_block
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import nearest
@@ -342,13 +340,12 @@ def _simulated_program(
 
 def _sharding(graph: Graph) -> Sharding | None:
     """How the recipe's mesh shards parameters, or copies them; None if each rank has its own."""
-    mesh = graph.nodes[only(graph, Mesh)].settings
-    sizes = {key: size for key in DATA if isinstance(size := mesh.get(key), int)}
-    if math.prod(sizes.values()) == 1:
+    sizes = mesh_sizes(graph)
+    shards = sizes.data_shard * sizes.context
+    if sizes.data_replicate * shards == 1:
         return None
     for node in graph.nodes.values():
         if {"reshard_after_forward", "sync_each_microbatch"} <= node.settings.keys():
-            sharded = any(sizes.get(key, 1) > 1 for key in SHARDS)
-            by_block = gathers_by_block(node.settings["reshard_after_forward"], mesh.get("pipeline", 1))
-            return Sharding(sharded and not by_block, sharded and node.settings["sync_each_microbatch"])
+            by_block = gathers_by_block(node.settings["reshard_after_forward"], sizes.pipeline)
+            return Sharding(shards > 1 and not by_block, shards > 1 and node.settings["sync_each_microbatch"])
     return None

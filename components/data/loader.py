@@ -12,7 +12,7 @@ import torch
 from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
 from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_pairs
-from drawloom.components.ports.distributed import Group, Mesh
+from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -212,7 +212,7 @@ class Loader:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Each length has one end, pairs of documents are not cut, and ranks along `context` share rows out evenly."""
         for rows, mesh in product(node.neighbours("rows"), node.neighbours("mesh")):
-            length, ranks = rows.settings.get("length"), mesh.settings.get("context", 1)
+            length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context
             if isinstance(length, int) and length % ranks:
                 text = f"rows of {length} tokens can't be shared out over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")

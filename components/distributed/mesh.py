@@ -7,9 +7,18 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, MeshView, expert_fault, resolve_shape
+from drawloom.components.distributed.mesh_layout import (
+    DATA,
+    EXPERT_DATA,
+    MODEL,
+    SHARDS,
+    Layout,
+    MeshView,
+    expert_fault,
+    resolve_shape,
+)
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
-from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, MODEL, SHARDS, Group, P2PChannel, Processes
+from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
@@ -65,7 +74,7 @@ class RankMesh(MeshView):
         expert = settings.pop("expert")
         self.layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
-        of_experts = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_REPLICAS) if expert > 1 else ()
+        of_experts = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_DATA) if expert > 1 else ()
         alone = [(name,) for name in DIMENSIONS if name != "data_shard"]  # whose ranks act with those along context
         for names in (DIMENSIONS, *alone, SHARDS, DATA, MODEL, *of_experts):
             self.group(*names)
@@ -83,7 +92,7 @@ class RankMesh(MeshView):
         return self._groups[dimensions]
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions of this mesh."""
+        """Return torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions."""
         # takes half a second, which runs that shard nothing should not pay
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,6 +105,5 @@ class RankMesh(MeshView):
         handles = [group.handle for group in groups]
         return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=names)
 
-    def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
-        """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""
-        return p2p_links(self.processes, dimension, self.layout.sets(dimension), edges)
+    def links(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
+        return p2p_links(self.processes, DIMENSIONS[0], self.layout.sets(DIMENSIONS[0]), edges)

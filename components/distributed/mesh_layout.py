@@ -12,12 +12,17 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.distributed import DIMENSIONS, Group, PerDimension
 from drawloom.graph import UserError
 
-DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 EXPERT_DIVIDES = DIMENSIONS[1:]
 SAME_REPLICA = DIMENSIONS[2:]
+
+SHARDS = ("data_shard", "context")
+DATA = ("data_replicate", *SHARDS)
+MODEL = ("pipeline", "expert_shard", "expert")
+EXPERT_DATA = ("expert_replicate", "expert_shard")
+DATA_TENSOR = (*DATA, "tensor")
 
 
 @attrs.frozen
@@ -54,13 +59,15 @@ class Layout:
         others = {name: size for name, size in self.sizes.items() if name not in EXPERT_DIVIDES}
         return others | {"expert_replicate": replicas, "expert_shard": shards, "expert": self.expert}
 
-    def size(self, dimension: str) -> int:
-        """The number of ranks along a dimension."""
-        return (self.expert_sizes | {**self.sizes})[dimension]
+    @property
+    def all_sizes(self) -> PerDimension:
+        """The number of ranks along each dimension."""
+        return PerDimension(**self.expert_sizes | {**self.sizes})
 
-    def index(self, dimension: str, rank: int) -> int:
-        """The index of a rank along a dimension."""
-        return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
+    def indices(self, rank: int) -> PerDimension:
+        """Return the index of a rank along each dimension."""
+        dense, experts = (_unravel(rank, sizes) for sizes in (self.sizes, self.expert_sizes))
+        return PerDimension(**experts | dense)
 
 
 class MeshView:
@@ -85,19 +92,71 @@ class MeshView:
     @property
     def replicas(self) -> Group:
         """The ranks that hold the same parameters as this one and see other data."""
-        return self.group("expert_replicate" if self.size("expert") > 1 else "data_replicate")
+        return self.group("expert_replicate" if self.layout.expert > 1 else "data_replicate")
+
+    @property
+    def pipeline_group(self) -> Group:
+        """The ranks that hold the other layers of this rank's copy of the model."""
+        return self.group("pipeline")
+
+    @property
+    def context_group(self) -> Group:
+        """The ranks with other tokens of the same rows."""
+        return self.group("context")
+
+    @property
+    def tensor_group(self) -> Group:
+        """The ranks that share every matrix product with this one."""
+        return self.group("tensor")
+
+    @property
+    def expert_group(self) -> Group:
+        """The ranks with other experts of the same layers."""
+        return self.group("expert")
+
+    @property
+    def data_group(self) -> Group:
+        """The ranks with other tokens."""
+        return self.group(*DATA)
+
+    @property
+    def shard_group(self) -> Group:
+        """The ranks over which FSDP shards parameters."""
+        return self.group(*SHARDS)
+
+    @property
+    def model_group(self) -> Group:
+        """The ranks that hold one copy of the model together: all but those along `expert_replicate`."""
+        return self.group(*MODEL)
+
+    @property
+    def expert_data_group(self) -> Group:
+        """The ranks with the same experts and other tokens."""
+        return self.group(*EXPERT_DATA)
+
+    @property
+    def data_tensor_group(self) -> Group:
+        """The ranks with the same layers."""
+        return self.group(*DATA_TENSOR)
 
     def ranks(self, *dimensions: str) -> list[int]:
         """Return the ranks of this rank's group along these dimensions, in ascending order."""
         return next(ranks for ranks in self.layout.sets(*dimensions) if self.rank in ranks)
 
-    def size(self, dimension: str) -> int:
-        """Return the number of ranks along a dimension."""
-        return self.layout.size(dimension)
+    @property
+    def sizes(self) -> PerDimension:
+        """The number of ranks along each dimension."""
+        return self.layout.all_sizes
 
-    def index(self, dimension: str) -> int:
-        """Return the index of this rank along a dimension."""
-        return self.layout.index(dimension, self.rank)
+    @property
+    def indices(self) -> PerDimension:
+        """The index of this rank along each dimension."""
+        return self.layout.indices(self.rank)
+
+
+def _unravel(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    indices = np.unravel_index(rank, [*sizes.values()])
+    return dict(zip(sizes, map(int, indices), strict=True))
 
 
 def how_to_launch(ranks: int) -> str:

@@ -7,10 +7,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, MeshView, resolve_shape
+from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_shape
 from drawloom.components.distributed.process_group import Done
 from drawloom.components.distributed.symmetric_memory import HostMemory
-from drawloom.components.ports.distributed import Pending, SymmetricMemory
+from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimension, SymmetricMemory
 
 
 @attrs.frozen
@@ -87,7 +87,8 @@ class PlannedMesh(MeshView):
         The mesh of a recipe's settings with this number of ranks, seen from rank 0; UserError if they don't fit.
         """
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
-        return cls(resolve_shape(sizes, settings.get("expert", 1), ranks, lambda number: f"write --ranks {number}"))
+        expert = PerDimension.of_settings(settings).expert
+        return cls(resolve_shape(sizes, expert, ranks, lambda number: f"write --ranks {number}"))
 
     def group(self, *dimensions: str) -> PlannedGroup:
         """The ranks that differ from this one only in their indices along these dimensions."""
@@ -95,12 +96,12 @@ class PlannedMesh(MeshView):
         return PlannedGroup(tuple(ranks), ranks.index(self.rank))
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """None: there are no processes that torch could know."""
+        """Return None: there are no processes that torch could know."""
         return None
 
     def at(self, pipeline: int) -> "PlannedMesh":
         """The view of the first rank of a stage of the pipeline."""
-        return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.size("pipeline")))
+        return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.sizes.pipeline))
 
 
 @attrs.frozen

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from drawloom.components.ports.distributed import MODEL, Mesh
+from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import component
 
 
@@ -15,11 +15,11 @@ class SumOverParameters:
     def total(self, value: Tensor) -> Tensor:
         """The sum over ranks of a float64 tensor of any shape, as a new tensor."""
         total = value.clone()
-        self.mesh.group(*MODEL).sum(total)
+        self.mesh.model_group.sum(total)
         return total
 
     def largest(self, value: Tensor) -> Tensor:
         """The maximum over ranks of a float64 tensor of any shape, as a new tensor."""
         largest = value.clone()
-        self.mesh.group(*MODEL).max(largest)
+        self.mesh.model_group.max(largest)
         return largest

@@ -41,7 +41,7 @@ class AllToAllExperts:
         Rows for the experts of this rank, from all ranks: hidden (tokens, width), chosen and probabilities (tokens,
         choices).
         """
-        group = self.mesh.group("expert")
+        group = self.mesh.expert_group
         mine = num_experts // group.size
         if (found := without_exchange(self.kernels, hidden, chosen, probabilities, mine, group.size)) is not None:
             return found

@@ -62,7 +62,7 @@ class SymmetricExperts:
         Rows for the experts of this rank, from all ranks: hidden (tokens, width), chosen and probabilities (tokens,
         choices). UserError for more tokens or rows than the settings allow.
         """
-        group = self.mesh.group("expert")
+        group = self.mesh.expert_group
         mine = num_experts // group.size
         if (found := without_exchange(self.kernels, hidden, chosen, probabilities, mine, group.size)) is not None:
             return found

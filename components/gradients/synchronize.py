@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.gradients.norm import exact_norm
-from drawloom.components.ports.distributed import DATA, Mesh, Reduce
+from drawloom.components.ports.distributed import Mesh, Reduce
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import SpreadParameters, gradient_of
@@ -67,12 +67,12 @@ class Synchronize:
     def _sums(self, state: StepState) -> Tensor:
         """Return the losses, their weights and the tokens over all ranks: float64 (3,)."""
         sums = sum_losses(state)
-        self.mesh.group("pipeline").sum(sums)
+        self.mesh.pipeline_group.sum(sums)
         # Ranks along `context` have a part of the same rows each, and count whole rows: the quotient may be a fraction.
-        tokens = sum(batch.token_count for batch in state["batches"]) / self.mesh.size("context")
+        tokens = sum(batch.token_count for batch in state["batches"]) / self.mesh.sizes.context
         # The number is filled in on the device: a copy from the host would wait for the device.
         sums = torch.cat([sums, torch.full_like(sums[:1], tokens)])
-        self.mesh.group(*DATA).sum(sums)
+        self.mesh.data_group.sum(sums)
         return sums
 
 

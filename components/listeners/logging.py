@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, TextIO
 
 import attrs
 
-from drawloom.components.listeners.summary import DIMENSIONS
 from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.regular_file import make_folder, open_to_append
@@ -27,8 +26,9 @@ def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
 
 def coordinates(mesh: Mesh, launches: Iterable[Processes]) -> str:
     """This rank's host and its place along each dimension, of those that are several; empty for a single process."""
+    sizes = mesh.sizes.dense()
     places = [f"host {each.node_rank}" for each in launches if each.node_count > 1]
-    places += [f"{name} {mesh.index(name)}" for name in DIMENSIONS if mesh.size(name) > 1]
+    places += [f"{name} {index}" for name, index in mesh.indices.dense().items() if sizes[name] > 1]
     return f"[{', '.join(places)}] " if places else ""
 
 

@@ -87,7 +87,7 @@ class MemoryReport:
                     "optim.stochastic_adamw, there are no masters, and the optimizer state takes half"
                 )
         for node, mesh in self.mesh.items():
-            shards = mesh.size("data_shard")
+            shards = mesh.sizes.data_shard
             yield f"{node}.data_shard = {shards}: with more ranks, each holds less of parameters, gradients and moments"
 
 

@@ -19,7 +19,6 @@ log = logging.getLogger("drawloom.run")
 
 HIDDEN = {"run.lock", "export.workspace"}  # of no use to a person
 FULL = 0.99  # the last row of full ones may be padded
-DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
 
 
 @component(impact="safe")
@@ -107,7 +106,7 @@ class RunSummary:
     def _device(self) -> str:
         device = self.device.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        sizes = [f"{name} {self.mesh.size(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1]
+        sizes = [f"{name} {size}" for name, size in self.mesh.sizes.settings().items() if size > 1]
         processes = f"{self.mesh.world.size} process{'es' * (self.mesh.world.size > 1)}"
         if (hosts := max((each.node_count for each in self.launches.values()), default=1)) > 1:
             processes += f" on {hosts} hosts"

@@ -44,7 +44,7 @@ class ActivationRms:
             for name, module in stage.module.named_modules()
             if (found := LAYER.match(name))
         }
-        self._layers = sorted({each for ranks in self.mesh.group("pipeline").gather_json([*mine]) for each in ranks})
+        self._layers = sorted({each for ranks in self.mesh.pipeline_group.gather_json([*mine]) for each in ranks})
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
@@ -85,7 +85,7 @@ class ActivationRms:
             if torch.is_grad_enabled():
                 hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
                 # The last ranks along `tensor` have rows that fill up what does not divide.
-                hidden = hidden[: max(self._tokens - self.mesh.index("tensor") * len(hidden), 0)]
+                hidden = hidden[: max(self._tokens - self.mesh.indices.tensor * len(hidden), 0)]
                 self._sums[place, 0] += _sum_of_squares(hidden)
                 self._sums[place, 1] += hidden.numel()
 

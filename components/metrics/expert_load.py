@@ -41,7 +41,7 @@ class ExpertLoad:
     def open(self) -> None:
         """Learn the routers of all stages, and observe those of this rank; UserError if there are none."""
         mine = {_name(path): router for path, router in routers_of(self.stages).items()}
-        sizes = self.mesh.group("pipeline").gather_json({name: router.num_experts for name, router in mine.items()})
+        sizes = self.mesh.pipeline_group.gather_json({name: router.num_experts for name, router in mine.items()})
         every: dict[str, int] = {name: size for each in sizes for name, size in each.items()}
         if not every:
             raise UserError("no layer of the model has experts; leave out metrics.expert_load", 2)

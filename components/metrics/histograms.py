@@ -62,7 +62,7 @@ class Histograms:
     def open(self) -> None:
         """Gather the names of the model's parameters; UserError for a pattern that matches none of them."""
         local = [name for name, _ in self.parameters.named()]
-        names = sorted({name for names in self.mesh.group("pipeline").gather_json(local) for name in names})
+        names = sorted({name for names in self.mesh.pipeline_group.gather_json(local) for name in names})
         for pattern in self.targets:
             if not any(fnmatchcase(name, pattern) for name in names):
                 text = f"metrics.histograms: the pattern {pattern!r} of `targets` matches no trained parameter"

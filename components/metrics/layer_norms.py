@@ -34,7 +34,7 @@ class LayerNorms:
     def open(self) -> None:
         """Learn the layers of all stages."""
         mine = [layer_of(name) for name, _ in self.parameters.named()]
-        names = {name for each in self.mesh.group("pipeline").gather_json(mine) for name in each}
+        names = {name for each in self.mesh.pipeline_group.gather_json(mine) for name in each}
         numbers, words = ([name for name in names if name.isdecimal() is is_number] for is_number in (True, False))
         self._layers = [*sorted(numbers, key=int), *sorted(words)]
 

@@ -50,7 +50,7 @@ def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tens
     """
     total_of(losses, name)
     both = torch.stack([_by_microbatch(losses, name).double(), losses["weight"].double()])
-    mesh.group("context").sum(both)
+    mesh.context_group.sum(both)
     return both[0] / both[1]
 
 

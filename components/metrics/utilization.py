@@ -57,7 +57,7 @@ class Utilization:
         mine = [
             name for stage in self.stages.local for name, each in stage.named_parameters() if not each.requires_grad
         ]
-        everywhere = self.mesh.group("pipeline").gather_json(mine)
+        everywhere = self.mesh.pipeline_group.gather_json(mine)
         self._frozen = {name for names in everywhere for name in names if not name.startswith(f"{LOSS}.")}
 
     @property
@@ -77,7 +77,7 @@ class Utilization:
         `positions` are 0-dimensional, `pairs` (windows,), both float64.
         """
         self._seconds = max(self.clock() - step.started - step.excluded_seconds, SHORTEST)
-        if self._flops is None or self.mesh.index("pipeline"):
+        if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
         pairs = [sum(attended_pairs(each.document_ids, window) for each in batches) for window in self._flops.per_pair]

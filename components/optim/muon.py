@@ -12,7 +12,7 @@ from drawloom.components.optim.adamw_step import adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
-from drawloom.components.ports.distributed import DATA, Group, Mesh
+from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_of
 from drawloom.graph import above, at_least, between, component, setting
@@ -71,7 +71,7 @@ class Muon(TorchOptimizer):
     @property
     def _sharing(self) -> Group:
         """The ranks that differ in nothing but which slices they have of the same matrices."""
-        return self.mesh.group(*DATA, "tensor")
+        return self.mesh.data_tensor_group
 
     def open(self) -> None:
         """Create both optimizers, and plan which rank orthogonalises which matrices."""

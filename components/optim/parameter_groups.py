@@ -124,7 +124,7 @@ def places_of(
     placed = _placed(names, targets)
     # Asked of no rank where there are no patterns, as in most runs.
     if targets:
-        pairs = mesh.group("pipeline").gather_json(placed)
+        pairs = mesh.pipeline_group.gather_json(placed)
         everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
         for number, pattern, text in _faults(everywhere, targets, what):
             raise UserError(f"{[*targets][number]} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)

@@ -6,15 +6,18 @@ to attend to (Dubey et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783,
 and values of all, which with grouped queries are few.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.parallel.row_sums import share_rows
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import UserError
 
 
@@ -40,6 +43,20 @@ class ContextPart:
         """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""
         gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
         return gathered if part.is_meta else gathered.index_select(1, self.order)
+
+
+@attrs.define(eq=False)
+class ContextDimension(Dimension):
+    """Ranks with other tokens of the same rows; FSDP shards parameters over them, too (`data_shard.py`)."""
+
+    name: ClassVar[str] = "context"
+    splits_work: ClassVar[bool] = True
+    can_capture: ClassVar[bool] = False
+
+    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+        """Tell the modules that compute something of whole rows which ranks have the other tokens."""
+        share_rows(module, self.mesh.context_group)
+        return {}
 
 
 class _Gather(torch.autograd.Function):

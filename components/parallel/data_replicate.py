@@ -8,17 +8,37 @@ weight gradients are added by the products themselves (`kernels/deferred_grads.p
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.buckets import BucketedSums
+from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.stages import ReducedPart, gradient_of
 from drawloom.components.state.trees import leaves
+
+
+@attrs.define(eq=False)
+class DataReplicateDimension(Dimension):
+    """Ranks with the same parameters and other rows (DDP); with shards, HSDP."""
+
+    name: ClassVar[str] = "data_replicate"
+
+    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        # Several replicas hold one copy of the experts together where `expert` is larger than a replica.
+        replicas_of_a_copy = self.mesh.sizes.data_replicate // self.mesh.replicas.size
+        if self.mesh.indices.data_replicate % replicas_of_a_copy:
+            return parameters.trained.keys() - parameters.experts
+        return frozenset()
+
+    def sum_gradients(self, parameters: SharedParameters) -> None:
+        """Sum the gradients of dense parameters over all ranks with other tokens: replicas, shards and contexts."""
+        left = [name for name in parameters.trained if name not in parameters.summed | parameters.experts]
+        parameters.sum_named(left, self.mesh.data_group)
 
 
 @attrs.define(eq=False)

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
@@ -26,6 +27,45 @@ from drawloom.components.ports.model import HeadLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import LOSS, ReducedPart
 from drawloom.components.weights.adapted import adapter_names
+from drawloom.graph import Problem
+
+
+@attrs.define(eq=False)
+class DataShardDimension(Dimension):
+    """Ranks that each hold a slice of every parameter (FSDP, ZeRO-3); those along `context` share in it."""
+
+    name: ClassVar[str] = "data_shard"
+    can_capture: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, nodes: StageNodes) -> Iterator[Problem]:
+        """Yield problems of dtypes: FSDP keeps the slices of gradients in the dtype of parameters."""
+        if nodes.precision is None or nodes.sizes.data_shard * nodes.sizes.context == 1:
+            return
+        kept, summed = nodes.precision.settings["parameter"], nodes.precision.settings["gradient"]
+        if summed is not None and summed != kept:
+            text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
+            yield nodes.precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+
+    @classmethod
+    def notes(cls, nodes: StageNodes) -> Iterator[str]:
+        sizes = nodes.sizes
+        if (ranks := sizes.data_shard * sizes.context) > 1:
+            by_block = gathers_by_block(nodes.stages.settings["reshard_after_forward"], sizes.pipeline)
+            often = "by layer" if by_block else "once a step"
+            yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
+
+    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """Return the parameters that are whole on each rank, such as the loss's."""
+        if not self.mesh.shard_group.rank:
+            return frozenset()
+        return parameters.trained.keys() - parameters.sharded - parameters.experts
+
+
+def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
+    """Return whether each layer is gathered when it is used, with that many pipeline ranks."""
+    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+    return pipeline == 1 if setting is None else setting
 
 
 @attrs.frozen(eq=False)

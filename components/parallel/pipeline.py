@@ -1,10 +1,15 @@
-"""Partition of layers over stages, and checks that a schedule, a mesh and a model fit one another."""
+"""Pipeline parallelism: the partition of layers over ranks, and parameters that several of these hold."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
+from typing import ClassVar
 
 import attrs
+from torch import nn
 
+from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
+from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
 from drawloom.graph import UserError
@@ -12,12 +17,43 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
 
+@attrs.define(eq=False)
+class PipelineDimension(Dimension):
+    """Ranks that hold the layers of a model in turn; a parameter that several of them need is a copy on each."""
+
+    name: ClassVar[str] = "pipeline"
+    _copies: dict[str, list[int]] = attrs.field(init=False, factory=dict)  # shapes of what several ranks hold
+    _on_earlier_ranks: Set[str] = attrs.field(init=False, default=frozenset())
+
+    @classmethod
+    def notes(cls, nodes: StageNodes) -> Iterator[str]:
+        if (ranks := nodes.sizes.pipeline) > 1:
+            yield f"layers: partitioned over {ranks} pipeline ranks"
+
+    def open(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Find the parameters that several ranks hold: a tied embedding is on the first and on the last."""
+        group = self.mesh.pipeline_group
+        shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in trained.items()})
+        holders = Counter(name for names in shapes for name in names)
+        everywhere = {name: shape for names in shapes for name, shape in names.items()}
+        self._copies = {name: everywhere[name] for name in sorted(holders) if holders[name] > 1}
+        self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
+
+    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        return self._on_earlier_ranks
+
+    def sum_gradients(self, parameters: SharedParameters) -> None:
+        """Sum the gradients of copies; ranks without one take part with zeros, as the collective is of all ranks."""
+        gradients = [parameters.gradient(name, shape) for name, shape in self._copies.items()]
+        parameters.sum(gradients, self.mesh.pipeline_group)
+
+
 def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
     """Problems of the combination: a schedule for another number of ranks, or more stages than layers."""
     built = build_schedule(schedule)
     if built is None:
         return
-    ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("num_hidden_layers")
+    ranks, layers = PerDimension.of_settings(mesh.settings).pipeline, model.settings.get("num_hidden_layers")
     try:
         stages = len(built.stage_to_rank(ranks))
     except UserError as error:

@@ -7,9 +7,9 @@ by each rank for its own tokens (Korthikanti et al. 2022, "Reducing Activation R
 4.2.2, "sequence parallelism"), so that the collectives are an all-gather before and a reduce-scatter behind.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import VocabularyPart
 from drawloom.components.ports.slices import RankSlice, gather_shares, rank_shares
+from drawloom.graph import Problem
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -138,8 +140,43 @@ def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
             part.ranks = ranks
             for leaf, how in part.split_dims().items():
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = split_parameter(module, name, ranks.group, "tensor", how)
+                splits[name] = split_parameter(module, name, ranks.group, TensorDimension.name, how)
     return splits
+
+
+@attrs.define(eq=False)
+class TensorDimension(Dimension):
+    """Ranks that share every matrix product; what they hold whole gets the gradients of a part of the tokens."""
+
+    name: ClassVar[str] = "tensor"
+    splits_work: ClassVar[bool] = True
+    can_capture: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, nodes: StageNodes) -> Iterator[Problem]:
+        """Yield problems of models that the ranks can't share evenly."""
+        if (ranks := nodes.sizes.tensor) == 1 or nodes.model is None:
+            return
+        faults = getattr(nodes.model.component, "tensor_faults", None)
+        for fault in [] if faults is None else faults(nodes.model, ranks):
+            text = f"{ranks} ranks along 'tensor' share every matrix product of [{nodes.model.name}], and {fault}"
+            yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
+
+    @classmethod
+    def notes(cls, nodes: StageNodes) -> Iterator[str]:
+        if (ranks := nodes.sizes.tensor) > 1:
+            yield f"linear layers, embedding and head: split over {ranks} ranks, and tokens in between"
+
+    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+        return split(module, TensorRanks(self.mesh.tensor_group))
+
+    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
+
+    def sum_gradients(self, parameters: SharedParameters) -> None:
+        """Sum the gradients of parameters that are whole on each rank, such as norms': each has its own tokens'."""
+        whole = [name for name in parameters.trained if name in parameters.of_model and name not in parameters.split]
+        parameters.sum_named(whole, self.mesh.tensor_group)
 
 
 def _unpadded(tokens: Tensor, shape: Sequence[int]) -> Tensor:
@@ -173,7 +210,9 @@ def _same(tensor: Tensor, group: Group) -> Tensor:
 def _gather(part: Tensor, group: Group) -> Tensor:
     """(n, ...) of each rank as (size * n, ...)."""
     if part.is_meta:
-        return collective(part, (group.size * part.shape[0], *part.shape[1:]), "all_gather", "tensor", group.size)
+        return collective(
+            part, (group.size * part.shape[0], *part.shape[1:]), "all_gather", TensorDimension.name, group.size
+        )
     return group.gather(part).flatten(0, 1)
 
 
@@ -181,13 +220,13 @@ def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     """The sum over the ranks of (size * n, ...), of which each gets (n, ...)."""
     parts = whole.view(group.size, -1, *whole.shape[1:])
     if whole.is_meta:
-        return collective(whole, parts.shape[1:], "reduce_scatter", "tensor", group.size)
+        return collective(whole, parts.shape[1:], "reduce_scatter", TensorDimension.name, group.size)
     return group.reduce_scatter(parts)
 
 
 def _sum(partial: Tensor, group: Group) -> Tensor:
     if partial.is_meta:
-        return collective(partial, partial.shape, "all_reduce", "tensor", group.size)
+        return collective(partial, partial.shape, "all_reduce", TensorDimension.name, group.size)
     total = partial.detach().clone(memory_format=torch.contiguous_format)
     group.sum(total)
     return total
@@ -195,7 +234,7 @@ def _sum(partial: Tensor, group: Group) -> Tensor:
 
 def _gather_last(share: Tensor, group: Group, length: int) -> Tensor:
     if share.is_meta:
-        return collective(share, (*share.shape[:-1], length), "all_gather", "tensor", group.size)
+        return collective(share, (*share.shape[:-1], length), "all_gather", TensorDimension.name, group.size)
     return gather_shares(share, group, share.ndim - 1, length)
 
 

@@ -3,7 +3,7 @@
 import time
 
 from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import DATA, Mesh
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.components.ports.stages import AveragedWeights, averaged
@@ -34,8 +34,8 @@ class Evaluate:
             self.executor.evaluate(state)
         # sums and not means are reduced: ranks may have different numbers of tokens
         sums = sum_losses(state)
-        self.mesh.group("pipeline").sum(sums)
-        self.mesh.group(*DATA).sum(sums)
+        self.mesh.pipeline_group.sum(sums)
+        self.mesh.data_group.sum(sums)
         total, weight = sums.tolist()
         if weight > 0:
             step.state["validation_loss"] = total / weight

@@ -56,11 +56,11 @@ def _packed(
     device: torch.device,
 ) -> Iterator[Tensor]:
     """This rank's parts of one op, flat: what changes nothing where it has none, or where another rank counts."""
-    first = mesh.index("tensor") == 0
+    first = mesh.indices.tensor == 0
     counts = {
         "activations": True,
         "data": first,
-        "rows": first and mesh.index("context") == 0,
+        "rows": first and mesh.indices.context == 0,
         "model": mesh.replicas.rank == 0,
     }
     for accumulators, given in parts:

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import DATA, Device, Mesh
+from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.experts import ExpertRouter, routers_of
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
@@ -47,7 +47,7 @@ class RouterBias:
         adapted = any(stage.adapters for stage in self.stages.local)
         self._routers = {name: each for name, each in found.items() if not adapted or _is_trained(each)}
         mine = {name: each.num_experts for name, each in self._routers.items()}
-        gathered: list[tuple[int, dict[str, int]]] = self.mesh.group("pipeline").gather_json([len(found), mine])
+        gathered: list[tuple[int, dict[str, int]]] = self.mesh.pipeline_group.gather_json([len(found), mine])
         times = Counter(name for _, movable in gathered for name in movable)
         everywhere = {name: experts for _, movable in gathered for name, experts in movable.items()}
         self._repeated = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
@@ -76,8 +76,8 @@ class RouterBias:
             self._sum_over_pipeline()
         if self._routers:
             # These ranks have the same routers, and see other tokens.
-            self.mesh.group(*DATA).sum(self._tokens)
-            self.mesh.group("tensor").sum(self._tokens)
+            self.mesh.data_group.sum(self._tokens)
+            self.mesh.tensor_group.sum(self._tokens)
             step.apply_update(self._move)
             self._tokens.zero_()
 
@@ -86,7 +86,7 @@ class RouterBias:
         mine = dict(zip(self._routers, self._tokens, strict=True))
         rows = [mine.get(name, self._tokens.new_zeros(experts)) for name, experts in self._repeated.items()]
         total = torch.cat(rows)
-        self.mesh.group("pipeline").sum(total)
+        self.mesh.pipeline_group.sum(total)
         for row, summed in zip(rows, torch.split(total, [*self._repeated.values()]), strict=True):
             row.copy_(summed)
 

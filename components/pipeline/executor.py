@@ -20,7 +20,7 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import Batch, has_pairs
-from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
+from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule
 from drawloom.components.ports.program import Action, Program, flat
@@ -94,12 +94,12 @@ class ProgramExecutor:
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from."""
         hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
-        self._links = self.neighbours.links("pipeline", hops)
+        self._links = self.neighbours.links(hops)
 
     @property
     def _owners(self) -> tuple[int, ...]:
         """The rank that runs each stage."""
-        return self.schedule.stage_to_rank(self.mesh.size("pipeline"))
+        return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
     def train(self, state: StepState) -> None:
         """Run the forward and backward passes of the state's batches, and write its losses."""
@@ -207,7 +207,7 @@ class ProgramExecutor:
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
     def _inputs(self, batch: Batch) -> MicrobatchInputs:
-        group = self.mesh.group("context")
+        group = self.mesh.context_group
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
             tokens, shared = self.objective.inputs(moved)
@@ -242,9 +242,9 @@ class ProgramExecutor:
         """What a step of this many microbatches does."""
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
-            rank, ranks = self.mesh.index("pipeline"), self.mesh.size("pipeline")
+            rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = program_for(self.schedule, rank, ranks, microbatches)
-            expect_same(program, rank, self.mesh.group("pipeline"))
+            expect_same(program, rank, self.mesh.pipeline_group)
             actions, policies = self._lowered(program), program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
@@ -261,7 +261,7 @@ class ProgramExecutor:
 
     def _lowered(self, program: Program) -> list[Action]:
         """This rank's actions with messages; parts of an overlap one after another."""
-        line = lower(program, self.mesh.index("pipeline"))
+        line = lower(program, self.mesh.indices.pipeline)
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, each in shards.items() if not each.by_block}
         by_microbatch = {index for index, each in shards.items() if each.by_microbatch}
@@ -308,7 +308,7 @@ def misfits_of_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
 
 def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeView]) -> Iterator[Problem]:
     """Models that need whole rows, which ranks along `context` do not have."""
-    if mesh.settings.get("context", 1) == 1:
+    if PerDimension.of_settings(mesh.settings).context == 1:
         return
     rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
     needs = {

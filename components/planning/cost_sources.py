@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.distributed.device_model import DeviceModel
+from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import loop
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
@@ -149,7 +150,7 @@ class Planned:
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
                 raise UserError(f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; take fewer", 2)
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
-            values = {nodes.mesh: {"pipeline": ranks}, nodes.schedule: schedule}
+            values = {nodes.mesh: {PipelineDimension.name: ranks}, nodes.schedule: schedule}
             self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
         return self._plans[key]
 

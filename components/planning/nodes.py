@@ -7,11 +7,10 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import MemoryUser
 from drawloom.components.ports.model import Kernels
@@ -128,7 +127,7 @@ class Nodes:
     @property
     def least_ranks(self) -> int:
         """The product of the dimensions whose sizes are written."""
-        return math.prod(size for name in DIMENSIONS if isinstance(size := self.mesh_settings.get(name, 1), int))
+        return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
 
     @property
     def length(self) -> int:
@@ -170,7 +169,7 @@ class Nodes:
     def microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Rows of a microbatch, and microbatches of a step on a rank; UserError if the mesh does not divide a step."""
         rows = int(self.settings(self.only(Batching))["micro_size"])
-        replicas = mesh.size("data_replicate") * mesh.size("data_shard")
+        replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
         if self.global_size % (rows * replicas):
             text = f"{self.global_size} rows can't be divided among {replicas} replicas with microbatches of {rows}"
             raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)

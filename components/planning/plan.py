@@ -10,8 +10,9 @@ import attrs
 import torch
 
 from drawloom.components.distributed.device_model import DeviceModel, products_in
-from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
+from drawloom.components.parallel.dimensions import DIMENSIONS
+from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, Deadlock
 from drawloom.components.planning.attention import Attended, Rows, attended
@@ -29,7 +30,7 @@ from drawloom.graph.project import Recipe
 
 T = TypeVar("T")
 
-WITHIN_STAGES = ("tensor", "context", "expert")
+WITHIN_STAGES = [dimension.name for dimension in DIMENSIONS if dimension.splits_work]
 """Dimensions of the mesh along which ranks exchange activations inside of a stage."""
 
 
@@ -207,7 +208,7 @@ class Planner:
             raise UserError(f'{self.nodes.schedule}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
         rows, microbatches = self.nodes.microbatches(self.mesh)
         try:
-            program = schedule.program(self.mesh.size("pipeline"), microbatches)
+            program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except Deadlock as deadlock:
             raise UserError(f"{self.nodes.schedule} can't be executed: {deadlock}") from deadlock
         views = self._views(program)
@@ -263,7 +264,7 @@ class Planner:
         if not self.device.is_gpu:
             return attrs.evolve(attended(self._counted, Rows(rows.count, rows.length), 1.0), packed=0.0)
         captured = bool(self.nodes.settings(self.nodes.stages).get("capture")) and rows.document < math.inf
-        by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.size("context") == 1 and not captured
+        by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
         return attended(self._counted, rows, rows.whole * by_cudnn)
 
     @cached_property
@@ -278,9 +279,9 @@ class Planner:
         schedule = self.objects[self.nodes.schedule]
         cuts = isinstance(schedule, PartitioningSchedule)
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layers)) if cuts else ()
-        key = tuple(self.mesh.size(name) for name in (*DIMENSIONS, "expert")), program.stage_to_rank, sizes
+        key = self.mesh.sizes, program.stage_to_rank, sizes
         if key not in self.cache.views:
-            self.cache.views[key] = [self._of_rank(index, program) for index in range(self.mesh.size("pipeline"))]
+            self.cache.views[key] = [self._of_rank(index, program) for index in range(self.mesh.sizes.pipeline)]
         return self.cache.views[key]
 
     def _of_rank(self, index: int, program: Program) -> "RankView":
@@ -298,18 +299,18 @@ class Planner:
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
-        stages = self.nodes.settings(self.nodes.stages)
+        stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
         meter = StageMeter(
             loss,
             model.blocks,
             rows,
             self.nodes.length,
-            self.mesh.group("context"),
+            self.mesh.context_group,
             self.objects[self.nodes.precision].gradient,
             self.device.without_host() if stages.get("capture") else self.device,
             lambda dimension: link(self.mesh, self.device, dimension),
             self._attended(self._rows(rows)),
-            tuple((self.mesh.size(name), link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            tuple((sizes[name], link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             self.cache.recordings,
         )
         recompute = stages["recompute"]
@@ -336,12 +337,12 @@ class Planner:
 
     def _message(self, costs: Mapping[int, StageCosts]) -> float:
         """How long what a stage gives is on its way to the next."""
-        return max(each.sent for each in costs.values()) / link(self.mesh, self.device, "pipeline")
+        return max(each.sent for each in costs.values()) / link(self.mesh, self.device, PipelineDimension.name)
 
     def _batch_bytes(self, microbatches: int) -> int:
         """Tokens, targets, positions and documents, each int64, and weights, float32."""
         rows, _ = self.nodes.microbatches(self.mesh)
-        return microbatches * rows * self.nodes.length // self.mesh.size("context") * (4 * 8 + 4)
+        return microbatches * rows * self.nodes.length // self.mesh.sizes.context * (4 * 8 + 4)
 
 
 def _flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:

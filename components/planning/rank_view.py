@@ -8,12 +8,12 @@ import attrs
 import torch
 
 from drawloom.components.distributed.device_model import DeviceModel
+from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.parallel.shard_transfers import sent_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
-from drawloom.components.ports.distributed import DATA, SHARDS
 from drawloom.components.ports.stages import Stage
 
 
@@ -95,8 +95,8 @@ class RankView:
         if self.sliced is not None:
             # Gradients of a unit are sent from where they are; those that others send take as much again.
             units = (each.unit for each in self.elements.values())
-            return self._sent * max(units) + buckets * (self.mesh.size("data_replicate") > 1)
-        return buckets if self.mesh.group(*DATA).size > 1 else 0
+            return self._sent * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
+        return buckets if self.mesh.data_group.size > 1 else 0
 
     @property
     def _wide(self) -> int:
@@ -106,11 +106,11 @@ class RankView:
     @property
     def _sent(self) -> int:
         """Bytes of a gradient that travels to the rank that has its slice."""
-        return sent_dtype(self.stages.precision, self.mesh.size("data_replicate") > 1).itemsize
+        return sent_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
     def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
         """Bytes of batches, of messages on their way, and of the device's libraries."""
-        sends = self.mesh.size("pipeline") > 1
+        sends = self.mesh.sizes.pipeline > 1
         messages = 2 * max(each.sent for each in costs.values()) if sends else 0
         found = {"batches": batches, "messages": messages, "libraries": device.workspace}
         return {name: size for name, size in found.items() if size}

@@ -87,7 +87,7 @@ def _tried(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int)
 def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Settings that may help, what each costs, and on how many ranks; those that cost least first."""
     ranks, stages = planned.ranks, nodes.settings(nodes.stages)
-    shards = planned.mesh.size("data_shard")
+    shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
         yield {nodes.stages: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
     if stages["recompute"] == "none":
@@ -98,13 +98,13 @@ def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]
     if (rows := planned.rows.count) > 1:
         smaller = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
         yield {nodes.only(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
-    replicas = planned.mesh.size("data_replicate")
+    replicas = planned.mesh.sizes.data_replicate
     if replicas > 1:
         more = {"data_shard": shards * replicas, "data_replicate": 1}
         yield {nodes.mesh: more}, "parameters are gathered from other ranks", ranks
     if stages["recompute"] != "blocks":
         yield {nodes.stages: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
-    if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.size("pipeline") > 1:
+    if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
         yield {nodes.stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
     yield {nodes.mesh: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
 

@@ -8,10 +8,13 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.device_model import DeviceModel
+from drawloom.components.parallel.context import ContextDimension
+from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLarge, plan
 from drawloom.components.planning.remedies import Values, toml_lines
+from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.run import Batching
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import RecipeError, UserError
@@ -89,7 +92,7 @@ class _Search:
     device: DeviceModel
     ranks: int
     cache: PlanCache = attrs.field(factory=PlanCache)
-    too_large: list[tuple[int, dict[str, Any]]] = attrs.field(factory=list)
+    too_large: list[tuple[int, PerDimension]] = attrs.field(factory=list)
     best: float = math.inf
     problem: str = ""
 
@@ -110,7 +113,7 @@ class _Search:
     def with_auto(self, every: Sequence[Found]) -> list[Found]:
         """The fastest pipeline that fits with a schedule and stages that are found for it."""
         nodes, device = self.nodes, self.device
-        pipelines = [each for each in every if each.plan.fits and each.values[nodes.mesh]["pipeline"] > 1]
+        pipelines = [found for found in every if found.plan.fits and found.plan.mesh.sizes.pipeline > 1]
         fastest = min(pipelines, key=lambda each: each.plan.time.seconds, default=None)
         if fastest is None:
             return []
@@ -121,19 +124,19 @@ class _Search:
         cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages have other layers
         try:
             planned = Planned(nodes.recipe.with_values(values), device, cache)
-            costs = planned.slices(fastest.values[nodes.mesh]["pipeline"])
+            costs = planned.slices(fastest.plan.mesh.sizes.pipeline)
             schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
             found = self._with({**values, nodes.schedule: schedule}, cache)
         except (RecipeError, UserError):  # TooLarge, too: stages of other sizes may hold more parameters
             return []
         return [] if found is None else [found]
 
-    def _of(self, mesh: dict[str, Any]) -> Iterator[Found]:
+    def _of(self, mesh: PerDimension) -> Iterator[Found]:
         """Plans of one mesh: for each schedule and size of microbatches the first policy that fits, or the last."""
         for schedule in _schedules(mesh):
             best = math.inf
             for rows in MICRO_SIZES:
-                if self.nodes.global_size % (rows * mesh["data_replicate"] * mesh["data_shard"]):
+                if self.nodes.global_size % (rows * mesh.data_replicate * mesh.data_shard):
                     break
                 try:
                     found = self._of_size(mesh, rows, schedule)
@@ -147,7 +150,7 @@ class _Search:
                     break
                 best = found.plan.time.seconds
 
-    def _of_size(self, mesh: dict[str, Any], rows: int, schedule: str) -> Found | None:
+    def _of_size(self, mesh: PerDimension, rows: int, schedule: str) -> Found | None:
         found = None
         for policy in POLICIES:
             found = self._planned(mesh, rows, schedule, policy, self.cache) or found
@@ -161,15 +164,19 @@ class _Search:
         return found
 
     def _planned(
-        self, mesh: dict[str, Any], rows: int, schedule: str, policy: str, cache: PlanCache | None
+        self, mesh: PerDimension, rows: int, schedule: str, policy: str, cache: PlanCache | None
     ) -> Found | None:
         """The plan with these settings; None if they make no sense for this recipe. Raises TooLarge if it can't fit."""
-        nodes, sync = self.nodes, mesh["data_shard"] > 1 and mesh["pipeline"] == 1
+        nodes, sync = self.nodes, mesh.data_shard > 1 and mesh.pipeline == 1
         stages: dict[str, Any] = {"recompute": policy, "sync_each_microbatch": sync}
-        if "expert" in mesh:
-            stages["dispatcher"] = {"use": "experts.all_to_all" if mesh["expert"] > 1 else "experts.local"}
+        if nodes.has_experts:
+            stages["dispatcher"] = {"use": "experts.all_to_all" if mesh.expert > 1 else "experts.local"}
         batch = {"micro_size": rows}
-        values: dict[str, dict[str, Any]] = {nodes.mesh: mesh, nodes.only(Batching): batch, nodes.stages: stages}
+        values: dict[str, dict[str, Any]] = {
+            nodes.mesh: _settings(nodes, mesh),
+            nodes.only(Batching): batch,
+            nodes.stages: stages,
+        }
         if schedule:
             values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
         return self._with(values, cache)
@@ -184,13 +191,13 @@ class _Search:
             return None
 
 
-def _schedules(mesh: dict[str, Any]) -> tuple[str, ...]:
-    return SCHEDULES if mesh["pipeline"] > 1 else ("",)
+def _schedules(mesh: PerDimension) -> tuple[str, ...]:
+    return SCHEDULES if mesh.pipeline > 1 else ("",)
 
 
-def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[dict[str, Any]]:
+def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
     """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest; contexts stay."""
-    context = nodes.mesh_settings.get("context", 1)
+    context = PerDimension.of_settings(nodes.mesh_settings).context
     for pipeline in _divisors(ranks, 8):
         rest, over = divmod(ranks, tensor * pipeline * context)
         if over:
@@ -199,8 +206,20 @@ def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Itera
             if rest % shard:
                 continue
             for expert in {1, min(shard * tensor, device.per_host)} if nodes.has_experts else {1}:
-                mesh = {"pipeline": pipeline, "data_replicate": rest // shard, "data_shard": shard, "tensor": tensor}
-                yield mesh | ({"expert": expert} if nodes.has_experts else {})
+                yield PerDimension(
+                    pipeline=pipeline,
+                    data_replicate=rest // shard,
+                    data_shard=shard,
+                    context=context,
+                    tensor=tensor,
+                    expert=expert,
+                )
+
+
+def _settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
+    """Return the settings of a mesh that a plan tries: contexts stay, and models without experts have no `expert`."""
+    kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
+    return {name: size for name, size in mesh.settings().items() if name not in kept}
 
 
 def _divisors(number: int, most: int) -> list[int]:

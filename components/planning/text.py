@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.program import OPS
 from drawloom.components.storage.byte_size import byte_size, unit_of
@@ -16,7 +15,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device.name,
         "ranks": plan.ranks,
-        "mesh": {name: plan.mesh.size(name) for name in DIMENSIONS},
+        "mesh": plan.mesh.sizes.dense(),
         "microbatches": plan.microbatches,
         "document_tokens": plan.rows.document if plan.rows.document < math.inf else None,
         "fits": plan.fits,
@@ -65,7 +64,7 @@ def as_text(plan: Plan) -> str:
 
 
 def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
-    sizes = [f"{name} {plan.mesh.size(name)}" for name in DIMENSIONS if plan.mesh.size(name) > 1]
+    sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.dense().items() if size > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
     rows = f"{plan.rows.count} row{'s' * (plan.rows.count > 1)} of {plan.rows.length:,} tokens"

@@ -3,22 +3,46 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import attrs
 import torch
 from torch import Tensor
 
 from drawloom.graph import port
 
-SHARDS = ("data_shard", "context")
-"""Mesh dimensions along which FSDP shards parameters; each rank computes with all of them, on its own tokens."""
+DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+"""Mesh dimensions, in the order in which ranks are numbered: their sizes multiply to the number of ranks."""
 
-DATA = ("data_replicate", *SHARDS)
-"""Mesh dimensions along which ranks see other tokens, so that losses and counts are summed over them."""
 
-EXPERT_REPLICAS = ("expert_replicate", "expert_shard")
-"""Mesh dimensions along which ranks have the same experts and see other tokens."""
+@attrs.frozen
+class PerDimension:
+    """
+    A number for each mesh dimension.
 
-MODEL = ("pipeline", "expert_shard", "expert")
-"""Mesh dimensions of the ranks that hold one copy of the whole model: all ranks but those along `expert_replicate`."""
+    Experts see the ranks of a pipeline stage as expert_replicate x expert_shard x expert.
+    """
+
+    pipeline: int = 1
+    data_replicate: int = 1
+    data_shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert_replicate: int = 1
+    expert_shard: int = 1
+    expert: int = 1
+
+    def dense(self) -> dict[str, int]:
+        """Return the numbers by name, without those of experts."""
+        return {name: getattr(self, name) for name in DIMENSIONS}
+
+    def settings(self) -> dict[str, int]:
+        """Return the numbers by the names of a mesh's settings."""
+        return {**self.dense(), "expert": self.expert}
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
+        """Return the sizes in a mesh's settings; "auto" and a size that is left out are 1, the least it can be."""
+        names = (*DIMENSIONS, "expert")
+        return cls(**{name: size for name in names if isinstance(size := settings.get(name), int)})
 
 
 class Group(Protocol):
@@ -249,20 +273,62 @@ class Mesh(Protocol):
         ...
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions of this mesh."""
+        """Return torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions."""
         ...
 
-    def size(self, dimension: str) -> int:
-        """
-        Return the number of ranks along a dimension.
-
-        Dimensions are `pipeline`, `data_replicate`, `data_shard`, `context` and `tensor`; for experts the same ranks
-        are `pipeline`, `expert_replicate`, `expert_shard` and `expert`.
-        """
+    @property
+    def sizes(self) -> PerDimension:
+        """The number of ranks along each dimension."""
         ...
 
-    def index(self, dimension: str) -> int:
-        """The index of this rank along a dimension."""
+    @property
+    def indices(self) -> PerDimension:
+        """The index of this rank along each dimension."""
+        ...
+
+    @property
+    def pipeline_group(self) -> Group:
+        """The ranks that hold the other layers of this rank's copy of the model."""
+        ...
+
+    @property
+    def context_group(self) -> Group:
+        """The ranks with other tokens of the same rows."""
+        ...
+
+    @property
+    def tensor_group(self) -> Group:
+        """The ranks that share every matrix product with this one."""
+        ...
+
+    @property
+    def expert_group(self) -> Group:
+        """The ranks with other experts of the same layers."""
+        ...
+
+    @property
+    def data_group(self) -> Group:
+        """The ranks with other tokens: losses and token counts are summed over them."""
+        ...
+
+    @property
+    def shard_group(self) -> Group:
+        """The ranks over which FSDP shards parameters: each computes with all of them, on its own tokens."""
+        ...
+
+    @property
+    def model_group(self) -> Group:
+        """The ranks that hold one copy of the model together."""
+        ...
+
+    @property
+    def expert_data_group(self) -> Group:
+        """The ranks with the same experts and other tokens."""
+        ...
+
+    @property
+    def data_tensor_group(self) -> Group:
+        """The ranks with the same layers: those of `data_group`, each with its `tensor_group`."""
         ...
 
 
@@ -270,8 +336,12 @@ class Mesh(Protocol):
 class Neighbours(Protocol):
     """P2P channels inside the mesh."""
 
-    def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
-        """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""
+    def links(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
+        """
+        Return P2P channels between pairs of pipeline ranks, those of this rank by the peer's index.
+
+        A collective of all ranks.
+        """
         ...
 
 

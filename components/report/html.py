@@ -60,7 +60,7 @@ class HtmlReport:
             draw_schedule(
                 type(schedule).__module__.rpartition(".")[2],
                 schedule,
-                self.mesh.size("pipeline"),
+                self.mesh.sizes.pipeline,
                 len(batching.positions(step)),
             )
             for schedule, batching in zip(self.schedules.values(), self.batching.values(), strict=False)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import prod
 from typing import Literal
 
 import attrs
 
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.graph import UserError, at_least, between, component, setting
 from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.wiring.node import NodeView
@@ -61,12 +60,12 @@ class GlobalBatch:
     def dp_size(self) -> int:
         """Data-parallel size: the number of parts into which the rows of a step are divided."""
         # pipeline, context and tensor ranks work on the same rows
-        return self.mesh.size("data_replicate") * self.mesh.size("data_shard")
+        return self.mesh.sizes.data_replicate * self.mesh.sizes.data_shard
 
     @cached_property
     def dp_rank(self) -> int:
         """Data-parallel rank: the index of this rank's part."""
-        return self.mesh.index("data_replicate") * self.mesh.size("data_shard") + self.mesh.index("data_shard")
+        return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
     def start(self, step: int) -> int:
         """The position with which a step (from 1) begins."""
@@ -105,9 +104,8 @@ class GlobalBatch:
         """Sizes that are uneven for any number of processes, and stages without an end."""
         # a dimension of size "auto" counts as 1: the least that it can be, which divides every other
         for mesh in node.neighbours("mesh"):
-            sizes = [mesh.settings.get(name) for name in ("data_replicate", "data_shard")]
-            replicas = prod(size for size in sizes if isinstance(size, int))
-            settings = node.settings
+            sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
+            replicas = sizes.data_replicate * sizes.data_shard
             faults = _uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
             yield from (node.problem(*fault) for fault in faults)
         for number, stage in enumerate(node.settings["ramp"]):

@@ -67,7 +67,7 @@ class Sample:
     def _sampler(self) -> Sampler:
         return Sampler(
             model=self.model,
-            pipeline=self.mesh.group("pipeline"),
+            pipeline=self.mesh.pipeline_group,
             generator=self.randomness.stream("sample"),
             end=self.tokenizer.eos_id,
             context=self.context,

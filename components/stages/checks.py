@@ -1,6 +1,5 @@
 """What `check` and `explain` say of stages with their neighbours: what does not fit a mesh, and what ranks share."""
 
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -8,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drawloom.components.parallel.dimension import StageNodes
+from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule
 from drawloom.components.pipeline.program.recomputation import text_of
-from drawloom.components.ports.distributed import SHARDS
+from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -18,12 +19,15 @@ from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
 
-def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
-    """Dtypes that sharded parameters can't have: FSDP keeps the slices of gradients in the dtype of parameters."""
-    kept, summed = precision.settings["parameter"], precision.settings["gradient"]
-    if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
-        text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
-        yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+def stage_nodes(stages: NodeView) -> Iterator[StageNodes]:
+    """Yield the nodes that decide how stages are shared, if the recipe has a mesh."""
+    for mesh in stages.neighbours("mesh"):
+        yield StageNodes(
+            stages=stages,
+            mesh=mesh,
+            model=next(iter(stages.neighbours("model")), None),
+            precision=next(iter(stages.neighbours("precision")), None),
+        )
 
 
 def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterator[Problem]:
@@ -40,41 +44,16 @@ def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterato
         yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
-NO_DISPATCHER = "ranks along 'expert' share the experts out, and nothing brings tokens to the experts of other ranks"
-WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages]'
-
-
-def misfits_of_experts(stages: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Models that have no experts for the ranks along `expert`; a model counts them by a classmethod `expert_count`."""
-    ranks, count = mesh.settings.get("expert", 1), getattr(model.component, "expert_count", None)
-    if ranks == 1 or count is None:
-        return
-    if not (experts := count(model)):
-        yield mesh.problem("expert", f"{ranks} ranks along 'expert', and [{model.name}] has no experts", "write 1")
-    elif experts % ranks:
-        text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
-        yield mesh.problem("expert", text, "write another number, or 1")
-    elif not any(getattr(each.component, "between_ranks", False) for each in stages.neighbours("dispatcher")):
-        yield mesh.problem("expert", NO_DISPATCHER, WRITE_DISPATCHER.replace("[stages]", f"[{stages.name}]"))
-
-
-def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
-    ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)
-    if ranks > 1 and faults is not None:
-        for fault in faults(model, ranks):
-            text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
-            yield mesh.problem("tensor", text, "write another number, or 1")
-
-
 def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
     """Meshes and adapters whose passes are not the same launches in each step."""
     if not stages.settings["capture"]:
         return
     for mesh in stages.neighbours("mesh"):
-        if wide := [name for name in ("data_shard", "context", "tensor", "expert") if mesh.settings.get(name, 1) > 1]:
-            text = f"passes with collectives of ranks along {wide[0]!r} can't be captured as CUDA graphs"
-            yield stages.problem("capture", text, f"write capture = false, or {wide[0]} = 1 in [{mesh.name}]")
+        sizes = PerDimension.of_settings(mesh.settings).settings()
+        wide = (kind.name for kind in DIMENSIONS if not kind.can_capture and sizes[kind.name] > 1)
+        if name := next(wide, None):
+            text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
+            yield stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{mesh.name}]")
     for adapter in stages.neighbours("adapters"):
         if adapter.settings.get("dropout"):
             text = f"the dropout of [{adapter.name}] draws other numbers in each pass, and a CUDA graph does the same"
@@ -104,11 +83,11 @@ def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Ite
     built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            sizes = built.layers_by_stage(mesh.settings.get("pipeline", 1), layers)
+            sizes = built.layers_by_stage(PerDimension.of_settings(mesh.settings).pipeline, layers)
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            inside = built.layers_in_stages(mesh.settings.get("pipeline", 1), layers)
+            inside = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
             if inside < layers:
                 yield f"layers {inside} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
     if again := text_of(_policies(schedule, mesh)):
@@ -116,7 +95,7 @@ def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Ite
 
 
 def _microbatches(schedule: NodeView, mesh: NodeView) -> int:
-    return schedule.settings.get("microbatches") or 4 * int(mesh.settings.get("pipeline", 1))
+    return schedule.settings.get("microbatches") or 4 * PerDimension.of_settings(mesh.settings).pipeline
 
 
 def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
@@ -124,7 +103,9 @@ def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     built = build_schedule(schedule)
     with suppress(UserError, ValueError):
         if built is not None:
-            return built.program(mesh.settings.get("pipeline", 1), _microbatches(schedule, mesh)).recompute
+            return built.program(
+                PerDimension.of_settings(mesh.settings).pipeline, _microbatches(schedule, mesh)
+            ).recompute
     return ()
 
 
@@ -134,30 +115,6 @@ def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Proble
         where = f"under [{loss.name}] and [{stages.name}]"
         text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
         yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
-
-
-def shares_of_parameters(stages: NodeView, mesh: NodeView) -> Iterator[str]:
-    """How the ranks of a mesh share the parameters, for `explain`."""
-    size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor", "expert")}
-    if size["pipeline"] > 1:
-        yield f"layers: partitioned over {size['pipeline']} pipeline ranks"
-    if size["tensor"] > 1:
-        yield f"linear layers, embedding and head: split over {size['tensor']} ranks, and tokens in between"
-    if (ranks := math.prod(size[name] for name in SHARDS)) > 1:
-        by_block = gathers_by_block(stages.settings["reshard_after_forward"], size["pipeline"])
-        often = "by layer" if by_block else "once a step"
-        yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
-    if size["expert"] > 1:
-        replica = ranks * size["tensor"]
-        rest = replica // math.gcd(replica, size["expert"])
-        further = f", and sharded over {rest}" if rest > 1 and ranks > 1 else ""
-        yield f"experts: shared out over {size['expert']} ranks{further}"
-
-
-def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
-    """Whether each layer is gathered when it is used, with that many pipeline ranks."""
-    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
-    return pipeline == 1 if setting is None else setting
 
 
 def fault_of_policy(policy: Recompute) -> str | None:

@@ -8,6 +8,7 @@ from torch import nn
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.pipeline import build_schedule
 from drawloom.components.pipeline.program.lowering import program_for
+from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.program import BACKWARD_INPUT
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
@@ -54,7 +55,7 @@ def idle_policies(stages: NodeView) -> Iterator[Problem]:
 
 def _splits(schedule: NodeView, mesh: NodeView) -> bool:
     """Whether a schedule takes stages backward in two parts; False if it has problems of its own."""
-    built, ranks = build_schedule(schedule), mesh.settings.get("pipeline", 1)
+    built, ranks = build_schedule(schedule), PerDimension.of_settings(mesh.settings).pipeline
     try:
         # In a schedule that knows ranks alone, all of them split or none.
         program = None if built is None else program_for(built, 0, ranks, 2 * ranks)

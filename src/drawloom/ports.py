@@ -40,11 +40,9 @@ from drawloom.components.ports.data import (
     has_pairs as has_pairs,
 )
 from drawloom.components.ports.distributed import (
-    DATA as DATA,
+    DIMENSIONS as DIMENSIONS,
     Device as Device,
-    EXPERT_REPLICAS as EXPERT_REPLICAS,
     Group as Group,
-    MODEL as MODEL,
     Mesh as Mesh,
     Neighbours as Neighbours,
     P2PChannel as P2PChannel,
@@ -52,7 +50,7 @@ from drawloom.components.ports.distributed import (
     Precision as Precision,
     Processes as Processes,
     Reduce as Reduce,
-    SHARDS as SHARDS,
+    PerDimension as PerDimension,
     SymmetricMemory as SymmetricMemory,
     Timed as Timed,
 )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
+from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import state_of_batches
 from drawloom.components.ports.program import flat
@@ -108,16 +109,11 @@ class World:
     def memory(self) -> int:
         return 0
 
-    def size(self, dimension: str) -> int:
-        return RANKS
+    sizes = PerDimension(pipeline=RANKS)
+    indices = PerDimension(pipeline=RANK)
+    context_group = pipeline_group = SimpleNamespace(size=1)
 
-    def index(self, dimension: str) -> int:
-        return RANK
-
-    def group(self, dimension: str) -> SimpleNamespace:
-        return SimpleNamespace(size=1)
-
-    def links(self, dimension: str, edges: Any) -> dict[int, AtOnce]:
+    def links(self, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
 
     def cast_weights(self, only_if_changed: bool = False) -> None:

@@ -8,6 +8,9 @@ import attrs
 import pytest
 from torch import Tensor
 
+from drawloom.components.distributed.mesh_layout import MeshView
+from drawloom.components.ports.distributed import PerDimension
+
 
 @attrs.frozen
 class OneRankGroup:
@@ -25,11 +28,11 @@ class OneRankGroup:
 
 
 @attrs.frozen
-class FakeMesh:
+class FakeMesh(MeshView):
     """A mesh of given sizes, as the rank at given indices sees it. Its groups contain only this rank."""
 
-    sizes: dict[str, int] = attrs.field(factory=dict)
-    indices: dict[str, int] = attrs.field(factory=dict)
+    sizes: PerDimension = attrs.field(factory=PerDimension)
+    indices: PerDimension = attrs.field(factory=lambda: PerDimension(*[0] * 8))
     world: Any = attrs.field(factory=OneRankGroup)
     replicas: Any = attrs.field(factory=OneRankGroup)
 
@@ -38,12 +41,6 @@ class FakeMesh:
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         raise AssertionError("nothing is sharded")
-
-    def size(self, dimension: str) -> int:
-        return self.sizes.get(dimension, 1)
-
-    def index(self, dimension: str) -> int:
-        return self.indices.get(dimension, 0)
 
 
 @attrs.frozen

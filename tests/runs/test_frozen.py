@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from drawloom.components.stages.materialized import MaterializedStages
+from drawloom.components.parallel.sharding import Sharding
 from support.mutations import put
 from support.processes import run_ranks
 from support.runs import Outcome, command, series, take_back, write_corpus
@@ -26,14 +26,14 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 def _frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:
     """A process of a run in which all parameters of one pipeline rank are frozen."""
-    take_over = MaterializedStages._take_over
+    store = Sharding.store
 
-    def freeze(stages: MaterializedStages, modules: Sequence[nn.Module], sharded: Sequence[Any]) -> Any:
-        for module in modules if stages.mesh.index("pipeline") == frozen else ():
+    def freeze(sharding: Sharding, modules: Sequence[nn.Module], sharded: Sequence[Any]) -> Any:
+        for module in modules if sharding.mesh.indices.pipeline == frozen else ():
             module.requires_grad_(False)
-        return take_over(stages, modules, sharded)
+        return store(sharding, modules, sharded)
 
-    put(MaterializedStages, "_take_over", freeze)
+    put(Sharding, "store", freeze)
     return command(folder, arguments, None)
 
 

@@ -8,8 +8,9 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
+from drawloom.components.distributed.mesh_layout import MeshView
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.distributed import Group, PerDimension
 from drawloom.components.ports.run import Event, Stateful, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
@@ -56,7 +57,7 @@ class FixedFolder:
 
 
 @attrs.define
-class SingleRankMesh:
+class SingleRankMesh(MeshView):
     """One rank in every dimension."""
 
     world: Group = attrs.field(factory=SingleProcess)
@@ -70,13 +71,15 @@ class SingleRankMesh:
         """Nothing is sharded."""
         raise AssertionError
 
-    def size(self, dimension: str) -> int:
+    @property
+    def sizes(self) -> PerDimension:
         """1 along every dimension."""
-        return 1
+        return PerDimension()
 
-    def index(self, dimension: str) -> int:
-        """Index 0."""
-        return 0
+    @property
+    def indices(self) -> PerDimension:
+        """Index 0 along every dimension."""
+        return PerDimension(*[0] * len(attrs.fields(PerDimension)))
 
 
 class SingleRankProcesses:

@@ -10,7 +10,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.parallel.expert import share_experts
+from drawloom.components.parallel.expert import split_experts, use_dispatcher
 from drawloom.components.ports.experts import Dispatcher
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels, sparse
@@ -81,7 +81,8 @@ def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
         found = []
         for chosen in CHOICES.values():
             module = experts_of()
-            splits = share_experts(module, mesh.group("expert"), brings)
+            use_dispatcher(module, brings)
+            splits = split_experts(module, mesh.expert_group)
             module.to_empty(device="cpu")
             for name, split in splits.items():
                 module.get_parameter(name).data.copy_(weight(name)[split.place.index()])

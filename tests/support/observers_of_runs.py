@@ -22,7 +22,6 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.guard import guard
-from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import Batch, ValidationData
@@ -173,7 +172,7 @@ def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
-    return {name: mesh.size(name) for name in (*DIMENSIONS, "expert")}
+    return mesh.sizes.settings()
 
 
 def device_of(use: str, values: Values, _place: Path) -> Any:

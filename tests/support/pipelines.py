@@ -335,8 +335,8 @@ def _steps(
     optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=[] if kind == "norms" else GROUPS)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)
-    among, place = mesh.size("data_replicate") * mesh.size("data_shard"), mesh.index("data_replicate")
-    share, first = microbatches // among, place * mesh.size("data_shard") + mesh.index("data_shard")
+    among, place = mesh.sizes.data_replicate * mesh.sizes.data_shard, mesh.indices.data_replicate
+    share, first = microbatches // among, place * mesh.sizes.data_shard + mesh.indices.data_shard
     mine = made[first * share : (first + 1) * share]
     for number in range(1, taken + 1):
         step = Step(number, taken, train(executor, mine))
@@ -353,7 +353,7 @@ def _steps(
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},
         "slices": stages.state_slices(),
         "moments": sum(part.numel() for of in optimizer.state_dict().values() for part in of.values() if part.ndim),
-        "loss": float(total) / mesh.size("tensor"),  # which these ranks have alike
+        "loss": float(total) / mesh.sizes.tensor,  # which these ranks have alike
         "sums": {key: float(value) for key, value in sums.items()},
         "held_out": float(held_out[0]),
         "norm": step.state.number("grad_norm"),

@@ -57,13 +57,13 @@ class CircularExecutor(ProgramExecutor):
     @property
     def _owners(self) -> tuple[int, ...]:
         """The rank of each stage in evaluation: the first and the last one have an end of the model each."""
-        return (0, *super()._owners, self.mesh.size("pipeline") - 1)
+        return (0, *super()._owners, self.mesh.sizes.pipeline - 1)
 
     def train(self, state: StepState) -> None:
         """Run the forward and backward passes of the state's batches, and write its losses."""
         self.stages.cast_weights()
         inputs = [self._inputs(batch) for batch in state["batches"]]
-        group = self.mesh.group("pipeline")
+        group = self.mesh.pipeline_group
         repeats = (len(self._owners) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
         sends = PendingSends()

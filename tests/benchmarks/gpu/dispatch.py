@@ -96,8 +96,8 @@ def _of_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMe
         if not symmetric.is_nvshmem_available():
             raise RuntimeError("torch was built without NVSHMEM, or its library is missing")
         symmetric.set_backend("NVSHMEM")
-        group: Any = mesh.group("expert")
-        name, ranks = group.handle.group_name, mesh.size("expert")
+        group: Any = mesh.expert_group
+        name, ranks = group.handle.group_name, mesh.sizes.expert
         rows = TOKENS * chosen.shape[1]
         sent, back = (symmetric.empty(rows, WIDTH, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
         received = symmetric.empty(2 * ranks * rows, WIDTH, dtype=hidden.dtype, device=hidden.device)

@@ -167,7 +167,7 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
     return Run(
         take_step,
         lambda: executor.train(state_of_batches(batches)),
-        schedule.program(mesh.size("pipeline"), MICROBATCHES),
+        schedule.program(mesh.sizes.pipeline, MICROBATCHES),
     )
 
 

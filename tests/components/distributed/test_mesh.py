@@ -14,11 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.mesh_layout import DIMENSIONS
+from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.ports.distributed import SHARDS, Group
+from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
 from support.processes import RanksFailed, run_ranks
 
@@ -71,9 +71,9 @@ def _replicas_of_real_processes(**settings: Any) -> tuple[Any, ...]:
         mesh.open()
         number = torch.tensor([1 + mesh.world.rank])
         mesh.replicas.sum(number)
-        sizes = {name: mesh.size(name) for name in ("pipeline", "data_replicate", "expert")}
-        alone = mesh.group("tensor").gather_json("alone")
-        return mesh.index("data_replicate"), mesh.replicas.rank, number.item(), sizes, mesh.world.size, alone
+        sizes = {name: getattr(mesh.sizes, name) for name in ("pipeline", "data_replicate", "expert")}
+        alone = mesh.tensor_group.gather_json("alone")
+        return mesh.indices.data_replicate, mesh.replicas.rank, number.item(), sizes, mesh.world.size, alone
     finally:
         processes.close()
 
@@ -127,7 +127,7 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
     mesh.torch_mesh(("data_replicate",), SHARDS)
-    found = {name: mesh.index(name) for name in DIMENSIONS}
+    found = mesh.indices.dense()
     return time.monotonic() - began, len({*filter(None, processes._handles.values())}), found
 
 

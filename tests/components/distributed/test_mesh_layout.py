@@ -8,7 +8,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
+from drawloom.components.distributed.mesh_layout import Layout, resolve_shape
+from drawloom.components.ports.distributed import DIMENSIONS, PerDimension
 from drawloom.graph import UserError
 
 ONES = dict.fromkeys(DIMENSIONS, 1)
@@ -20,7 +21,7 @@ def test_ranks_are_row_major(sizes: tuple[int, ...]) -> None:
     """The tensor index varies fastest with the rank, the pipeline index slowest."""
     layout = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
     for rank, place in enumerate(itertools.product(*map(range, sizes))):
-        assert tuple(layout.index(name, rank) for name in DIMENSIONS) == place
+        assert tuple(layout.indices(rank).dense().values()) == place
 
 
 @hypothesis.given(SIZES)
@@ -31,8 +32,8 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
         sets = layout.sets(name)
         assert sorted(itertools.chain(*sets)) == list(range(math.prod(sizes)))
         for ranks in sets:
-            assert [layout.index(name, rank) for rank in ranks] == list(range(layout.size(name)))
-            others = {tuple(layout.index(other, rank) for other in DIMENSIONS if other != name) for rank in ranks}
+            assert [layout.indices(rank).dense()[name] for rank in ranks] == list(range(layout.sizes[name]))
+            others = {tuple((layout.indices(rank).dense() | {name: 0}).values()) for rank in ranks}
             assert len(others) == 1
 
 
@@ -43,8 +44,10 @@ def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
     assert layout.sets("expert_shard")[:3] == [[0, 2], [1, 3], [4, 6]]
     assert layout.sets("expert_replicate", "expert_shard")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert layout.sets("data_replicate")[:2] == [[0, 4], [1, 5]]
-    assert [layout.size(name) for name in ("expert", "expert_shard", "tensor")] == [2, 2, 2]
-    assert [layout.index(name, 6) for name in ("expert", "expert_shard", "data_replicate")] == [0, 1, 1]
+    assert layout.all_sizes == PerDimension(
+        pipeline=2, data_replicate=2, data_shard=2, tensor=2, expert_replicate=2, expert_shard=2, expert=2
+    )
+    assert (layout.indices(6).expert, layout.indices(6).expert_shard, layout.indices(6).data_replicate) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(("world_size", "rest"), [(1, None), (2, None), (6, 1), (12, 2), (9, None)])
@@ -52,7 +55,7 @@ def test_auto_takes_the_remaining_ranks(world_size: int, rest: int | None) -> No
     """`auto` is the world size over the product of the others; a remainder is an error."""
     sizes: dict[str, int | str] = {**ONES, "data_replicate": "auto", "tensor": 2, "context": 3}
     if rest is not None:
-        assert resolve_shape(sizes, 1, world_size).size("data_replicate") == rest
+        assert resolve_shape(sizes, 1, world_size).all_sizes.data_replicate == rest
         return
     with pytest.raises(UserError, match=r"= 6 processes.*drawloom launch --nproc-per-node 6 run RECIPE"):
         resolve_shape(sizes, 1, world_size)
@@ -80,7 +83,7 @@ def test_ranks_of_one_copy_of_the_model_hold_each_parameter_together(sizes: tupl
     split = ("pipeline", "data_shard", "context", "tensor", "expert", "expert_shard")
     copies = layout.sets("expert_replicate")
     for ranks in copies:
-        assert len({tuple(layout.index(name, rank) for name in split) for rank in ranks}) == 1
+        assert len({tuple(getattr(layout.indices(rank), name) for name in split) for rank in ranks}) == 1
     fits = [number for number in range(1, sizes[1] + 1) if number * math.prod(sizes[2:]) % expert == 0]
     assert len(copies[0]) == sizes[1] // fits[0]
 

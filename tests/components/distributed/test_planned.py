@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.graph import UserError
 
@@ -11,10 +10,10 @@ from drawloom.graph import UserError
 def test_groups_are_those_of_the_layout() -> None:
     """Of the first rank of a pipeline stage; a dimension of size "auto" takes the rest."""
     mesh = PlannedMesh.of({"pipeline": 2, "data_replicate": "auto", "tensor": 2}, 8)
-    assert [mesh.size(name) for name in DIMENSIONS] == [2, 2, 1, 1, 2]
+    assert [*mesh.sizes.dense().values()] == [2, 2, 1, 1, 2]
     assert mesh.world.size == 8
     second = mesh.at(1)
-    assert (second.rank, second.index("pipeline"), second.group("tensor").ranks) == (4, 1, (4, 5))
+    assert (second.rank, second.indices.pipeline, second.group("tensor").ranks) == (4, 1, (4, 5))
     assert second.replicas.size == 2
     assert second.torch_mesh("tensor") is None
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout
+from drawloom.components.distributed.mesh_layout import Layout
 from drawloom.components.distributed.planned import PlannedGroup, PlannedMesh
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.ports.distributed import DIMENSIONS
 
 
 class EqualRanks(PlannedGroup):

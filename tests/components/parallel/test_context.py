@@ -55,7 +55,7 @@ def _gathered() -> tuple[Any, Any]:
     try:
         mesh = RankMesh(processes=processes, context=processes.world_size, data_replicate=1)
         mesh.open()
-        part = ContextPart.of(8, mesh.group("context"))
+        part = ContextPart.of(8, mesh.context_group)
         mine: Tensor = part.places.double()[None, :, None].requires_grad_()
         rows = part.gather(mine)
         (rows.flatten() * torch.arange(8) * (1 + mesh.world.rank)).sum().backward()  # type: ignore[no-untyped-call]

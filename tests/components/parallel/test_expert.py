@@ -4,7 +4,7 @@ import torch
 
 from drawloom.components.adapters.lora import Lora
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.parallel.expert import share_experts
+from drawloom.components.parallel.expert import split_experts
 from drawloom.components.weights.adapted import inject
 from support.qwen3 import sparse, whole
 
@@ -24,7 +24,7 @@ def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() 
             module = whole(sparse(num_experts=6, num_hidden_layers=3, mlp_only_layers=[1]))
             inject([Lora(targets=["experts.down_proj", "q_proj"], rank=2, alpha=4.0)], module)
         before = {name: tuple(part.shape) for name, part in module.named_parameters()}
-        found.append(share_experts(module, Rank(rank, 2), None))
+        found.append(split_experts(module, Rank(rank, 2)))
         assert found[-1].keys() == {name for name in before if ".experts." in name} and len(found[-1]) == 8
         for name, split in found[-1].items():
             assert tuple(module.get_parameter(name).shape) == split.place.size == (3, *before[name][1:])
@@ -36,5 +36,5 @@ def test_one_rank_keeps_all_experts() -> None:
     """Nothing is split, and no parameter is replaced."""
     module = whole(sparse())
     before = dict(module.named_parameters())
-    assert share_experts(module, SingleProcess(), None) == {}
+    assert split_experts(module, SingleProcess()) == {}
     assert all(part is before[name] for name, part in module.named_parameters())

@@ -32,7 +32,7 @@ def _exchanged() -> list[dict[str, Any]]:
     try:
         mesh = RankMesh(processes=processes, tensor=processes.world_size, data_replicate=1)
         mesh.open()
-        ranks, factor = TensorRanks(mesh.group("tensor")), 1.0 + mesh.world.rank
+        ranks, factor = TensorRanks(mesh.tensor_group), 1.0 + mesh.world.rank
         found = []
         first = mesh.world.rank == 0
         for given, exchange in (

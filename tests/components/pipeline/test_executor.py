@@ -73,7 +73,7 @@ class Local:
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
-    def links(self, dimension: str, edges: Any) -> dict[int, Any]:
+    def links(self, edges: Any) -> dict[int, Any]:
         return {}
 
 

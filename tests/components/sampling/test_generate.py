@@ -32,7 +32,7 @@ def drawn(model: Any, mesh: Any, **changes: Any) -> list[int]:
     options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
     tokens = options.pop("tokens", 6)
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(model=model, pipeline=mesh.group("pipeline"), generator=generator, **options)
+    sampler = Sampler(model=model, pipeline=mesh.pipeline_group, generator=generator, **options)
     return list(sampler.continued([0], tokens))
 
 

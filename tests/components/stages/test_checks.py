@@ -7,29 +7,19 @@ from typing import Any
 import pytest
 
 import drawloom
-from drawloom.components.stages.checks import misfits_of_shards
 from support.qwen3 import dense
-
-
-class _View:
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-
-    def problem(self, key: str, text: str, hint: str) -> tuple[str, str, str]:
-        return key, text, hint
 
 
 def test_gradients_that_shards_would_narrow_are_refused() -> None:
     """FSDP keeps the slices of gradients in the dtype of parameters: another one is a problem with shards."""
-    precision: Any = _View(parameter="bfloat16", gradient="float32")
-    shards: Any = _View(data_shard=2)
-    problems: list[Any] = list(misfits_of_shards(shards, precision))
-    [(key, text, hint)] = problems
-    assert (key, hint) == ("gradient", "write parameter = 'float32', or leave gradient out")
-    assert "'bfloat16'" in text and "'float32'" in text
-    others: Any = ((_View(data_shard=1), precision), (shards, _View(parameter="float32", gradient=None)))
-    for mesh, dtypes in others:
-        assert not list(misfits_of_shards(mesh, dtypes))
+    narrowing = ("precision.parameter='bfloat16'", "precision.gradient='float32'")
+    recipe = drawloom.Recipe.load("first_run", "mesh.data_shard=2", *narrowing)
+    (problem,) = [text for text in map(str, recipe.graph.problems) if "sharded parameters" in text]
+    assert "'bfloat16'" in problem and "'float32'" in problem
+    assert "write parameter = 'float32', or leave gradient out" in problem
+    for words in (narrowing, ("mesh.data_shard=2", "precision.parameter='float32'")):
+        found = map(str, drawloom.Recipe.load("first_run", *words).graph.problems)
+        assert not [text for text in found if "sharded parameters" in text]
 
 
 def problems(recipe: drawloom.Recipe) -> list[str]:

@@ -49,7 +49,7 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
         for delayed in delays:
             executor = CircularExecutor(**parts, **common, delayed=delayed)
             executor.open()
-            found.append(use(executor, mesh.index("pipeline")))
+            found.append(use(executor, mesh.indices.pipeline))
             for _, parameter in stages.named():
                 parameter.grad = None
         return found

@@ -144,7 +144,7 @@ def travelled(name: str, fault: str = "") -> dict[str, Any]:
     try:
         mesh = RankMesh(processes=processes, pipeline=2, data_replicate=1)
         mesh.open()
-        rank = mesh.index("pipeline")
+        rank = mesh.indices.pipeline
         module = Faulty(fault) if fault and rank == 0 else build(SPANS[rank])
         stages = Spread([Stage(rank, 2, SPANS[rank], module)], ActivationSpecs(SPANS, meta))
         executor = ProgramExecutor(
@@ -210,7 +210,7 @@ def hops(owners: tuple[int, ...]) -> float:
     try:
         mesh = RankMesh(processes=processes, pipeline=4, data_replicate=1)
         mesh.open()
-        rank, count = mesh.index("pipeline"), len(owners)
+        rank, count = mesh.indices.pipeline, len(owners)
         spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
         modules = {stage: Twice() for stage, owner in enumerate(owners) if owner == rank}
         local = [Stage(stage, count, spans[stage], module) for stage, module in modules.items()]

@@ -107,7 +107,7 @@ class SingleRank:
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
-    def links(self, dimension: str, hops: Any) -> dict[int, Any]:
+    def links(self, hops: Any) -> dict[int, Any]:
         return {}
 
     def memory(self) -> int:

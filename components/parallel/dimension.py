@@ -1,0 +1,114 @@
+"""The interface of a mesh dimension: how its ranks share a model."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.parallel.buckets import sum_in_buckets
+from drawloom.components.ports.distributed import Group, Mesh, PerDimension, Precision
+from drawloom.components.ports.slices import RankSlice
+from drawloom.components.ports.stages import LOSS, gradient_of
+from drawloom.graph import Problem
+from drawloom.graph.wiring.node import NodeView
+
+
+@attrs.frozen(kw_only=True)
+class StageNodes:
+    """The nodes of a recipe that decide how stages are shared; an edge that is missing is a problem of its own."""
+
+    stages: NodeView
+    mesh: NodeView
+    model: NodeView | None
+    precision: NodeView | None
+
+    @property
+    def sizes(self) -> PerDimension:
+        """The number of ranks along each dimension, as the recipe writes it."""
+        return PerDimension.of_settings(self.mesh.settings)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SharedParameters:
+    """
+    The parameters that this rank trains, and sets of their names by the way in which ranks share them.
+
+    Of those in `split` this rank has a slice along `tensor` or `expert`; those in `experts` are experts'. FSDP has
+    sharded those in `sharded`. Backward passes sum the gradients of those in `summed` over ranks with other tokens.
+    """
+
+    trained: Mapping[str, nn.Parameter]
+    split: Set[str]
+    experts: Set[str]
+    sharded: Set[str]
+    summed: Set[str]
+    precision: Precision
+    device: torch.device
+    bucket_bytes: int
+
+    @property
+    def of_model(self) -> Set[str]:
+        """The names of the model's parameters, without the loss's."""
+        return {name for name in self.trained if not name.startswith(f"{LOSS}.")}
+
+    def gradient(self, name: str, shape: Sequence[int] = ()) -> Tensor:
+        """Return the gradient of a parameter; zeros of this shape if this rank doesn't train it."""
+        if name in self.trained:
+            return gradient_of(self.trained[name])
+        return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
+
+    def sum(self, gradients: Sequence[Tensor], group: Group) -> None:
+        """Sum gradients over the ranks of a group, in place, in `precision.reduce` or in their own wider dtype."""
+        dtype = torch.promote_types(self.precision.gradient, self.precision.reduce)
+        sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
+
+    def sum_named(self, names: Iterable[str], group: Group) -> None:
+        """Sum the gradients of parameters that this rank trains."""
+        self.sum([self.gradient(name) for name in names], group)
+
+
+@attrs.define(eq=False)
+class Dimension:
+    """
+    One dimension of a mesh, as its ranks share a model. Its methods are called for meshes of any size.
+
+    A dimension overrides what concerns it: the methods here share nothing.
+    """
+
+    name: ClassVar[str]
+    splits_work: ClassVar[bool] = False
+    """Whether ranks compute parts of the same microbatch, so that collectives take place within a stage's passes."""
+    can_capture: ClassVar[bool] = True
+    """Whether passes of a stage can be recorded as CUDA graphs with several ranks along this dimension."""
+
+    mesh: Mesh
+
+    @classmethod
+    def check(cls, nodes: StageNodes) -> Iterator[Problem]:
+        """Yield problems of a recipe in which the dimension does not fit the model or the dtypes."""
+        yield from ()
+
+    @classmethod
+    def notes(cls, nodes: StageNodes) -> Iterator[str]:
+        """Yield sentences for `explain`: what the ranks share."""
+        yield from ()
+
+    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+        """
+        Replace parameters of a module on the meta device by this rank's slices, and return these by name.
+
+        Raises UserError for a parameter that the ranks can't share.
+        """
+        return {}
+
+    def open(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Learn which other ranks hold the parameters of this rank; a collective of the ranks of the dimension."""
+
+    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """Return the names of the parameters that another rank along this dimension owns."""
+        return frozenset()
+
+    def sum_gradients(self, parameters: SharedParameters) -> None:
+        """Sum gradients over the ranks of the dimension that backward passes have not summed; a collective."""

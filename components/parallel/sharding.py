@@ -1,0 +1,91 @@
+"""How ranks with other tokens share the parameters of stages: sharded (FSDP), replicated (DDP), or alone."""
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import attrs
+from torch import nn
+
+from drawloom.components.distributed.mesh_layout import SHARDS
+from drawloom.components.parallel.data_replicate import ReplicatedStore
+from drawloom.components.parallel.data_shard import ShardedModule, ShardedStore, shard
+from drawloom.components.parallel.master_weights import Blocks, ParameterStore
+from drawloom.components.parallel.sliced_store import SlicedStore
+from drawloom.components.ports.distributed import Mesh, Precision
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Sharding:
+    """
+    The choice of a parameter store for the stages of this rank.
+
+    `blocks` returns the blocks of a module, which FSDP gathers one by one with `by_block`. Gradients are reduced after
+    each microbatch with `by_microbatch`, and in buckets of `bucket_bytes` that replicas begin to sum within the
+    backward pass with `overlaps`. `experts` are the names of parameters of which expert ranks have slices.
+    """
+
+    mesh: Mesh
+    precision: Precision
+    blocks: Blocks
+    by_block: bool
+    by_microbatch: bool
+    bucket_bytes: int
+    overlaps: bool
+    experts: Set[str]
+
+    @property
+    def _shards_experts(self) -> bool:
+        """Whether several ranks of one copy of the model have the same experts."""
+        return bool(self.experts) and self.mesh.sizes.expert_shard > 1
+
+    def _torch_mesh(self, replicas: str, *shards: str) -> Any:
+        """Return torch's mesh of the ranks along `shards`, after a first dimension of replicas if there are several."""
+        outer = [(replicas,)] if self.mesh.group(replicas).size > 1 else []
+        return self.mesh.torch_mesh(*outer, shards)
+
+    def shard(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
+        """Shard the parameters of modules on the meta device; return an empty list without ranks that shard."""
+        if self.mesh.shard_group.size == 1:
+            return []
+        expert_mesh = self._torch_mesh("expert_replicate", "expert_shard") if self._shards_experts else None
+        return shard(
+            modules,
+            self.blocks,
+            self._torch_mesh("data_replicate", *SHARDS),
+            self.precision,
+            by_block=self.by_block,
+            by_microbatch=self.by_microbatch,
+            of_experts=self.experts,
+            expert_mesh=expert_mesh,
+        )
+
+    def store(self, modules: Sequence[nn.Module], sharded: Sequence[ShardedModule]) -> ParameterStore | ShardedStore:
+        """Return the store of the parameters of modules, which have memory and values."""
+        if sharded:
+            return ShardedStore.of(sharded, self.precision)
+        replicas = self.mesh.data_group
+        if replicas.size == 1 or not self.overlaps:
+            return ParameterStore.of(modules, self.precision)
+        has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
+        return ReplicatedStore.replicated(
+            modules,
+            self.blocks,
+            self.precision,
+            replicas,
+            self.bucket_bytes,
+            frozenset() if has_same_replicas else self.experts,
+        )
+
+    def planned_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
+        """Return the store of the parameters of modules on the meta device, for a plan."""
+        if (ranks := self.mesh.shard_group).size == 1:
+            return ParameterStore.of(modules, self.precision)
+        return SlicedStore.sliced(
+            modules,
+            self.blocks,
+            ranks,
+            self.precision,
+            self.by_block,
+            of_experts=self.experts,
+            expert_ranks=self.mesh.sizes.expert_shard if self._shards_experts else 1,
+        )

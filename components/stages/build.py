@@ -1,0 +1,141 @@
+"""Modules of this rank's stages on the meta device: built from the model, adapted, transformed and split over ranks."""
+
+from collections.abc import Mapping, Sequence, Set
+
+import attrs
+import torch
+from torch import nn
+
+from drawloom.components.parallel.dimension import Dimension
+from drawloom.components.parallel.expert import ExpertDimension, use_dispatcher
+from drawloom.components.parallel.master_weights import compute_dtype
+from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, with_ends_apart
+from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.distributed import Mesh, Precision
+from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule, PartitioningSchedule, Schedule
+from drawloom.components.ports.slices import RankSlice
+from drawloom.components.ports.stages import LOSS, Transform
+from drawloom.components.weights.adapted import adapted_model, inject
+from drawloom.graph import UserError
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ParallelModules:
+    """
+    This rank's modules on the meta device, by stage, and the layer ranges (`spans`) of all stages.
+
+    Of the parameters in `splits` the modules have this rank's slices; `experts` are the names of those that expert
+    ranks share.
+    """
+
+    spans: Sequence[LayerRange]
+    modules: Mapping[int, nn.Module]
+    splits: Mapping[str, RankSlice]
+    experts: Set[str]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StageBuilder:
+    """Builds the modules of stages for a mesh; `dimensions` say what its ranks split."""
+
+    model: Model
+    loss: Loss
+    schedule: Schedule
+    mesh: Mesh
+    precision: Precision
+    adapters: Sequence[Adapter]
+    transforms: Sequence[Transform]
+    dispatcher: Dispatcher | None
+    dimensions: Sequence[Dimension]
+    embedding_layer_cost: int
+    head_layer_cost: int
+
+    def build_local(self) -> ParallelModules:
+        """Build and split the modules of this rank's stages."""
+        owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
+        spans, local = self._spans(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
+        if getattr(self.schedule, "ends_on_every_rank", False):
+            spans = with_ends_apart(spans, self.model.num_hidden_layers)
+            local = [0, *(index + 1 for index in local), len(spans) - 1]
+        if self.adapters:
+            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
+        splits: dict[str, RankSlice] = {}
+        experts: set[str] = set()
+        modules = {index: self.build(spans[index]) for index in local}
+        for module in modules.values():
+            for dimension in self.dimensions:
+                slices = dimension.split(module)
+                splits |= slices
+                if isinstance(dimension, ExpertDimension):
+                    experts |= slices.keys()
+            self._cast(module)
+        return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
+
+    def build(self, span: LayerRange) -> nn.Module:
+        """Build the module of a layer range on the meta device, not yet split, with adapters and transforms."""
+        with torch.device("meta"):
+            module = self.model.build(span)
+            inject(self.adapters, module)
+        if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
+            module.add_module(LOSS, of_loss)
+        for transform in self.transforms:
+            module = transform.transform(module)
+        refuse_shared(module)
+        use_dispatcher(module, self.dispatcher)
+        return module
+
+    def build_for_activations(self, span: LayerRange) -> nn.Module:
+        """Build the split module of a layer range in the dtypes in which its layers compute."""
+        module = self.build(span)
+        for dimension in self.dimensions:
+            dimension.split(module)
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute_dtype(name, self.precision))
+        return module
+
+    def _cast(self, module: nn.Module) -> None:
+        """Cast parameters on the meta device to the dtypes that they are kept in; buffers keep their module's."""
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                # A frozen parameter is read, and sharded, in the dtype of its layer: nothing else needs it.
+                kept = self.precision.parameter if parameter.requires_grad else compute_dtype(name, self.precision)
+                parameter.data = parameter.data.to(kept)
+
+    def _spans(self, stages: int) -> list[LayerRange]:
+        """Partition the layers over this number of stages."""
+        layers, ranks = self.model.num_hidden_layers, self.mesh.sizes.pipeline
+        if isinstance(self.schedule, PartitioningSchedule):
+            sizes = [*self.schedule.layers_by_stage(ranks, layers)]
+            if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
+                text = f"layers_by_stage gives {sizes} for {layers} layers in {stages} stages"
+                raise UserError(f"{type(self.schedule).__name__}.{text}; let each have some, and all {layers} together")
+            return layer_ranges(sizes)
+        try:
+            if isinstance(self.schedule, OuterLayersSchedule):
+                layers = self.schedule.layers_in_stages(ranks, layers)
+            return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
+        except ValueError as error:
+            raise UserError(f"{error}; take fewer stages", exit_code=2) from error
+
+
+def refuse_shared(module: nn.Module) -> None:
+    """Raise UserError for a parameter of two modules: each would get memory of its own for it."""
+    owners: dict[nn.Parameter, str] = {}
+    for path, part in module.named_modules():
+        for leaf, parameter in part.named_parameters(prefix=path, recurse=False):
+            if (first := owners.setdefault(parameter, leaf)) != leaf:
+                text = f"{first} and {leaf} are one parameter of two modules, which would be two parameters in a run"
+                raise UserError(f"{text}; let one module hold it, and both layers that module", exit_code=2)
+
+
+def tie(modules: Sequence[nn.Module]) -> None:
+    """Make parameters of one name, in modules of one rank, the same parameter."""
+    first: dict[str, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, first.setdefault(name, parameter))
