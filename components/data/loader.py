@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from hashlib import blake2b
-from itertools import count, product
+from itertools import count
 from typing import Any, NoReturn
 
 import attrs
@@ -211,12 +211,13 @@ class Loader:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Each length has one end, pairs of documents are not cut, and ranks along `context` share rows out evenly."""
-        for rows, mesh in product(node.neighbours("rows"), node.neighbours("mesh")):
+        rows, mesh = node.neighbour("rows"), node.neighbour("mesh")
+        if rows and mesh:
             length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context
             if isinstance(length, int) and length % ranks:
                 text = f"rows of {length} tokens can't be shared out over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
-        if node.settings["lengths"] and any(has_pairs(rows.component) for rows in node.neighbours("rows")):
+        if node.settings["lengths"] and rows and has_pairs(rows.component):
             text = "lengths cuts documents, and those of pairs can't be compared then"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
         for number, stage in enumerate(node.settings["lengths"]):

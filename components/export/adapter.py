@@ -53,12 +53,10 @@ class AdapterExport:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """PEFT would look for new tokens in a table that the model it loads does not have."""
-        for model in node.neighbours("model"):
-            if model.settings.get("new_tokens"):
-                text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
-                yield node.problem(
-                    "use", text, f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
-                )
+        if (model := node.neighbour("model")) and model.settings.get("new_tokens"):
+            text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
+            remedy = f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
+            yield node.problem("use", text, remedy)
 
     def open(self) -> None:
         """UserError if the adapters are none that PEFT has: before the first step, and not after the last."""

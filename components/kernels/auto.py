@@ -230,5 +230,5 @@ class PartMask(NamedTuple):
 
 def _kind(node: NodeView) -> str:
     """The kind of device that the recipe names: auto, cpu or cuda."""
-    kinds = [device.settings.get("kind") for device in node.neighbours("device")]
-    return str(kinds[0]) if kinds and kinds[0] else "auto"
+    device = node.neighbour("device")
+    return str((device and device.settings.get("kind")) or "auto")

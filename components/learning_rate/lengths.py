@@ -56,10 +56,10 @@ def token_counts(batching: Batching | None, rows: PackedDataset | None) -> Token
 
 def declared_token_counts(node: Any) -> TokenCounts | None:
     """Return the token counts that settings imply before anything is built; None if they do not, as with a ramp."""
-    batch, rows = ([view.settings for view in node.neighbours(edge)] for edge in SIZES)
-    if not batch or not rows or batch[0].get("ramp"):
+    batch, rows = (node.neighbour(edge) for edge in SIZES)
+    if not batch or not rows or batch.settings.get("ramp"):
         return None
-    size, length = batch[0].get("global_size"), rows[0].get("length")
+    size, length = batch.settings.get("global_size"), rows.settings.get("length")
     return TokenCounts(lambda steps: steps * size * length) if size and length else None
 
 
@@ -86,7 +86,7 @@ def unit_given(node: Any, name: str) -> str:
 
 def tokens_without_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
     """A problem with a length in tokens at `key` if the node lacks an edge to what has the sizes of steps and rows."""
-    missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbours(edge)]
+    missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbour(edge)]
     if missing:
         yield node.problem(key, f"{text} needs the sizes of steps and rows", f"write {' and '.join(missing)}")
 

@@ -95,17 +95,22 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
         ("parameter", _targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
-    for stages in node.neighbours("parameters") if any(targets for _, targets, _ in kinds) else ():
-        losses = [each.component for each in stages.neighbours("loss")]
-        own = any(hasattr(each, "module") or "module" in attrs.fields_dict(each) for each in losses)
-        if own or stages.neighbours("adapters") or stages.neighbours("transforms"):
-            continue
-        for model in stages.neighbours("model"):
-            parameters: dict[str, nn.Parameter] = getattr(model.component, "parameters_of", lambda _: {})(model)
-            for what, targets, paths in kinds:
-                names = [name for name, part in parameters.items() if what == "parameter" or decays(part)]
-                for place, pattern, text in _faults(_placed(names, targets), targets, what):
-                    yield node.warning(paths[place], f"the pattern {pattern!r} {text}")
+    stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
+    parameters = _declared_parameters(stages) if stages else {}
+    for what, targets, paths in kinds:
+        names = [name for name, part in parameters.items() if what == "parameter" or decays(part)]
+        for place, pattern, text in _faults(_placed(names, targets), targets, what):
+            yield node.warning(paths[place], f"the pattern {pattern!r} {text}")
+
+
+def _declared_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
+    """Return the parameters that the stages' model declares; {} if another part of the stages changes them."""
+    model, loss = stages.neighbour("model"), stages.neighbour("loss")
+    own = loss and (hasattr(loss.component, "module") or "module" in attrs.fields_dict(loss.component))
+    if model is None or own or stages.neighbours("adapters") or stages.neighbours("transforms"):
+        return {}
+    parameters: dict[str, nn.Parameter] = getattr(model.component, "parameters_of", lambda _: {})(model)
+    return parameters
 
 
 def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:

@@ -73,8 +73,8 @@ class StochasticAdamW:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Groups without a parameter; and Triton needs a GPU."""
         yield from unmatched(node)
-        devices = node.neighbours("device")
-        if node.settings["implementation"] == "triton" and devices and devices[0].settings.get("kind") == "cpu":
+        device = node.neighbour("device")
+        if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
 
     def open(self) -> None:

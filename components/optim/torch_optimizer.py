@@ -96,11 +96,12 @@ class TorchOptimizer:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warnings of groups without a parameter, and of weights whose small updates are lost by rounding."""
         yield from unmatched(node)
-        for precision in (each for stages in node.neighbours("parameters") for each in stages.neighbours("precision")):
-            if precision.settings.get("parameter") == "bfloat16":
-                # Half of the spacing of numbers with 8 significant bits, at the upper end of a binade.
-                text = f"[{node.name}] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
-                yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
+        stages = node.neighbour("parameters")
+        precision = stages and stages.neighbour("precision")
+        if precision and precision.settings.get("parameter") == "bfloat16":
+            # Half of the spacing of numbers with 8 significant bits, at the upper end of a binade.
+            text = f"[{node.name}] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
+            yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
 
     def moments(self) -> dict[str, Sequence[str]]:
         """Return the names of the running means that the optimizer keeps of each parameter from its first step on."""

@@ -1,7 +1,6 @@
 """The forward and backward pass of a step's microbatches."""
 
 from collections.abc import Iterator
-from itertools import product
 
 from drawloom.components.ports.data import TrainingData, has_pairs
 from drawloom.components.ports.pipeline import STEP_SPECS, Executor
@@ -21,14 +20,16 @@ class ForwardBackward:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Rows of pairs are for losses that compare them, and such losses need them."""
-        for data, executor in zip(node.neighbours("data"), node.neighbours("executor"), strict=True):
-            for rows, loss in product(data.neighbours("rows"), executor.neighbours("objective")):
-                if has_pairs(rows.component) and not has_pairs(loss.component):
-                    text = f"[{loss.name}] would learn both documents of each pair in [{rows.name}]"
-                    yield loss.problem("use", text, 'write use = "loss.dpo"')
-                elif has_pairs(loss.component) and not has_pairs(rows.component):
-                    text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
-                    yield rows.problem("use", text, 'write use = "data.packing.pairs"')
+        data, executor = node.neighbour("data"), node.neighbour("executor")
+        rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
+        if not rows or not loss:
+            return
+        if has_pairs(rows.component) and not has_pairs(loss.component):
+            text = f"[{loss.name}] would learn both documents of each pair in [{rows.name}]"
+            yield loss.problem("use", text, 'write use = "loss.dpo"')
+        elif has_pairs(loss.component) and not has_pairs(rows.component):
+            text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
+            yield rows.problem("use", text, 'write use = "data.packing.pairs"')
 
     def run_phase(self, step: Step) -> None:
         """Load the step's microbatches, and run the pipeline program on them."""

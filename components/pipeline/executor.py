@@ -75,21 +75,18 @@ class ProgramExecutor:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems of schedule, mesh, model and loss together."""
         yield from misfits_of_ends(node, cls.ends_on_every_rank)
-        for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
-            for model in stages.neighbours("model"):
-                yield from constraint_problems(schedule, mesh, model)
-                yield from misfits_of_context(mesh, model, node.neighbours("objective"))
-            if node.settings["streams"] and stages.settings.get("capture"):
-                text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
-                yield node.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
-        if node.settings["streams"] and any(each.settings.get("kind") == "cpu" for each in node.neighbours("device")):
-            yield node.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
-        for stages, loss in zip(node.neighbours("stages"), node.neighbours("objective"), strict=True):
-            yield from misfits_of_reference(loss, stages)
-            for other in stages.neighbours("loss"):
-                if other.name != loss.name:
-                    text = f"the stages hold the parameters of [{other.name}], and [{loss.name}] is computed"
-                    yield node.problem("objective", text, f'write objective = "@{other.name}"')
+        mesh, schedule, stages, loss = map(node.neighbour, ("mesh", "schedule", "stages", "objective"))
+        if not (mesh and schedule and stages and loss):
+            return
+        if model := stages.neighbour("model"):
+            yield from constraint_problems(schedule, mesh, model)
+            yield from misfits_of_context(mesh, model, loss)
+        if node.settings["streams"]:
+            yield from misfits_of_streams(node, stages)
+        yield from misfits_of_reference(loss, stages)
+        if (other := stages.neighbour("loss")) and other.name != loss.name:
+            text = f"the stages hold the parameters of [{other.name}], and [{loss.name}] is computed"
+            yield node.problem("objective", text, f'write objective = "@{other.name}"')
 
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from."""
@@ -294,25 +291,35 @@ def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
 
 
+def misfits_of_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
+    """Yield a problem if the stages record CUDA graphs, or if the device is the CPU."""
+    if stages.settings.get("capture"):
+        text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
+        yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
+    if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
+        yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
+
+
 def misfits_of_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
     """Schedules whose stages are not those of the executor; `everywhere`, if each rank has both ends of the model."""
-    for schedule in executor.neighbours("schedule"):
-        placed = getattr(schedule.component, "ends_on_every_rank", False)
-        if placed and not everywhere:
-            text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
-            yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
-        elif everywhere and not placed:
-            text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
-            yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
+    if (schedule := executor.neighbour("schedule")) is None:
+        return
+    placed = getattr(schedule.component, "ends_on_every_rank", False)
+    if placed and not everywhere:
+        text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
+        yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
+    elif everywhere and not placed:
+        text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
+        yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
-def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeView]) -> Iterator[Problem]:
+def misfits_of_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
     """Models that need whole rows, which ranks along `context` do not have."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return
     rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
     needs = {
-        "documents are compared as wholes": any(has_pairs(loss.component) for loss in losses),
+        "documents are compared as wholes": has_pairs(loss.component),
         "dynamic positions depend on the length of whole rows": getattr(rope, "rope_type", "") == "dynamic",
     }
     for why, applies in needs.items():

@@ -103,7 +103,7 @@ class GlobalBatch:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Sizes that are uneven for any number of processes, and stages without an end."""
         # a dimension of size "auto" counts as 1: the least that it can be, which divides every other
-        for mesh in node.neighbours("mesh"):
+        if mesh := node.neighbour("mesh"):
             sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
             faults = _uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
@@ -112,7 +112,7 @@ class GlobalBatch:
             if (stage.until_step is None) == (stage.until_tokens is None):
                 text = f"ramp[{number}] ends at a step or after tokens, one of both"
                 yield node.problem(("ramp", number), text, "write until_step = N or until_tokens = N")
-            elif stage.until_tokens is not None and not node.neighbours("rows"):
+            elif stage.until_tokens is not None and not node.neighbour("rows"):
                 text = f"ramp[{number}]: until_tokens needs the length of rows"
                 yield node.problem(("ramp", number), text, 'write rows = "@packing"')
 

@@ -121,6 +121,13 @@ class NodeView:
         """Values by setting, with defaults filled in."""
         return self._node.settings
 
+    def neighbour(self, edge: str) -> "NodeView | None":
+        """Return the node that an edge leads to; None if the edge is left out. ValueError if it leads to several."""
+        nodes = self.neighbours(edge)
+        if len(nodes) > 1:
+            raise ValueError(f"{edge!r} leads to {len(nodes)} nodes: {', '.join(node.name for node in nodes)}")
+        return nodes[0] if nodes else None
+
     def neighbours(self, edge: str) -> "list[NodeView]":
         """The nodes that an edge leads to, in order."""
         found = self._node.edges.get(edge)

@@ -139,7 +139,7 @@ class DecoderBuilder:
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Settings that contradict one another, or lack something."""
-        for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
+        for fault in faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod

@@ -45,14 +45,13 @@ class CircularExecutor(ProgramExecutor):
         if node.settings["streams"]:
             text = f"[{node.name}] does one pass after another, and none overlap"
             yield node.problem("streams", text, "write streams = false")
-        for stages in node.neighbours("stages"):
-            if stages.settings.get("capture"):
-                text = f"the passes of [{node.name}] are nodes of one autograd graph, which are not captured"
-                yield stages.problem("capture", text, "write capture = false")
-        for loss in node.neighbours("objective"):
-            if loss.settings.get("reference") == "adapters":
-                text = f"[{loss.name}] compares with the model without adapters on the last rank, and [{node.name}] "
-                yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
+        stages, loss = node.neighbour("stages"), node.neighbour("objective")
+        if stages and stages.settings.get("capture"):
+            text = f"the passes of [{node.name}] are nodes of one autograd graph, which are not captured"
+            yield stages.problem("capture", text, "write capture = false")
+        if loss and loss.settings.get("reference") == "adapters":
+            text = f"[{loss.name}] compares with the model without adapters on the last rank, and [{node.name}] "
+            yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
 
     @property
     def _owners(self) -> tuple[int, ...]:

@@ -110,17 +110,17 @@ class Node:
     """A node as constraints see it."""
 
     settings: dict[str, Any]
-    meshes: list["Node"] = attrs.field(factory=list)
+    mesh: "Node | None" = None
 
-    def neighbours(self, edge: str) -> list["Node"]:
-        return self.meshes if edge == "mesh" else []
+    def neighbour(self, edge: str) -> "Node | None":
+        return self.mesh if edge == "mesh" else None
 
     def problem(self, key: str, text: str, hint: str = "") -> tuple[str, str, str]:
         return key, text, hint
 
 
 def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: RampStage) -> list[Any]:
-    node: Any = Node({"global_size": global_size, "micro_size": micro_size, "ramp": [*ramp]}, [Node(mesh)])
+    node: Any = Node({"global_size": global_size, "micro_size": micro_size, "ramp": [*ramp]}, Node(mesh))
     return list(GlobalBatch.constraints(node))
 
 

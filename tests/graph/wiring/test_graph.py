@@ -62,6 +62,17 @@ def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
     assert faults(shop("[trainer]\nworkers = 11\n[store]\nsize = 11")) == []
 
 
+def test_neighbour_returns_a_node_only_if_the_edge_leads_to_one(shop: Shop) -> None:
+    """A view returns the node of an edge, None for an edge that is left out, and raises if there are several nodes."""
+    graph = shop('[trainer]\npages = ["@page", "@other"]\n[other]\nuse = "pages.plain"\ntitle = "Other"')
+    trainer = graph.view("trainer")
+    store = trainer.neighbour("store")
+    assert store is not None and store.name == "store"
+    assert graph.view("page").neighbour("fallback") is None
+    with pytest.raises(ValueError, match="'pages' leads to 2 nodes: page, other"):
+        trainer.neighbour("pages")
+
+
 def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:
     """While a node or neighbour has a problem, constraints that would fail because of it are not run."""
     assert faults(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [

@@ -229,8 +229,8 @@ def test_constraints_are_faults_of_the_node() -> None:
     class View:
         settings: dict[str, Any]
 
-        def neighbours(self, edge: str) -> list[Any]:
-            return []
+        def neighbour(self, edge: str) -> None:
+            return None
 
         def problem(self, key: str, text: str, hint: str) -> Any:
             return key, text, hint

@@ -28,7 +28,7 @@ class Loop:
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """No more workers than values in the store."""
-        (store,) = node.neighbours("store")
+        store = node.neighbour("store")
         if "size" in store.settings and node.settings["workers"] > store.settings["size"]:
             text = f"{node.settings['workers']} workers can't share {store.settings['size']} values"
             yield node.problem("workers", text, f"write at most {store.settings['size']}")
