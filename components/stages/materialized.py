@@ -51,6 +51,7 @@ from drawloom.components.stages.checks import (
 from drawloom.components.stages.compilation import compile_blocks, idle_policies, undivided_backwards
 from drawloom.components.stages.initial_values import InitialValues, check_capacity
 from drawloom.components.stages.parameters import StageParameters
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.adapted import adapted_model, inject
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -167,6 +168,14 @@ class MaterializedStages:
             yield from shares_of_parameters(node, mesh)
             for schedule, model in product(node.neighbours("schedule"), node.neighbours("model")):
                 yield from layers_of_stages(schedule, mesh, model)
+
+    def check_machine(self) -> None:
+        """Raise UserError if `weights` is not a folder of readable safetensors files."""
+        if self.weights is not None:
+            try:
+                open_safetensors_folder(self.weights)
+            except UserError as error:
+                raise UserError(f"weights: {error}") from error
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
