@@ -99,7 +99,7 @@ class Trainer:
     def _run(self) -> None:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
-        self._after_restore()
+        self._after_restore(done)
         last = max(done, self.steps)
         if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
             which = f"step {done} is done, and with it all" if done > self.steps else "all"
@@ -115,16 +115,16 @@ class Trainer:
         self.events.emit(Event("run_ended"))
         self._skipped.fail_at_the_end()
 
-    def _after_restore(self) -> None:
+    def _after_restore(self, done: int) -> None:
         for node in self.restored.values():
-            node.after_restore()
+            node.after_restore(done)
 
     def _go_back(self, step: Step) -> int:
         """Restore the newest checkpoint; the step that it is of, or this one if there is none."""
         self.events.emit(Event("saving_started", step))  # which has as much time as saving
         done = self.checkpointer.restore() if self.checkpointer else 0
         if done:
-            self._after_restore()
+            self._after_restore(done)
             log.info("resuming after step %d", done)
         else:
             log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)

@@ -55,6 +55,7 @@ micro_size = 4
 
 [evaluate]
 every = 5
+at_start = false
 
 [checkpoint]
 every = 4
