@@ -57,7 +57,8 @@ def test_the_curve_of_the_validation_loss_begins_with_the_initial_weights(place:
     for steps in (2, 3):
         outcome = drawloom(place, *words, f"trainer.steps={steps}", "--accept-changes")[0]
         assert outcome.code == 0, outcome
-    measured = [(row["step"], row["validation_loss"]) for row in rows(place / "runs/start") if "validation_loss" in row]
+    lines = (place / "runs/start/metrics.jsonl").read_text("utf-8").splitlines()
+    measured = [(row["step"], row["validation_loss"]) for row in map(json.loads, lines) if "validation_loss" in row]
     loss = measured[0][1]
     assert measured == [(0, loss), (2, loss), (3, loss)]
     table = (place / "runs/start/metrics.csv").read_text("utf-8").splitlines()
