@@ -239,7 +239,7 @@ def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
 
 
 def _compared(run: Path) -> str:
-    steps = len(_rows(run / "metrics.jsonl"))
+    steps = sum(row["step"] > 0 for row in _rows(run / "metrics.jsonl"))
     names = {name for path in (run / "digests").iterdir() for row in _digests(path).values() for name in row}
     return f"{steps} steps, {len(names)} tensors and other values of the state after each"
 

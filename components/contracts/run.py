@@ -333,6 +333,9 @@ def steps_can_be_rewound(tracker: Tracker) -> None:
         tracker.track(step, {"loss": float(-step)})
     tracker.rewind(0)
     tracker.track(1, {"loss": 0.0})
+    tracker.rewind(-1)
+    tracker.track(0, {"loss": 1.0})
+    tracker.track(1, {"loss": 0.0})
 
 
 def events_change_nothing(events: Events) -> None:
@@ -390,7 +393,7 @@ def a_task_is_finished_once(task: FinalTask) -> None:
 
 def nothing_to_restore_is_no_error(node: AfterRestore) -> None:
     """In a new run the call comes too."""
-    node.after_restore()
+    node.after_restore(0)
 
 
 def files_that_are_read_exist(node: ReadsFiles) -> None:

@@ -2,6 +2,8 @@
 
 import time
 
+import attrs
+
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
@@ -10,7 +12,7 @@ from drawloom.components.ports.stages import AveragedWeights, averaged
 from drawloom.graph import component, setting
 
 
-@component(reads=("weights",), writes=("validation_loss",), impact="safe")
+@component(reads=("weights",), writes=("validation_loss", "initial_validation_loss"), impact="safe")
 class Evaluate:
     """
     Measures the mean loss per token over some rows of the validation split, equal on every rank and for every mesh.
@@ -23,12 +25,36 @@ class Evaluate:
     mesh: Mesh
     average: AveragedWeights | None = None
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
+    at_start: bool = setting(
+        default=False,
+        doc="whether a new run evaluates before its first step, too, unless `every` is never: the curve of the "
+        "validation loss then begins at step 0",
+    )
+
+    _initial: float | None = attrs.field(init=False, default=None)
+
+    def after_restore(self, done: int) -> None:
+        """Evaluate the weights that a new run begins with."""
+        if self.at_start and self.every != "never":
+            self._initial = self._measure() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
-        """Write `validation_loss`, in nats per token, at the steps of `every`."""
+        """
+        Write `validation_loss`, in nats per token, at the steps of `every`.
+
+        A new run's first step has the `initial_validation_loss`.
+        """
+        if self._initial is not None:
+            step.state["initial_validation_loss"], self._initial = self._initial, None
         if not due(self.every, step):
             return
         began = time.monotonic()
+        if (loss := self._measure()) is not None:
+            step.state["validation_loss"] = loss
+        step.excluded_seconds += time.monotonic() - began
+
+    def _measure(self) -> float | None:
+        """Return the mean loss per token; None if the split is empty. A collective."""
         with averaged(self.average):
             state = state_of_batches(self.data.batches())
             self.executor.evaluate(state)
@@ -37,6 +63,4 @@ class Evaluate:
         self.mesh.pipeline_group.sum(sums)
         self.mesh.data_group.sum(sums)
         total, weight = sums.tolist()
-        if weight > 0:
-            step.state["validation_loss"] = total / weight
-        step.excluded_seconds += time.monotonic() - began
+        return total / weight if weight > 0 else None

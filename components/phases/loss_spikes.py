@@ -60,7 +60,7 @@ class LossSpikes:
             step.goes_back = True
             step.skip(f"{spike}; the run goes back, time {self._times} of {self.go_back}")
 
-    def after_restore(self) -> None:
+    def after_restore(self, done: int) -> None:
         """Where the run went back: have the data continue behind the step that spiked."""
         if self._position is not None:
             self.data.continue_at(self._position)

@@ -35,7 +35,17 @@ log = logging.getLogger("drawloom.run")
 
 
 @component(
-    reads=("loss", "grad_norm?", "lr?", "validation_loss?", "skip?", "tokens?", "losses?", "batches?"),
+    reads=(
+        "loss",
+        "grad_norm?",
+        "lr?",
+        "validation_loss?",
+        "initial_validation_loss?",
+        "skip?",
+        "tokens?",
+        "losses?",
+        "batches?",
+    ),
     writes=(METRIC_TOTALS,),
     impact="safe",
 )
@@ -44,6 +54,7 @@ class Report:
     Collects every metric of a step, hands them to every tracker, and logs step lines.
 
     There is a line for the steps of `every`, for the first step of a process, and for those with a validation loss.
+    What was evaluated before the first step is written down as step 0.
 
     On a GPU a step is written down when the next one is measured, so that the host need not wait for its numbers; the
     last one, and one after which a checkpoint is saved, at once.
@@ -85,12 +96,13 @@ class Report:
             self._each(lambda tracker: tracker.describe(properties) if isinstance(tracker, PropertyTracker) else None)
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
-            self._each(lambda tracker: tracker.rewind(step.index - 1))
+            self._each(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
         if self._first is None:
             self._first = step
         elif self._second is None:
             self._second = step
         self._newest = step.index
+        self._write_start(step)
         measure(self.metrics, step, self.mesh, self.device)
         self._waiting = step
         if step.state.is_on_host or step.last:
@@ -106,6 +118,14 @@ class Report:
     def close(self) -> None:
         """Write down a step that waits: a run that was stopped ends with it."""
         self._write_waiting()
+
+    def _write_start(self, step: Step) -> None:
+        """Write down the evaluation before the first step, as step 0."""
+        if "initial_validation_loss" in step.state:
+            values = {"validation_loss": step.state.number("initial_validation_loss")}
+            self._each(lambda tracker: _track(tracker, 0, Measurements(values, {})))
+            if isinstance(self.every, int):
+                log.info("%s", step_line(Step(0, step.total), values), extra={"step_line": True})
 
     def _write_waiting(self) -> None:
         with self._lock:

@@ -321,14 +321,14 @@ class Metric(Protocol):
 @port
 @runtime_checkable
 class Tracker(Protocol):
-    """Stores the values of metrics by step. It writes on rank 0 only."""
+    """Stores the values of metrics by step; step 0 is before training. It writes on rank 0 only."""
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Store the values of a step."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Delete the values of later steps: the run resumes after this one."""
+        """Delete the values of later steps: the run resumes after this one. Step -1 deletes all values."""
         ...
 
 
@@ -376,10 +376,11 @@ class Restorer(Protocol):
 class AfterRestore(Protocol):
     """Acts when the state of the run has been restored."""
 
-    def after_restore(self) -> None:
+    def after_restore(self, done: int) -> None:
         """
-        Called on every rank before the first step, also in a new run, which has nothing to restore; and again whenever
-        the run goes back to a checkpoint.
+        Act on every rank before the first step, and again whenever the run goes back to a checkpoint.
+
+        `done` is the step of the checkpoint; 0 in a new run, which has nothing to restore.
         """
         ...
 

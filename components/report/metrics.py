@@ -68,7 +68,7 @@ class Metrics:
     left_out: set[str] = attrs.field(factory=set)
     _tokens: "array[float]" = attrs.field(factory=lambda: array("d"))  # so far, NaN where a row has none
     _speeds: "array[float]" = attrs.field(factory=lambda: array("d"))  # tokens per second, NaN likewise
-    _step: int = 0
+    _step: int = -1  # of the last row; 0 is before training
 
     def put(self, row: dict[str, Any]) -> None:
         """Add a row; one that is not of a later step than those before is of no use in a curve, and left out."""

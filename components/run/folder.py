@@ -53,7 +53,7 @@ class LockedFolder:
             self.close()
             raise
 
-    def after_restore(self) -> None:
+    def after_restore(self, done: int) -> None:
         """Write the recipe and the files that it names: only now, or a resume that fails would replace them."""
         self._made = False
         run_on_rank0(self.mesh.world, self._write)

@@ -100,7 +100,7 @@ class Trainer:
     def _run(self) -> None:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
-        self._after_restore()
+        self._after_restore(done)
         last = max(done, self.steps)
         if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
             which = f"step {done} is done, and with it all" if done > self.steps else "all"
@@ -121,16 +121,16 @@ class Trainer:
             return Step(index, self.steps)
         return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged)
 
-    def _after_restore(self) -> None:
+    def _after_restore(self, done: int) -> None:
         for node in self.restored.values():
-            node.after_restore()
+            node.after_restore(done)
 
     def _go_back(self, step: Step) -> int:
         """Restore the newest checkpoint; the step that it is of, or this one if there is none."""
         with self._saving(step):  # which has as much time
             done = self.checkpointer.restore() if self.checkpointer else 0
             if done:
-                self._after_restore()
+                self._after_restore(done)
                 log.info("resuming after step %d", done)
             else:
                 log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)

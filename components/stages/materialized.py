@@ -44,6 +44,7 @@ from drawloom.components.stages.checks import (
 from drawloom.components.stages.compilation import compile_blocks, idle_policies, undivided_backwards
 from drawloom.components.stages.initial_values import InitialValues, check_capacity
 from drawloom.components.stages.parameters import StageParameters
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
@@ -156,6 +157,14 @@ class MaterializedStages:
         for mesh in node.neighbours("mesh"):
             for schedule, model in product(node.neighbours("schedule"), node.neighbours("model")):
                 yield from layers_of_stages(schedule, mesh, model)
+
+    def check_machine(self) -> None:
+        """Raise UserError if `weights` is not a folder of readable safetensors files."""
+        if self.weights is not None:
+            try:
+                open_safetensors_folder(self.weights)
+            except UserError as error:
+                raise UserError(f"weights: {error}") from error
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""

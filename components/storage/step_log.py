@@ -215,7 +215,7 @@ def _parse(text: bytes) -> StepLine | None:
         checksum = row.pop(CHECKSUM, None)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if type(step) is not int or step < 1:
+    if type(step) is not int or step < 0:
         return None
     begin, mark, _ = text.rpartition(f', "{CHECKSUM}": '.encode())
     has_changed = not mark or text != begin + f', "{CHECKSUM}": {zlib.crc32(begin + b"}")}}}'.encode()

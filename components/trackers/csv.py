@@ -78,7 +78,7 @@ class CsvTracker(TrackerInBackground):
 
 def _readable(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
     """Return the lines of numbers with a step above that of the line before, and the number of other lines."""
-    rows, damaged, last = list[dict[str, str]](), 0, 0
+    rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:
         row = dict(zip(names, fields, strict=False))
         step = row.get(STEP, "")

@@ -21,7 +21,7 @@ log = logging.getLogger("drawloom.trackers")
 @component(impact="safe")
 class JsonlTracker:
     """
-    Writes `metrics.jsonl` in the run folder on rank 0: an object for each step.
+    Writes `metrics.jsonl` in the run folder on rank 0: an object for each step, and for step 0 before training.
 
     Keys are `step`, then the metrics, then `format` and a checksum of the line. Floats round-trip exactly; those that
     are not finite, which JSON does not have, are null. Where a line is damaged, what a checkpoint knows of its step

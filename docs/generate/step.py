@@ -24,6 +24,7 @@ VALUES = {
     "skip": "float32 (): 1 if the update is skipped, else 0",
     "tokens": "float64 (): the tokens of the step on all ranks, without padding",
     "validation_loss": "float: the mean loss of the validation split, in nats for a token; in steps that evaluate",
+    "initial_validation_loss": "float: the same before the first step; in the first step of a run that evaluates then",
     "weights": "the parameters themselves: what the next step computes with",
 }
 """What each value of a step is; values without a type here are in the parameters, not in `step.state`."""

@@ -87,7 +87,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("DistributionTracker", "track_distributions"), "_track"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure"),
-        (("Group", "sum"), "Evaluate.run_phase"),
+        (("Group", "sum"), "Evaluate._measure"),
         (("MemoryUser", "memory_bytes"), "memory_by_kind"),
     ],
 )

@@ -43,6 +43,28 @@ def test_the_validation_loss_is_that_of_the_run(place: Path) -> None:
     assert f"step {best}:" in drawloom(place, "evaluate", "runs/tiny", "--best")[0].text
 
 
+def test_the_curve_of_the_validation_loss_begins_with_the_initial_weights(place: Path) -> None:
+    """Weights that no step changes keep their loss of step 0, and a run that resumes does not measure it again."""
+    words = (
+        "run",
+        "tiny.toml",
+        "run.name=start",
+        "evaluate.at_start=true",
+        "optimizer.lr=1e-30",
+        "trainer.on_finish=[]",
+        "trackers.csv.use=trackers.csv",
+    )
+    for steps in (2, 3):
+        outcome = drawloom(place, *words, f"trainer.steps={steps}", "--accept-changes")[0]
+        assert outcome.code == 0, outcome
+    lines = (place / "runs/start/metrics.jsonl").read_text("utf-8").splitlines()
+    measured = [(row["step"], row["validation_loss"]) for row in map(json.loads, lines) if "validation_loss" in row]
+    loss = measured[0][1]
+    assert measured == [(0, loss), (2, loss), (3, loss)]
+    table = (place / "runs/start/metrics.csv").read_text("utf-8").splitlines()
+    assert [line.split(",")[0] for line in table] == ["step", "0", "1", "2", "3"]
+
+
 def test_other_text_is_measured_whole(place: Path) -> None:
     """Every byte of a file counts once, also of JSON lines, and its loss in bits is that in nats."""
     text = (place / "corpus/part1.py").read_text()

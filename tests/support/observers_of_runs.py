@@ -262,12 +262,14 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
         edges["mesh"] = SingleRankMesh()
     phase, found = build(use, **edges, **values), []
     with messages("drawloom.run") as logged, mock.patch.object(gc, "collect", lambda *_: logged.append("collected")):
+        if use == "phases.evaluate":
+            phase.after_restore(0)
         for index in range(1, 7):
             step = Step(index, 6, state={"loss": 1.0})
             phase.run_phase(step)
             if use == "phases.garbage_collection":
                 phase.on_event(Event("saving_started", step))
-            found.append((len(logged), "validation_loss" in step.state))
+            found.append((len(logged), "validation_loss" in step.state, "initial_validation_loss" in step.state))
     return found
 
 

@@ -55,6 +55,7 @@ micro_size = 4
 
 [evaluate]
 every = 5
+at_start = false
 
 [checkpoint]
 every = 4
@@ -155,9 +156,9 @@ def _code(arguments: list[str]) -> int:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, without the checksums of the lines."""
+    """The rows of a run's steps in metrics.jsonl, without step 0 and without the checksums of the lines."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-    return [{key: value for key, value in line.items() if key != CHECKSUM} for line in lines]
+    return [{key: value for key, value in line.items() if key != CHECKSUM} for line in lines if line["step"]]
 
 
 def series(run: Path, *names: str) -> list[tuple[Any, ...]]:

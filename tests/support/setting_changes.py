@@ -419,7 +419,7 @@ ROWS: dict[str, Row] = {
     ),
     "phases.divergence": Row(parts.lost_steps_seen_by, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
-    "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY | {"at_start": True}),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
         parts.spikes_seen_by,

@@ -116,7 +116,7 @@ def _of_metrics(path: Path) -> Iterator[str]:
     speeds: dict[int, float] = {}
     for line in path.read_text("utf-8").splitlines():
         row = json.loads(line)
-        speeds[row["step"]] = row["tokens_per_second"]
+        speeds[row["step"]] = row.get("tokens_per_second", 0.0)  # step 0 has none
     parts = {
         "before": range(FIRST // 3, FIRST - WARM_UPS),
         "traced": range(FIRST, LAST + 1),

@@ -46,6 +46,32 @@ def test_the_mean_per_token_is_written_at_the_cadence(every: Any, index: int, du
     assert values_of(step) == ({"validation_loss": 1.5} if due else {})
 
 
+@pytest.mark.parametrize(
+    ("settings", "done", "has_loss"),
+    [
+        ({"at_start": True, "every": 5}, 0, True),
+        ({"at_start": True, "every": "last"}, 0, True),
+        ({"at_start": True, "every": 5}, 3, False),
+        ({"at_start": True, "every": "never"}, 0, False),
+        ({"at_start": False, "every": 5}, 0, False),
+    ],
+)
+def test_a_new_run_evaluates_before_its_first_step(
+    settings: dict[str, Any], done: int, has_loss: bool, one_rank: Any
+) -> None:
+    """Only its first step has the loss, and a run that resumes has none; `never` leaves this evaluation out, too."""
+    model = Model(6.0, 4.0)
+    phase, steps = (
+        Evaluate(data=model, executor=model, mesh=one_rank, **settings),
+        [Step(done + 1, 9), Step(done + 2, 9)],
+    )
+    phase.after_restore(done)
+    model.total = 0.0  # what the first step changes must not count
+    for step in steps:
+        phase.run_phase(step)
+    assert [values_of(step).get("initial_validation_loss") for step in steps] == [1.5 if has_loss else None, None]
+
+
 def test_evaluation_time_is_excluded(one_rank: Any) -> None:
     """Its seconds are excluded, so that tokens per second are those of training."""
     assert measured(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded_seconds > 0

@@ -77,9 +77,9 @@ def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
     assert step.goes_back and "the run goes back, time 1 of 1" in step.skip_reason
     data.position = 40
     phase.load_state_dict(saved)
-    phase.after_restore()
+    phase.after_restore(1)
     assert data.position == 50 and phase.state_dict() == {"losses": CALM, "times": 1}
-    phase.after_restore()
+    phase.after_restore(1)
     assert not after(phase, 2.0, 2.1, first=5).goes_back and data.position == 50
     with pytest.raises(UserError, match=r"step 7: the loss .* after the run went back 1 times"):
         after(phase, 9.0, first=7)

@@ -62,6 +62,16 @@ def test_every_tracker_gets_all_metrics_of_every_step(one_rank: Any) -> None:
     assert [tracker.calls for tracker in trackers] == [["rewind 7", (8, values), (9, values)]] * 2
 
 
+def test_an_evaluation_before_the_first_step_is_step_0(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Trackers get it before step 1, under the name of later ones, and forget what an earlier start has measured."""
+    caplog.set_level(logging.INFO)
+    tracker = Recorder()
+    report = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[tracker])
+    report.run_phase(Step(1, 9, {"initial_validation_loss": 5.5}))
+    assert tracker.calls == ["rewind -1", (0, [("validation_loss", 5.5)]), (1, [("a", 1.0)])]
+    assert caplog.messages == ["step 0/9  validation loss 5.5000", "step 1/9"]
+
+
 def test_a_step_is_logged_as_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The whole line, at INFO, from the logger that the terminal shows."""
     caplog.set_level(logging.INFO)
@@ -138,8 +148,8 @@ def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptur
     report = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[broken, fine], every="never")
     for index in (1, 2, 3):
         report.run_phase(Step(index, 9))
-    assert broken.calls == ["rewind 0", (1, [("a", 1.0)])]
-    assert fine.calls == ["rewind 0", *((index, [("a", 1.0)]) for index in (1, 2, 3))]
+    assert broken.calls == ["rewind -1", (1, [("a", 1.0)])]
+    assert fine.calls == ["rewind -1", *((index, [("a", 1.0)]) for index in (1, 2, 3))]
     assert [record.getMessage() for record in caplog.records] == [
         "Broken failed and gets no more values, the run continues: OSError: [Errno 28] No space left on device"
     ]
@@ -213,11 +223,11 @@ def test_a_tracker_gets_what_it_declares(one_rank: Any) -> None:
     of_step = [({"loss": 1.0}, {"phase": "train"}), ({"loss": 2.0}, {"phase": "validation"}), ({"weights/a": FLAT},)]
     assert rich.calls == [
         ("describe", {"optimizer": {"lr": 0.5}}),
-        "rewind 0",
+        "rewind -1",
         *((step, *call) for step in (1, 2) for call in of_step),
     ]
     values = [("loss", 1.0), ("validation_loss", 2.0)]
-    assert plain.calls == ["rewind 0", (1, values), (2, values)]
+    assert plain.calls == ["rewind -1", (1, values), (2, values)]
 
 
 def test_check_warns_of_distributions_that_no_tracker_takes() -> None:

@@ -60,6 +60,14 @@ def test_tokens_and_seconds_of_a_step_add_up() -> None:
     assert metrics_of({"step": 1, "loss": 1.0}).axes() == {"step": [1]}  # a switch to what is unknown is not offered
 
 
+def test_an_evaluation_before_training_is_at_step_0() -> None:
+    """Its curve begins there, and it takes neither tokens nor time."""
+    start = {"step": 0, "validation_loss": 5.5}
+    metrics = metrics_of(start, {"step": 1, "tokens": 100, "tokens_per_second": 50.0, "validation_loss": 4.0})
+    assert (metrics.curves()["validation_loss"].x, metrics.curves()["validation_loss"].y) == ([0, 1], [5.5, 4])
+    assert metrics.axes() == {"step": [0, 1], "tokens": [0, 100], "seconds": [0, 2]}
+
+
 def test_rows_of_a_stranger_do_no_harm(tmp_path: Path) -> None:
     """Numbers that JSON or a float can't hold, other types, repeated steps and cut lines are left out."""
     loss = [1.0, 10**400, None, True, "<b>", [1], -1e301]

@@ -34,7 +34,7 @@ def _open_on_ranks(path: Path, own_hash: bool = False) -> tuple[str, int, bool]:
     try:
         folder.open()
         holds = folder._lock is not None
-        folder.after_restore()
+        folder.after_restore(0)
         mesh.world.gather_json("both are in")
         folder.close()
         return "open", 0, holds
@@ -99,7 +99,7 @@ def test_a_failed_restore_leaves_the_recipe_of_the_folder(tmp_path: Path, job: A
     folder = LockedFolder(job=attrs.evolve(job, path=tmp_path), mesh=one_rank, recipe=recipe)
     folder.open()
     assert (tmp_path / "recipe.lock.toml").read_text() == "another"
-    folder.after_restore()
+    folder.after_restore(0)
     assert (tmp_path / "recipe.lock.toml").read_text() == "text"
     folder.close()
 

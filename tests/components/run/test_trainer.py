@@ -33,8 +33,8 @@ class Record:
     def restore(self) -> int:
         return self.restored
 
-    def after_restore(self) -> None:
-        self.calls.append("after restore")
+    def after_restore(self, done: int) -> None:
+        self.calls.append(f"after restore of {done}")
 
     def save(self, step: Step) -> None:
         self.calls.append(f"save {step.index}")
@@ -84,7 +84,7 @@ def test_nodes_act_after_the_restore_and_before_the_first_step() -> None:
     """Every node with `after_restore` is called once, and not at all if the restore fails."""
     record = Record(restored=2)
     trainer(record, restored=Every({"folder": record})).run()
-    assert record.calls == ["after restore", "phase 3/3", "finish 3"]
+    assert record.calls == ["after restore of 2", "phase 3/3", "finish 3"]
 
     class Failing(Record):
         def restore(self) -> int:
@@ -300,7 +300,7 @@ def test_a_step_that_goes_back_is_followed_by_the_one_after_the_checkpoint(at: i
     trainer(record, steps=4, restored=Every({"folder": record})).run()
     phases = [f"phase {index}/4" for index in range(1, 5)]
     calls = [call for call in record.calls if call != "wait"]
-    assert calls == ["after restore", *phases[:at], "after restore", *phases[1:], "finish 4"]
+    assert calls == ["after restore of 0", *phases[:at], "after restore of 1", *phases[1:], "finish 4"]
     stopped = GoesBack(at=2, signal_after=2)
     assert trainer(stopped).run() == 15
     assert not any(call.startswith("save") for call in stopped.calls)
@@ -328,7 +328,17 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
     """A checkpoint that is to be kept by such an output would never be; numbers are offered and taken."""
     with pytest.raises(RecipeError, match=r"no phase of \[trainer\] writes a number 'validation_los'; did you mean"):
         Recipe.load("first_run", "checkpoint.best=validation_los").check()
-    numbers = ("grad_norm", "loss", "loss_weight", "lr", "lr_factor", "skip", "tokens", "validation_loss")
+    numbers = (
+        "grad_norm",
+        "initial_validation_loss",
+        "loss",
+        "loss_weight",
+        "lr",
+        "lr_factor",
+        "skip",
+        "tokens",
+        "validation_loss",
+    )
     for name in ("batches", "gradients", "local_gradients", "losses", "weights"):
         with pytest.raises(
             RecipeError, match=f"number '{name}'; (there is {', '.join(numbers)}|did you mean '(loss|loss_weight)')"

@@ -17,6 +17,8 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Recipe
 from support.doubles import Machine
 
 
@@ -311,6 +313,19 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
     """A folder without weights is a person's mistake, said in a sentence."""
     with pytest.raises(UserError, match="nowhere"):
         made(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
+
+
+def test_check_finds_missing_and_damaged_weights(tmp_path: Path) -> None:
+    """`check` reports a missing folder and an unreadable file at the setting; nothing has to be opened for it."""
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "model.safetensors").write_bytes(b"not safetensors")
+    assert Recipe.load("first_run", f"stages.weights={tmp_path / 'nowhere'}").check(elsewhere=True) == []
+    for folder in (tmp_path / "nowhere", damaged):
+        with pytest.raises(RecipeError) as caught:
+            Recipe.load("first_run", f"stages.weights={folder}").check()
+        assert [(problem.code, problem.node) for problem in caught.value.problems] == [("DL403", "stages")]
+        assert f"[stages] weights: {folder}" in str(caught.value)
 
 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:

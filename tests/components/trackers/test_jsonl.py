@@ -127,6 +127,16 @@ def test_the_checkpoint_wins_over_damaged_lines(
     assert record.getMessage().endswith("(step 1, 2); the values of step 2, 3 are the checkpoint's")
 
 
+def test_step_0_is_kept_until_the_run_begins_anew(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """What was measured before training is a line, which only a rewind to before it removes."""
+    tracker.track(0, {"validation_loss": 5.5})
+    tracker.track(1, {})
+    tracker.rewind(0)
+    assert _text(tmp_path) == _lines({"step": 0, "validation_loss": 5.5, "format": 2})
+    tracker.rewind(-1)
+    assert _text(tmp_path) == ""
+
+
 def test_rewind_without_changes_keeps_the_file(tracker: JsonlTracker, tmp_path: Path) -> None:
     """The file keeps its inode."""
     tracker.track(1, {})
