@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def paused_collection() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """
     No automatic collection inside, also of a decorated function; afterwards it is on again if it was.
 

@@ -10,7 +10,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @attrs.frozen(order=True)
-class Place:
+class Position:
     """A position in a recipe: a file with a line and a column (both from 1, in code points), or the command line."""
 
     source: str
@@ -21,7 +21,7 @@ class Place:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
 
-COMMAND_LINE = Place("command line")
+COMMAND_LINE = Position("command line")
 
 
 @attrs.frozen
@@ -37,26 +37,26 @@ class Problem:
     text: str
     hint: str = ""
     node: str = ""
-    place: Place | None = None
+    position: Position | None = None
     warning: bool = False
     path: KeyPath = ()
 
     def as_data(self) -> dict[str, str | int | bool]:
         """The problem for `--format json`; line and column are 0 if it has no place in a file."""
-        place = self.place or Place("")
+        position = self.position or Position("")
         return {
             "code": self.code,
             "warning": self.warning,
-            "source": place.source,
-            "line": place.line,
-            "column": place.column,
+            "source": position.source,
+            "line": position.line,
+            "column": position.column,
             "node": self.node,
             "text": self.text,
             "hint": self.hint,
         }
 
     def __str__(self) -> str:
-        where = f"{self.place}: " if self.place else ""
+        where = f"{self.position}: " if self.position else ""
         kind = "warning: " if self.warning else ""
         node = f"[{self.node}] " if self.node else ""
         hint = f"; {self.hint}" if self.hint else ""
@@ -67,7 +67,7 @@ class RecipeError(Exception):
     """A recipe is invalid; `problems` lists everything that is wrong with it."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = in_order(problems)
+        self.problems = sort_problems(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
@@ -79,9 +79,9 @@ class UserError(Exception):
         self.exit_code = exit_code
         self.at = ""
 
-    def set_node(self, place: Place | None, node: str) -> None:
+    def set_node(self, position: Position | None, node: str) -> None:
         """Prefix the message with the node that raised it, and with the place where the reason is written, if any."""
-        self.at = f"{place}: [{node}] " if place else f"[{node}] "
+        self.at = f"{position}: [{node}] " if position else f"[{node}] "
 
     def __str__(self) -> str:
         return f"{self.at}{super().__str__()}"
@@ -91,20 +91,20 @@ class ReportedError(UserError):
     """An error that is printed already, once for several processes; uncaught, it ends a process silently."""
 
 
-def in_order(problems: Iterable[Problem]) -> list[Problem]:
+def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
     """Problems sorted by file, line and column without duplicates; those without a place come last."""
-    last = Place("\U0010ffff")
-    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or last)
+    last = Position("\U0010ffff")
+    return sorted(dict.fromkeys(problems), key=lambda problem: problem.position or last)
 
 
-MANY, TOO_MANY = 120, 1000
+MAX_FUZZY_CANDIDATES, MAX_CANDIDATES = 120, 1000
 """From MANY known names on, only those one edit away are suggested, and from TOO_MANY on none: difflib takes quadratic
 time, and a recipe with thousands of problems must still be reported within seconds."""
 
-LONGEST = 60
+MAX_COMPARED_LETTERS = 60
 """Letters of a name that are compared."""
 
-SHORT = 3
+MAX_SHORT_NAME = 3
 """Letters of a name that is not taken for one with another letter."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_-."
@@ -113,7 +113,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_-."
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint with the known name nearest to `name`, or else with all known names if they are few."""
     known = list(known)
-    near = nearest(name, known)
+    near = find_nearest(name, known)
     if near is not None:
         return f"did you mean {near!r}?"
     if known and len(known) <= 12:
@@ -121,7 +121,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def find_nearest(name: str, known: Iterable[str]) -> str | None:
     """
     The known name that is most similar to `name`, ignoring case; None if none is similar.
 
@@ -129,24 +129,28 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     with another letter is another word: `cpu` is not near to `gpu`, but to `cup`.
     """
     known = list(known)
-    if len(known) >= TOO_MANY:
+    if len(known) >= MAX_CANDIDATES:
         return None
     if ends := sorted(each for each in known if each.endswith(f".{name}")):
         return ends[0]
-    name = name.casefold()[:LONGEST]
+    name = name.casefold()[:MAX_COMPARED_LETTERS]
     # Sorted, so that of equally similar names the same is suggested on every machine.
     folded = {candidate.casefold(): candidate for candidate in sorted(known)}
     if name in folded:
         return folded[name]
-    if len(name) <= SHORT:
+    if len(name) <= MAX_SHORT_NAME:
         folded = {
             each: known for each, known in folded.items() if len(each) != len(name) or sorted(each) == sorted(name)
         }
-    near = difflib.get_close_matches(name, folded, n=1, cutoff=0.6) if len(folded) < MANY else _one_edit(name, folded)
+    near = (
+        difflib.get_close_matches(name, folded, n=1, cutoff=0.6)
+        if len(folded) < MAX_FUZZY_CANDIDATES
+        else _find_one_edit_away(name, folded)
+    )
     return folded[near[0]] if near else None
 
 
-def _one_edit(name: str, known: Iterable[str]) -> list[str]:
+def _find_one_edit_away(name: str, known: Iterable[str]) -> list[str]:
     """The known names that differ from this one by one letter inserted, deleted, replaced or swapped."""
     cuts = [(name[:at], name[at:]) for at in range(len(name) + 1)]
     near = {name, *(head + tail[1:] for head, tail in cuts)}

@@ -17,8 +17,8 @@ from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge
-from drawloom.graph.recipe.overrides import nested, read_overrides
-from drawloom.graph.registry.imports import source_of
+from drawloom.graph.recipe.overrides import nest_values, read_overrides
+from drawloom.graph.registry.imports import find_source
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 from drawloom.graph.wiring.graph import Graph
@@ -47,7 +47,7 @@ class Project:
         registry = self.registry
         for package in packages:
             try:
-                registry = registry.with_source(source_of(package))
+                registry = registry.with_source(find_source(package))
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
@@ -80,7 +80,7 @@ class Project:
             if in_folder := getattr(getattr(component, "cls", None), "in_folder", None):
                 given = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
                 values = in_folder({key: leaf.value for key, leaf in leaves.items()}, given, recipe.source)
-                recipe = recipe.with_values(nested(name, values), recipe.source) if values else recipe
+                recipe = recipe.with_values(nest_values(name, values), recipe.source) if values else recipe
         return recipe
 
     def usual(self) -> dict[str, list[str]]:

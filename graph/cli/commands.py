@@ -9,9 +9,9 @@ from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.drawing.draw import FORMATS
 from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins, list_ports
-from drawloom.graph.problems import Problem, RecipeError, UserError, in_order
+from drawloom.graph.problems import Problem, RecipeError, UserError, sort_problems
 from drawloom.graph.project import Project, Recipe
-from drawloom.graph.runtime.container import timing_table
+from drawloom.graph.runtime.container import format_timings
 from drawloom.graph.schema import recipe_schema
 
 
@@ -52,7 +52,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and do not run it")
 
 
-def _add_two(parser: argparse.ArgumentParser) -> None:
+def _add_old_and_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
     _add_recipe(parser, "B", "the recipe to compare with A")
     parser.epilog = "Overlays and values are merged over B."
@@ -79,24 +79,24 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     add_packages(parser)
 
 
-def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
+def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     return Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
 
 
-def _checked(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
+def _load_checked_recipe(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
     """
     A recipe whose warnings are printed. Raises RecipeError with its errors, after the warnings.
 
     Without `elsewhere` also with what this machine lacks; a run finds that out itself.
     """
-    recipe = _recipe(options, project)
+    recipe = _load_recipe(options, project)
     options.console.warn(problem for problem in recipe.graph.problems if problem.warning)
     recipe.check(elsewhere=elsewhere)
     return recipe
 
 
 def _run(options: argparse.Namespace, project: Project) -> int:
-    recipe = _checked(options, project)
+    recipe = _load_checked_recipe(options, project)
     if options.dry_run:
         text = recipe.preview()
         if options.console.warns:  # one process of several
@@ -108,14 +108,14 @@ def _run(options: argparse.Namespace, project: Project) -> int:
             signal = run[project.root].run()  # that stopped it, if one did
     finally:
         if options.timings:
-            print_text(timing_table(run.timings), "stderr")
+            print_text(format_timings(run.timings), "stderr")
     return STOPPED + signal if signal else OK
 
 
 def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
         return _check_json(options, project)
-    recipe = _checked(options, project, elsewhere=options.elsewhere)
+    recipe = _load_checked_recipe(options, project, elsewhere=options.elsewhere)
     count = len(recipe.graph.problems)
     found = f"{count} warning{'s' * (count > 1)}" if count else "no problems"
     print_text(f"{options.recipe}: {len(recipe.graph.nodes)} nodes, {found}")
@@ -126,34 +126,34 @@ def _check_json(options: argparse.Namespace, project: Project) -> int:
     problems: list[Problem] = []
     nodes = 0
     try:
-        recipe = _recipe(options, project)
+        recipe = _load_recipe(options, project)
         nodes = len(recipe.graph.nodes)
         problems = [problem for problem in recipe.graph.problems if problem.warning]
         recipe.check(elsewhere=options.elsewhere)
     except RecipeError as error:
-        problems = in_order([*problems, *error.problems])
+        problems = sort_problems([*problems, *error.problems])
     found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
     print_text(json.dumps(found, indent=1))
     return OK if all(problem.warning for problem in problems) else INVALID
 
 
 def _show(options: argparse.Namespace, project: Project) -> int:
-    print_text(_checked(options, project).resolved(), end="")
+    print_text(_load_checked_recipe(options, project).resolved(), end="")
     return OK
 
 
 def _draw(options: argparse.Namespace, project: Project) -> int:
-    print_text(_checked(options, project).draw(options.format, options.focus, step=options.step), end="")
+    print_text(_load_checked_recipe(options, project).draw(options.format, options.focus, step=options.step), end="")
     return OK
 
 
 def _explain(options: argparse.Namespace, project: Project) -> int:
-    print_text(_checked(options, project).explain(options.target or ""))
+    print_text(_load_checked_recipe(options, project).explain(options.target or ""))
     return OK
 
 
 def _diff(options: argparse.Namespace, project: Project) -> int:
-    found = _recipe(options, project).changes_since(Recipe.load(options.old, project=project))
+    found = _load_recipe(options, project).changes_since(Recipe.load(options.old, project=project))
     print_text("\n".join(map(str, found)) or "no differences")
     return OK
 
@@ -201,7 +201,7 @@ COMMANDS: dict[str, Command] = {
     "explain": (_explain, "show where values come from and why nodes are connected", _add_target),
     "show": (_show, "print the resolved recipe as TOML", _add_recipe),
     "draw": (_draw, "draw what is built for a run, or one step of it", _add_draw),
-    "diff": (_diff, "show what differs between two recipes or runs, and its impact on a resume", _add_two),
+    "diff": (_diff, "show what differs between two recipes or runs, and its impact on a resume", _add_old_and_new),
     "schema": (_schema, "print the JSON Schema of recipes, for editors", _add_output),
     "lsp": (_lsp, "serve an editor by the Language Server Protocol, on stdin and stdout", add_packages),
     "list": (_list, "list components with their settings", _add_subject),

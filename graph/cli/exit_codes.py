@@ -15,18 +15,20 @@ STOPPED = 128
 INTERRUPTED = STOPPED + 2
 """Of SIGINT, by Ctrl-C."""
 
-MOST = 200
+MAX_PROBLEMS_SHOWN = 200
 """Problems that are printed at most: more would scroll the first ones away."""
 
 
 def format_problems(problems: Iterable[Problem]) -> str:
     """Problems as text, one a line."""
     problems = list(problems)
-    lines = [str(problem) for problem in problems[:MOST]]
-    return "\n".join([*lines, f"and {len(problems) - MOST} more"] if len(problems) > MOST else lines)
+    lines = [str(problem) for problem in problems[:MAX_PROBLEMS_SHOWN]]
+    return "\n".join(
+        [*lines, f"and {len(problems) - MAX_PROBLEMS_SHOWN} more"] if len(problems) > MAX_PROBLEMS_SHOWN else lines
+    )
 
 
-def shortage(error: Exception) -> str:
+def describe_shortage(error: Exception) -> str:
     """What an error says that this machine lacks, memory or threads; empty if it is another error."""
     text = str(error).strip()
     # torch raises a RuntimeError for memory of the CPU, and an OutOfMemoryError for that of a GPU.

@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS, add_packages
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_shortage, format_problems
 from drawloom.graph.cli.terminal import discard, print_text
-from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, nearest
+from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, find_nearest
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
     """Run one command; returns its exit code."""
     console = console or Console()
     try:
-        return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console)
+        return _run_command(
+            sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console
+        )
     except RecipeError as error:
         return console.fail(format_problems(error.problems), INVALID)
     except ReportedError as error:
@@ -39,19 +41,19 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         discard("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
-        if reason := shortage(error):
+        if reason := describe_shortage(error):
             return console.fail(reason, FAILED)
         if console.is_first(repr(error)):
             raise
         return FAILED
 
 
-def _command(arguments: Sequence[str], project: Project, console: Console) -> int:
+def _run_command(arguments: Sequence[str], project: Project, console: Console) -> int:
     if not _has_current_folder():
         raise UserError("the current folder has been removed; change to another one")
     rest, words = split_words(arguments)
-    parser = _parser(project, rest)
-    _suggest(parser, rest)
+    parser = _make_parser(project, rest)
+    _check_arguments(parser, rest)
     options = parser.parse_args(rest)
     options.words, options.console = words, console
     if words and not hasattr(options, "overlay"):
@@ -59,11 +61,11 @@ def _command(arguments: Sequence[str], project: Project, console: Console) -> in
     return int(options.main(options, project.importing(getattr(options, "imports", ()))))
 
 
-def _suggest(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+def _check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     """Refuse two slips of which argparse would not say what was meant."""
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     if arguments and arguments[0][:1] != "-" and commands and arguments[0] not in commands:
-        near = nearest(arguments[0], commands)
+        near = find_nearest(arguments[0], commands)
         hint = f"did you mean {near!r}?" if near else f"there is {', '.join(commands)}"
         parser.error(f"there is no command {arguments[0]!r}; {hint}")
     if "=" in arguments[1:-1]:
@@ -104,7 +106,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", INVALID)
 
 
-def _parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _make_parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
     package = importlib.import_module(project.registry.package.partition(".")[0])
     version = f"%(prog)s {getattr(package, '__version__', '')}".rstrip()

@@ -15,7 +15,7 @@ Stream = Literal["stdout", "stderr"]
 CONTROL = re.compile("(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Text in which control characters are escaped as in Python: ESC is `\\x1b`."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -28,7 +28,7 @@ def print_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None
     later output is discarded. A failure of standard error is ignored, because there is no place to tell it.
     """
     try:
-        print(printable(text), end=end, file=getattr(sys, stream), flush=True)
+        print(escape_control_characters(text), end=end, file=getattr(sys, stream), flush=True)
     except OSError as error:
         discard(stream)
         if stream == "stdout" and isinstance(error, BrokenPipeError):

@@ -60,18 +60,18 @@ class Diagram:
         return list(dict.fromkeys(box.subject for box in self.boxes))
 
 
-def boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
+def make_boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
     """A box for each of these nodes."""
     return tuple(Box(name, graph.nodes[name].spec.use) for name in names)
 
 
-def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
+def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
     """Everything that `root` needs; with a `focus`, what it needs and its users. The graph must be acyclic."""
     users = graph.users(focus) if focus else []
     below = _walk(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
-    arrows = tuple(Arrow(source, target, _fields(graph, source, target)) for source, target in leads)
-    return Diagram(title, boxes(graph, [*users, *below]), arrows, tuple(_sequences(graph, below)), focus)
+    arrows = tuple(Arrow(source, target, _find_fields(graph, source, target)) for source, target in leads)
+    return Diagram(title, make_boxes(graph, [*users, *below]), arrows, tuple(_find_sequences(graph, below)), focus)
 
 
 def _walk(graph: Graph, root: str) -> list[str]:
@@ -86,12 +86,12 @@ def _walk(graph: Graph, root: str) -> list[str]:
     return list(found)
 
 
-def _sequences(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+def _find_sequences(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for node in (graph.nodes[name] for name in names):
         yield from (edge.targets for field, edge in node.edges.items() if node.spec.fields[field].kind == "ordered")
 
 
-def _fields(graph: Graph, source: str, target: str) -> tuple[str, ...]:
+def _find_fields(graph: Graph, source: str, target: str) -> tuple[str, ...]:
     return tuple(field for field, edge in graph.nodes[source].edges.items() if target in edge.targets)
 
 
@@ -134,24 +134,24 @@ class SequenceDrawing:
         return Diagram(self.title, self.members, arrows)
 
 
-def _sequence_edges(node: Node) -> list[str]:
+def _find_sequence_edges(node: Node) -> list[str]:
     """The sequence edges of a node that have members."""
     return [key for key, edge in node.edges.items() if node.spec.fields[key].kind == "ordered" and edge.targets]
 
 
-def step_of(graph: Graph, title: str, name: str) -> SequenceDrawing:
+def make_sequence_drawing(graph: Graph, title: str, name: str) -> SequenceDrawing:
     """The dataflow of a node's sequence edge; UserError if it has none."""
     node = graph.nodes[name]
-    fields = _sequence_edges(node)
+    fields = _find_sequence_edges(node)
     if not fields:
-        having = [each.name for each in graph.nodes.values() if _sequence_edges(each)]
+        having = [each.name for each in graph.nodes.values() if _find_sequence_edges(each)]
         hint = f"; name {' or '.join(f'[{each}]' for each in having)} by --focus" if having else ""
         raise UserError(f"[{name}] has no sequence edge{hint}", 2)
     targets = node.edges[fields[0]].targets
-    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
+    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", make_boxes(graph, targets), _make_threads(graph, targets))
 
 
-def _threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:
+def _make_threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:
     touches: dict[str, dict[int, str]] = {}
     for number, name in enumerate(members):
         flow = graph.nodes[name].spec.traits.flow

@@ -19,9 +19,9 @@ from drawloom.graph.drawing.diagram import Box, Diagram
 SWEEPS = 12
 """Passes of sorting columns; later ones rarely remove a crossing."""
 
-BROADEST = 0.64
+MAX_LETTER_WIDTH = 0.64
 """Average width of a letter as a share of its height, in the broadest font that a viewer may substitute."""
-BOLD = 1.12
+BOLD_FACTOR = 1.12
 
 Columns = list[list["ArrowPoint"]]
 
@@ -53,10 +53,12 @@ class Layering:
         return found
 
 
-def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()) -> Layering:
+def layer_boxes(
+    names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()
+) -> Layering:
     """Columns with few crossings, of boxes in reading order and acyclic arrows; sequences keep their order."""
-    depth = depths(names, arrows)
-    ways = {arrow: _way(*arrow, depth) for arrow in arrows}
+    depth = compute_depths(names, arrows)
+    ways = {arrow: _route_arrow(*arrow, depth) for arrow in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
     stops = dict.fromkeys(
         [ArrowPoint(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece]
@@ -64,10 +66,10 @@ def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Se
     columns: Columns = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for stop in stops:
         columns[stop.column].append(stop)
-    return Layering(_fewest_crossings(columns, pieces, sequences), pieces, ways)
+    return Layering(_minimize_crossings(columns, pieces, sequences), pieces, ways)
 
 
-def depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
+def compute_depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
     """The number of arrows on the longest path to each box."""
     found = dict.fromkeys(names, 0)
     waiting = Counter(target for _, target in arrows)
@@ -84,12 +86,12 @@ def depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str,
     return found
 
 
-def _way(source: str, target: str, depth: Mapping[str, int]) -> tuple[ArrowPoint, ...]:
+def _route_arrow(source: str, target: str, depth: Mapping[str, int]) -> tuple[ArrowPoint, ...]:
     bends = [ArrowPoint(target, column, bend=True) for column in range(depth[source] + 1, depth[target])]
     return (ArrowPoint(source, depth[source]), *bends, ArrowPoint(target, depth[target]))
 
 
-def _fewest_crossings(
+def _minimize_crossings(
     columns: Columns, pieces: Sequence[tuple[ArrowPoint, ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
     """The order with the fewest crossings of SWEEPS passes, which sort columns by their left or right neighbours."""
@@ -98,31 +100,33 @@ def _fewest_crossings(
     for left, right in pieces:
         lefts[right].append(left)
         rights[left].append(right)
-    columns = [_in_order(column, sequences) for column in columns]
-    best, least = columns, crossings(columns, pieces)
+    columns = [_restore_sequences(column, sequences) for column in columns]
+    best, least = columns, count_crossings(columns, pieces)
     for sweep in range(SWEEPS):
         columns = (
-            _sweep(columns, lefts, sequences) if sweep % 2 == 0 else _sweep(columns[::-1], rights, sequences)[::-1]
+            _sort_by_neighbours(columns, lefts, sequences)
+            if sweep % 2 == 0
+            else _sort_by_neighbours(columns[::-1], rights, sequences)[::-1]
         )
-        if (now := crossings(columns, pieces)) < least:
+        if (now := count_crossings(columns, pieces)) < least:
             best, least = columns, now
     return best
 
 
-def _sweep(
+def _sort_by_neighbours(
     columns: Columns, toward: Mapping[ArrowPoint, list[ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
     swept: Columns = []
     place: dict[ArrowPoint, float] = {}
     for column in columns:
         own = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
-        wish = {stop: _mean([place[other] for other in toward.get(stop, ())], own[stop]) for stop in column}
-        swept.append(_in_order(sorted(column, key=wish.__getitem__), sequences))
+        wish = {stop: _mean_or([place[other] for other in toward.get(stop, ())], own[stop]) for stop in column}
+        swept.append(_restore_sequences(sorted(column, key=wish.__getitem__), sequences))
         place |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
     return swept
 
 
-def _in_order(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> list[ArrowPoint]:
+def _restore_sequences(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> list[ArrowPoint]:
     """A column whose members of a sequence are in its order, at the positions that they had together."""
     column = list(column)
     for sequence in sequences:
@@ -134,20 +138,20 @@ def _in_order(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> l
     return column
 
 
-def _mean(numbers: Sequence[float], otherwise: float) -> float:
+def _mean_or(numbers: Sequence[float], otherwise: float) -> float:
     return sum(numbers) / len(numbers) if numbers else otherwise
 
 
-def crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
+def count_crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
     """How many pairs of pieces cross."""
     place = {stop: number for column in columns for number, stop in enumerate(column)}
     gaps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for left, right in pieces:
         gaps[left.column].append((place[left], place[right]))
-    return sum(_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
+    return sum(_count_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
 
 
-def _inversions(numbers: Iterable[int]) -> int:
+def _count_inversions(numbers: Iterable[int]) -> int:
     seen: list[int] = []
     count = 0
     for number in numbers:  # O(n log n) comparisons; a large graph has thousands of segments in a gap
@@ -187,7 +191,7 @@ STRAIGHTENING_SWEEPS = 10
 
 
 @attrs.frozen
-class Placed:
+class PlacedDiagram:
     """The coordinates of a layout in pixels: `xs` and `widths` of columns, `ys` of the middles of stops."""
 
     layering: Layering
@@ -206,48 +210,48 @@ class Placed:
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
-def place(diagram: Diagram) -> Placed:
+def place_boxes(diagram: Diagram) -> PlacedDiagram:
     """Coordinates for each box and bend, without overlaps and with nearly straight arrows."""
     arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
-    layering = layer([box.name for box in diagram.boxes], arrows, diagram.sequences)
+    layering = layer_boxes([box.name for box in diagram.boxes], arrows, diagram.sequences)
     boxes = {box.name: box for box in diagram.boxes}
-    widths = [max(_width(boxes[stop.box]) for stop in column if not stop.bend) for column in layering.columns]
+    widths = [max(_box_width(boxes[stop.box]) for stop in column if not stop.bend) for column in layering.columns]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
-    ys = _heights(layering)
-    highest = min((ys[stop] - _room(stop) / 2 for stop in ys), default=0.0)
+    ys = _place_stops(layering)
+    highest = min((ys[stop] - _stop_height(stop) / 2 for stop in ys), default=0.0)
     ys = {stop: y - highest + TOP for stop, y in ys.items()}
-    lowest = max((ys[stop] + _room(stop) / 2 for stop in ys), default=TOP)
-    titles = max(width_of(diagram.title, TITLE, bold=True), width_of(diagram.caption, CAPTION))
+    lowest = max((ys[stop] + _stop_height(stop) / 2 for stop in ys), default=TOP)
+    titles = max(estimate_width(diagram.title, TITLE, bold=True), estimate_width(diagram.caption, CAPTION))
     width = max(xs[-1] + widths[-1] if xs else 0.0, LEFT + titles) + LEFT
-    return Placed(layering, xs, widths, ys, width, lowest + BOTTOM)
+    return PlacedDiagram(layering, xs, widths, ys, width, lowest + BOTTOM)
 
 
-def _width(box: Box) -> float:
-    return max(width_of(box.name, NAME, bold=True), width_of(box.use, USE)) + 2 * PADDING
+def _box_width(box: Box) -> float:
+    return max(estimate_width(box.name, NAME, bold=True), estimate_width(box.use, USE)) + 2 * PADDING
 
 
-def _room(stop: ArrowPoint) -> float:
+def _stop_height(stop: ArrowPoint) -> float:
     return BEND if stop.bend else BOX + BETWEEN
 
 
-def _heights(layering: Layering) -> dict[ArrowPoint, float]:
+def _place_stops(layering: Layering) -> dict[ArrowPoint, float]:
     """Middles of stops: columns are moved towards the mean of their neighbours, from left to right and back."""
     ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
-        ys |= _settle(column, [0.0] * len(column))
+        ys |= _place_column(column, [0.0] * len(column))
     neighbours = layering.neighbours
     for sweep in range(STRAIGHTENING_SWEEPS):
         columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
         for column in columns:
             near = [[ys[other] for other in neighbours.get(stop, [])] or [ys[stop]] for stop in column]
-            ys |= _settle(column, [sum(some) / len(some) for some in near])
+            ys |= _place_column(column, [sum(some) / len(some) for some in near])
     return ys
 
 
-def _settle(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict[ArrowPoint, float]:
-    return dict(zip(column, spread(wishes, [_room(stop) for stop in column]), strict=True))
+def _place_column(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict[ArrowPoint, float]:
+    return dict(zip(column, spread(wishes, [_stop_height(stop) for stop in column]), strict=True))
 
 
-def width_of(text: str, size: float, *, bold: bool = False) -> float:
+def estimate_width(text: str, size: float, *, bold: bool = False) -> float:
     """An upper bound of the width of a text in pixels, in any font."""
-    return len(text) * size * BROADEST * (BOLD if bold else 1.0)
+    return len(text) * size * MAX_LETTER_WIDTH * (BOLD_FACTOR if bold else 1.0)

@@ -18,9 +18,9 @@ from drawloom.graph.drawing.layout import (
     TITLE,
     USE,
     ArrowPoint,
-    Placed,
-    place,
-    width_of,
+    PlacedDiagram,
+    estimate_width,
+    place_boxes,
 )
 
 INK, GREY = "#1a1a1a", "#6b6b6b"
@@ -35,27 +35,32 @@ class Colour:
     pale: str
 
 
-def colours(names: Sequence[str]) -> dict[str, Colour]:
+def assign_colours(names: Sequence[str]) -> dict[str, Colour]:
     """A hue for each name, spread over the colour wheel; neighbours in the list get distant hues."""
     # A stride without common factor with the number of names visits every hue once.
     stride = next(step for step in (5, 7, 11, 13, 1) if step == 1 or len(names) % step)
     hues = [(0.58 + stride * number / max(1, len(names))) % 1 for number in range(len(names))]
-    return {name: Colour(_hex(hue, 0.40, 0.55), _hex(hue, 0.94, 0.60)) for name, hue in zip(names, hues, strict=True)}
+    return {
+        name: Colour(_format_hex(hue, 0.40, 0.55), _format_hex(hue, 0.94, 0.60))
+        for name, hue in zip(names, hues, strict=True)
+    }
 
 
-def _hex(hue: float, lightness: float, saturation: float) -> str:
+def _format_hex(hue: float, lightness: float, saturation: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
 
 
-def text(x: float, y: float, words: str, size: float, colour: str = INK, more: str = "") -> str:
+def text_element(x: float, y: float, words: str, size: float, colour: str = INK, more: str = "") -> str:
     """A text element whose left end (or the `text-anchor` in `more`) is at x, with its baseline at y."""
-    return f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{colour}"{more}>{safe(words)}</text>'
+    return (
+        f'<text x="{trim(x)}" y="{trim(y)}" font-size="{trim(size)}" fill="{colour}"{more}>{escape_xml(words)}</text>'
+    )
 
 
-def haloed(x: float, y: float, words: str, size: float, colour: str, more: str = "") -> Iterator[str]:
+def draw_text_with_halo(x: float, y: float, words: str, size: float, colour: str, more: str = "") -> Iterator[str]:
     """Text over lines: first its outline in white, as an element: not all renderers know `paint-order`."""
-    yield text(x, y, words, size, "none", more + HALO)
-    yield text(x, y, words, size, colour, more)
+    yield text_element(x, y, words, size, "none", more + HALO)
+    yield text_element(x, y, words, size, colour, more)
 
 
 BOLD_TEXT = ' font-weight="bold"'
@@ -64,25 +69,25 @@ END = ' text-anchor="end"'
 HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" aria-hidden="true"'
 
 
-def document(title: str, width: float, height: float, body: Iterable[str]) -> str:
+def svg_document(title: str, width: float, height: float, body: Iterable[str]) -> str:
     """An SVG document on white."""
-    size = f'viewBox="0 0 {n(width)} {n(height)}" width="{n(width)}" height="{n(height)}"'
+    size = f'viewBox="0 0 {trim(width)} {trim(height)}" width="{trim(width)}" height="{trim(height)}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">',
-        f"<title>{safe(title)}</title>",
-        f'<rect width="{n(width)}" height="{n(height)}" fill="#fff"/>',
+        f"<title>{escape_xml(title)}</title>",
+        f'<rect width="{trim(width)}" height="{trim(height)}" fill="#fff"/>',
         *body,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def safe(words: str) -> str:
+def escape_xml(words: str) -> str:
     """Text escaped for XML; characters that XML can't hold become U+FFFD."""
     return html.escape("".join(letter if letter.isprintable() else "\ufffd" for letter in words))
 
 
-def n(number: float) -> str:
+def trim(number: float) -> str:
     """A number with at most one decimal."""
     return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
 
@@ -100,8 +105,8 @@ Label = tuple[str, str, float, float, str]
 
 def draw_wiring(diagram: Diagram) -> str:
     """An SVG document."""
-    placed = place(diagram)
-    return document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
+    placed = place_boxes(diagram)
+    return svg_document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
 
 
 @attrs.define(eq=False)
@@ -109,18 +114,18 @@ class _WiringDrawing:
     """Draws a diagram at the coordinates of its layout."""
 
     diagram: Diagram
-    placed: Placed
+    placed: PlacedDiagram
     colours: Mapping[str, Colour] = attrs.field(init=False)
     stops: Mapping[str, ArrowPoint] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        hues = colours(self.diagram.subjects)
+        hues = assign_colours(self.diagram.subjects)
         self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
         self.stops = {stop.box: stop for stop in self.placed.ys if not stop.bend}
 
     def lines(self) -> Iterator[str]:
-        yield text(LEFT, 26, self.diagram.title, TITLE, more=BOLD_TEXT)
-        yield text(LEFT, 44, self.diagram.caption, CAPTION, GREY)
+        yield text_element(LEFT, 26, self.diagram.title, TITLE, more=BOLD_TEXT)
+        yield text_element(LEFT, 44, self.diagram.caption, CAPTION, GREY)
         yield from self._roads()
         yield from self._labels()
         for box in self.diagram.boxes:
@@ -130,11 +135,11 @@ class _WiringDrawing:
         (x, y), colour = self.placed.left(self.stops[box.name]), self.colours[box.name]
         width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
         yield (
-            f'<rect x="{n(x)}" y="{n(y - BOX / 2)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="{colour.pale}" '
+            f'<rect x="{trim(x)}" y="{trim(y - BOX / 2)}" width="{trim(width)}" height="{trim(BOX)}" rx="5" fill="{colour.pale}" '
             f'stroke="{colour.strong}" stroke-width="{3 if thick else 1.2}"/>'
         )
-        yield text(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
-        yield text(x + PADDING, y + 11.5, box.use, USE, GREY)
+        yield text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
+        yield text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
 
     def _roads(self) -> Iterator[str]:
         """Every segment once, titled with the arrows that share it."""
@@ -145,7 +150,7 @@ class _WiringDrawing:
                 takers.setdefault(piece, []).append(arrow)
         for (start, end), arrows in takers.items():
             colour = self.colours[end.box].strong
-            names = safe("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
+            names = escape_xml("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
             path = self._path(start, end)
             yield (
                 f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.3" stroke-opacity="0.75">'
@@ -153,7 +158,7 @@ class _WiringDrawing:
             )
             if not end.bend:
                 x, y = self.placed.left(end)
-                yield f'<path d="M{n(x)} {n(y)}l{n(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
+                yield f'<path d="M{trim(x)} {trim(y)}l{trim(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
 
     def _path(self, start: ArrowPoint, end: ArrowPoint) -> str:
         """A line through a column and a curve through the gap to the next."""
@@ -161,20 +166,18 @@ class _WiringDrawing:
         (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
         to_x -= 0 if end.bend else HEAD
         bend = (to_x - x) / 2
-        return (
-            f"M{n(begin[0])} {n(begin[1])}H{n(x)}C{n(x + bend)} {n(y)} {n(to_x - bend)} {n(to_y)} {n(to_x)} {n(to_y)}"
-        )
+        return f"M{trim(begin[0])} {trim(begin[1])}H{trim(x)}C{trim(x + bend)} {trim(y)} {trim(to_x - bend)} {trim(to_y)} {trim(to_x)} {trim(to_y)}"
 
     def _labels(self) -> Iterator[str]:
         """Names of fields, where all arrows at a point have the same and it overlaps no other."""
         taken: list[Area] = []
         for label, box, x, y, more in [*self._where_arrows_end(), *self._where_arrows_begin()]:
-            width = width_of(label, LABEL)
+            width = estimate_width(label, LABEL)
             left = x - width if more == END else x
             area = (left, y - LABEL, left + width, y + LABEL / 3)  # with descenders
             if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in taken):
                 taken.append(area)
-                yield from haloed(x, y, label, LABEL, self.colours[box].strong, more)
+                yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, more)
 
     def _where_arrows_end(self) -> Iterator[Label]:
         for stop, labels in self._meeting(1).items():
@@ -212,7 +215,7 @@ RADIUS = 5.5
 def draw_step(step: SequenceDrawing) -> str:
     """An SVG document."""
     drawing = _StepDrawing(step)
-    return document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
+    return svg_document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
 
 
 @attrs.define(eq=False)
@@ -226,8 +229,10 @@ class _StepDrawing:
 
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
-        self.margin = max((width_of(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
-        self.widths = [max(width_of(b.name, NAME, bold=True), width_of(b.use, USE)) + 2 * PADDING for b in boxes]
+        self.margin = max((estimate_width(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
+        self.widths = [
+            max(estimate_width(b.name, NAME, bold=True), estimate_width(b.use, USE)) + 2 * PADDING for b in boxes
+        ]
         starts = [sum(self.widths[:number]) + SPACING * number for number in range(len(boxes))]
         self.middles = [
             LEFT + self.margin + start + width / 2 for start, width in zip(starts, self.widths, strict=True)
@@ -239,8 +244,8 @@ class _StepDrawing:
 
     @property
     def width(self) -> float:
-        legend = LEFT + self.margin + 3 * 36 + width_of("writeschangesreads", 11)
-        return max(self.right, legend, LEFT + width_of(self.step.title, TITLE, bold=True)) + LEFT
+        legend = LEFT + self.margin + 3 * 36 + estimate_width("writeschangesreads", 11)
+        return max(self.right, legend, LEFT + estimate_width(self.step.title, TITLE, bold=True)) + LEFT
 
     @property
     def bottom(self) -> float:
@@ -248,10 +253,10 @@ class _StepDrawing:
         return HEADER + BOX + ROW * (len(self.step.threads) + 0.5)
 
     def lines(self) -> Iterator[str]:
-        yield text(LEFT, 26, self.step.title, TITLE, more=BOLD_TEXT)
-        hues = colours([thread.value for thread in self.step.threads])
+        yield text_element(LEFT, 26, self.step.title, TITLE, more=BOLD_TEXT)
+        hues = assign_colours([thread.value for thread in self.step.threads])
         for x in self.middles:
-            yield f'<path d="M{n(x)} {n(HEADER + BOX)}V{n(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
+            yield f'<path d="M{trim(x)} {trim(HEADER + BOX)}V{trim(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
         for number in range(len(self.middles)):
             yield from self._header(number)
         for row, thread in enumerate(self.step.threads):
@@ -261,34 +266,34 @@ class _StepDrawing:
     def _header(self, number: int) -> Iterator[str]:
         box, x, width = self.step.members[number], self.middles[number], self.widths[number]
         yield (
-            f'<rect x="{n(x - width / 2)}" y="{n(HEADER)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="#f4f4f4" '
+            f'<rect x="{trim(x - width / 2)}" y="{trim(HEADER)}" width="{trim(width)}" height="{trim(BOX)}" rx="5" fill="#f4f4f4" '
             f'stroke="{GREY}" stroke-width="1.2"/>'
         )
-        yield text(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
-        yield text(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
+        yield text_element(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
+        yield text_element(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
 
     def _thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
         first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
-        yield from haloed(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
-        yield f'<path d="M{n(first)} {n(y)}H{n(last)}" stroke="{colour.strong}" stroke-width="3"/>'
+        yield from draw_text_with_halo(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
+        yield f'<path d="M{trim(first)} {trim(y)}H{trim(last)}" stroke="{colour.strong}" stroke-width="3"/>'
         for number, verb in thread.touches.items():
             words = f"{self.step.members[number].name} {verb} {thread.value}"
-            yield _mark(verb, self.middles[number], y, colour.strong, words)
+            yield _draw_mark(verb, self.middles[number], y, colour.strong, words)
 
     def _legend(self) -> Iterator[str]:
         x, y = LEFT + self.margin, self.bottom + 24
         for verb in ("writes", "changes", "reads"):
-            yield _mark(verb, x + RADIUS, y, GREY, verb)
-            yield text(x + 18, y + 4, verb, 11, GREY)
-            x += 36 + width_of(verb, 11)
+            yield _draw_mark(verb, x + RADIUS, y, GREY, verb)
+            yield text_element(x + 18, y + 4, verb, 11, GREY)
+            x += 36 + estimate_width(verb, 11)
 
 
-def _mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
+def _draw_mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
     """The mark of what a member does to a value, with a tooltip."""
-    tip, size = f"<title>{safe(words)}</title>", RADIUS + 1.5
+    tip, size = f"<title>{escape_xml(words)}</title>", RADIUS + 1.5
     if verb == "changes":
-        shape = f"M{n(x - size)} {n(y)}L{n(x)} {n(y - size)}L{n(x + size)} {n(y)}L{n(x)} {n(y + size)}z"
+        shape = f"M{trim(x - size)} {trim(y)}L{trim(x)} {trim(y - size)}L{trim(x + size)} {trim(y)}L{trim(x)} {trim(y + size)}z"
         return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
     inside, line = (colour, "#fff") if verb == "writes" else ("#fff", colour)
     colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'
-    return f'<circle cx="{n(x)}" cy="{n(y)}" r="{n(RADIUS)}" {colours_of}>{tip}</circle>'
+    return f'<circle cx="{trim(x)}" cy="{trim(y)}" r="{trim(RADIUS)}" {colours_of}>{tip}</circle>'

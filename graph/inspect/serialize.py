@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.recipe.layers import Leaf, Table, leaves
+from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
@@ -23,11 +23,11 @@ def serialize_graph(graph: Graph) -> Plain:
 
 def serialize_recipe(recipe: MergedRecipe) -> Plain:
     """The values that a recipe writes explicitly; for a resolved recipe, all values of its graph."""
-    return {name: _merged(table) for name, table in recipe.nodes.items()}
+    return {name: _serialize_item(table) for name, table in recipe.nodes.items()}
 
 
-def _merged(item: Leaf | Table) -> Any:
-    return {key: _merged(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
+def _serialize_item(item: Leaf | Table) -> Any:
+    return {key: _serialize_item(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
 
 
 def serialize_node(graph: Graph, node: Node) -> dict[str, Any]:
@@ -91,24 +91,27 @@ def flatten(plain: Mapping[str, Mapping[str, Any]]) -> Plain:
 
 def _flatten_node(name: str, node: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, Mapping[str, Any]]] = []
-    yield name, {key: part if key == "use" else _lift(part, f"{name}.{key}", found) for key, part in node.items()}
+    yield (
+        name,
+        {key: part if key == "use" else _lift_inline_nodes(part, f"{name}.{key}", found) for key, part in node.items()},
+    )
     for inner, table in found:
         yield from _flatten_node(inner, table)
 
 
-def _lift(part: Any, name: str, found: list[tuple[str, Mapping[str, Any]]]) -> Any:
+def _lift_inline_nodes(part: Any, name: str, found: list[tuple[str, Mapping[str, Any]]]) -> Any:
     """A value in which each inline node is replaced by "@name"."""
     if isinstance(part, Mapping) and isinstance(part.get("use"), str):
         found.append((name, part))
         return f"@{name}"
     if isinstance(part, Mapping):
-        return {key: _lift(inner, f"{name}.{key}", found) for key, inner in part.items()}
+        return {key: _lift_inline_nodes(inner, f"{name}.{key}", found) for key, inner in part.items()}
     if isinstance(part, list):
-        return [_lift(inner, f"{name}[{number}]", found) for number, inner in enumerate(part)]
+        return [_lift_inline_nodes(inner, f"{name}[{number}]", found) for number, inner in enumerate(part)]
     return part
 
 
-def provenance(graph: Graph, node: Node, key: str) -> str:
+def describe_provenance(graph: Graph, node: Node, key: str) -> str:
     """
     Where a setting or edge came from: a file, a variable, the command line, a default, or its type.
 
@@ -120,16 +123,16 @@ def provenance(graph: Graph, node: Node, key: str) -> str:
         return f"the only {node.spec.fields[key].target}" if edge and not edge.written else "default"
     if key == "use" and node.spec.distribution:
         return f"{node.spec.distribution}; {item.label}"
-    parts = [item] if isinstance(item, Leaf) else [*leaves(item)]
+    parts = [item] if isinstance(item, Leaf) else [*iterate_leaves(item)]
     first_of_layer = {id(leaf.layer): leaf for leaf in reversed(parts)}
     places = []
     for leaf in reversed(first_of_layer.values()):
-        behind = variable(graph, leaf)
+        behind = find_variable(graph, leaf)
         places.append(f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label)
     return " and ".join(places) or item.label
 
 
-def variable(graph: Graph, leaf: Leaf) -> Leaf | None:
+def find_variable(graph: Graph, leaf: Leaf) -> Leaf | None:
     """The variable that is a leaf's whole value, if one is."""
     name = leaf.value if isinstance(leaf.value, str) else ""
     return graph.recipe.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None

@@ -23,7 +23,7 @@ KEY = re.compile(rf"{_QUOTED}|[A-Za-z0-9_-]++")
 VALUE = re.compile(rf"{_QUOTED}|[^\s,\[\]{{}}=\"'#]++")
 """A value that is neither an array nor a table."""
 
-TRIES = 5
+MAX_BLANKED_LINES = 5
 """Lines above the position that are left out because they are not TOML; each try reads the text."""
 
 _CLOSING = {"[": "]", "{": "}"}
@@ -50,18 +50,18 @@ class Cursor:
         """The token at an offset of a text, or that ends there; None in comments, and where TOML allows no token."""
         line = text.rfind("\n", 0, offset) + 1
         for pattern in (KEY, VALUE):
-            start, end = _token(pattern, text, line, offset)
+            start, end = _find_token(pattern, text, line, offset)
             token = text[start:end]
-            found = _complete(text, start, line)
+            found = _classify(text, start, line)
             if found is not None and (found[0] == "value") == (pattern is VALUE):
                 kind, path = found
-                plain = _unquoted(token)
+                plain = _unquote(token)
                 path = path if kind == "value" else (*path[:-1], plain)
                 return cls(kind, path, start, end, plain, token.startswith(('"', "'")))
         return None
 
 
-def _token(pattern: re.Pattern[str], text: str, line: int, offset: int) -> tuple[int, int]:
+def _find_token(pattern: re.Pattern[str], text: str, line: int, offset: int) -> tuple[int, int]:
     """The range of the token around an offset; an empty one if there is none."""
     end = text.find("\n", line)
     for found in pattern.finditer(text, line, len(text) if end < 0 else end):
@@ -70,10 +70,10 @@ def _token(pattern: re.Pattern[str], text: str, line: int, offset: int) -> tuple
     return offset, offset
 
 
-def _complete(text: str, start: int, line: int) -> tuple[Kind, KeyPath] | None:
+def _classify(text: str, start: int, line: int) -> tuple[Kind, KeyPath] | None:
     """What a token that starts here would be, and its path, which ends in MARK if it is a key."""
     before = text[:start]
-    for _ in range(TRIES):
+    for _ in range(MAX_BLANKED_LINES):
         opened: list[str] = []
         for bracket in BRACKET.finditer(before):
             if bracket[0] in _CLOSING:
@@ -84,7 +84,7 @@ def _complete(text: str, start: int, line: int) -> tuple[Kind, KeyPath] | None:
         failures = []
         for mark in ('"\\u0000mark" = 0', '"\\u0000mark"'):
             try:
-                return _find(tomli.loads(f"{before}{mark}{closing}"))
+                return _find_mark(tomli.loads(f"{before}{mark}{closing}"))
             except tomli.TOMLDecodeError as error:
                 failures.append(error.pos)
             except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def _complete(text: str, start: int, line: int) -> tuple[Kind, KeyPath] | None:
     return None
 
 
-def _find(tree: Any) -> tuple[Kind, KeyPath] | None:
+def _find_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
     """Where the mark is in a tree."""
     stack: list[tuple[KeyPath, Any]] = [((), tree)]
     while stack:
@@ -114,7 +114,7 @@ def _find(tree: Any) -> tuple[Kind, KeyPath] | None:
     return None
 
 
-def _unquoted(token: str) -> str:
+def _unquote(token: str) -> str:
     """A token without quotes, of which the closing one may be missing."""
     if token[:1] not in ("'", '"'):
         return token

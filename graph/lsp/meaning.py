@@ -9,7 +9,7 @@ from drawloom.graph.recipe.edits import EDIT
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.wiring.graph import Graph
-from drawloom.graph.wiring.node import dotted
+from drawloom.graph.wiring.node import format_path
 
 
 @attrs.frozen(eq=False)
@@ -33,7 +33,7 @@ class Meaning:
         path = cursor.path[1:] if cursor.path[:1] == (EDIT,) else cursor.path
         nodes = analysis.graph.nodes
         for length in range(len(path), 0, -1):
-            if (name := dotted(path[:length])) in nodes:
+            if (name := format_path(path[:length])) in nodes:
                 return cls(cursor, analysis, name, path[length:], nodes[name].spec)
         name = str(path[0]) if path else ""
         specs = [workspace.project.registry.find(use) for use in workspace.usual.get(name, ())]

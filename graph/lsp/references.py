@@ -20,23 +20,23 @@ Symbol = tuple[str, ...]
 """A name by its parts: a node or group, such as ("metrics", "loss"), or a variable, such as ("vars", "length")."""
 
 
-def symbol_at(meaning: Meaning, offset: int) -> Symbol | None:
+def find_symbol(meaning: Meaning, offset: int) -> Symbol | None:
     """The node, group or variable that is named at an offset; None if none is."""
-    found, recipe = _named(meaning.cursor, offset), meaning.graph.recipe
+    found, recipe = _read_symbol(meaning.cursor, offset), meaning.graph.recipe
     is_variable = found[:1] == ("vars",) and found[1:] and found[1] in recipe.vars
     is_node = ".".join(found) in {*recipe.nodes, *recipe.groups}
     return found if is_variable or is_node else None
 
 
-def ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
+def find_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
     """Where a text has the last part of a name: in headers, keys, references, edits and `unset`."""
     for found in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
         cursor = Cursor.at(text, found.start())
-        if cursor and _named(cursor, found.start()) == symbol:
+        if cursor and _read_symbol(cursor, found.start()) == symbol:
             yield SourceRange(*found.span())
 
 
-def _named(cursor: Cursor, offset: int) -> Symbol:
+def _read_symbol(cursor: Cursor, offset: int) -> Symbol:
     """The parts of a name up to that at an offset; empty if the token is no name."""
     written = cursor.written
     if cursor.quoted and written[:1] == "@":
@@ -76,8 +76,8 @@ class References:
                 recipes[other] = workspace.project.load(os.path.relpath(other), unsaved=workspace.texts)
             except RecipeError:
                 unread += [other] if symbol[-1] in workspace.text(other) else []
-        layers = {other: _files(recipe) for other, recipe in recipes.items()}
-        named = {file: [*ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
+        layers = {other: _list_files(recipe) for other, recipe in recipes.items()}
+        named = {file: [*find_ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
         family, grown = {path}, True
         while grown:
             # Two recipes mean the same node if some file that names it is part of both.
@@ -88,7 +88,7 @@ class References:
         return cls(files, [recipes[other] for other in layers if layers[other] & files.keys()], unread)
 
 
-def _files(recipe: MergedRecipe) -> set[Path]:
+def _list_files(recipe: MergedRecipe) -> set[Path]:
     return {Path(layer.source).resolve() for layer in recipe.layers if layer.text is not None}
 
 
@@ -106,12 +106,12 @@ def rename(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mappin
     for file in found.unread:
         raise UserError(f"{old!r} can't be renamed: {os.path.relpath(file)} can't be read, and may name it")
     for recipe in found.recipes:
-        if new in _siblings(recipe, symbol):
+        if new in _find_siblings(recipe, symbol):
             raise UserError(f"{old!r} can't be renamed: {recipe.source} has {'.'.join((*symbol[:-1], new))!r} already")
     return found.files
 
 
-def _siblings(recipe: MergedRecipe, symbol: Symbol) -> Mapping[str, object]:
+def _find_siblings(recipe: MergedRecipe, symbol: Symbol) -> Mapping[str, object]:
     """What is beside a symbol in a recipe, by name."""
     item: object = recipe.tree
     for part in symbol[:-1]:

@@ -11,15 +11,15 @@ from pygls.exceptions import JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
-from drawloom.graph.lsp.completion import Kind, completions, replaced
+from drawloom.graph.lsp.completion import Kind, find_replaced_range, list_completions
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.definition import definitions
+from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
-from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import References, Symbol, ranges, rename, symbol_at
+from drawloom.graph.lsp.references import References, Symbol, find_ranges, find_symbol, rename
 from drawloom.graph.lsp.workspace import Workspace
-from drawloom.graph.problems import Place, UserError
+from drawloom.graph.problems import Position, UserError
 from drawloom.graph.project import Project
 
 ICONS: dict[Kind, lsp.CompletionItemKind] = {
@@ -70,13 +70,13 @@ class RecipeServer(LanguageServer):
             related_information=related or None,
         )
 
-    def location(self, place: Place) -> lsp.Location:
+    def location(self, position: Position) -> lsp.Location:
         """A place as editors name it."""
-        path = Path(place.source).resolve()
-        line = self.recipes.text(path).split("\n")[max(place.line - 1, 0) :][:1]
-        column = self.workspace.position_codec.client_num_units("".join(line)[: max(place.column - 1, 0)])
-        position = lsp.Position(max(place.line - 1, 0), column)
-        return lsp.Location(self.uri(path), lsp.Range(position, position))
+        path = Path(position.source).resolve()
+        line = self.recipes.text(path).split("\n")[max(position.line - 1, 0) :][:1]
+        column = self.workspace.position_codec.client_num_units("".join(line)[: max(position.column - 1, 0)])
+        start = lsp.Position(max(position.line - 1, 0), column)
+        return lsp.Location(self.uri(path), lsp.Range(start, start))
 
     def uri(self, path: Path) -> str:
         """The URI of a file: as the editor writes it, if it is open."""
@@ -110,10 +110,10 @@ class RecipeServer(LanguageServer):
     def symbol(self, path: Path, position: lsp.Position) -> Symbol | None:
         """The node or variable that is named at a position in an open recipe."""
         meaning = self.meaning(path, position)
-        return symbol_at(meaning, self.offset(path, position)) if meaning else None
+        return find_symbol(meaning, self.offset(path, position)) if meaning else None
 
 
-def path_of(uri: str) -> Path:
+def path_from_uri(uri: str) -> Path:
     """The resolved path of a document."""
     return Path(to_fs_path(uri) or uri).resolve()
 
@@ -122,15 +122,15 @@ def make_server(project: Project) -> RecipeServer:
     """The server with all that it answers."""
     server = RecipeServer(project)
     server.feature(lsp.INITIALIZE)(initialize)
-    server.feature(lsp.INITIALIZED)(initialized)
+    server.feature(lsp.INITIALIZED)(watch_files)
     server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)(did_open)
     server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)(did_change)
     server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)(did_close)
     server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
-    server.feature(lsp.TEXT_DOCUMENT_HOVER)(hovered)
+    server.feature(lsp.TEXT_DOCUMENT_HOVER)(show_hover)
     server.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=[*"\"'@$.["]))(complete)
-    server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(define)
-    server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(refer)
+    server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(find_definition)
+    server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(list_references)
     server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)(prepare_rename)
     server.feature(lsp.TEXT_DOCUMENT_RENAME)(rename_all)
     return server
@@ -139,7 +139,7 @@ def make_server(project: Project) -> RecipeServer:
 def initialize(server: RecipeServer, params: lsp.InitializeParams) -> None:
     """Take the folders of the workspace and the packages of `import` in the options, which the person configures."""
     uris = [folder.uri for folder in params.workspace_folders or ()] or [params.root_uri or ""]
-    folders = tuple(path_of(uri) for uri in uris if uri)
+    folders = tuple(path_from_uri(uri) for uri in uris if uri)
     if folders and folders[0].is_dir():
         os.chdir(folders[0])  # paths in recipes are relative to where commands are called
     options: Any = params.initialization_options
@@ -152,7 +152,7 @@ def initialize(server: RecipeServer, params: lsp.InitializeParams) -> None:
     server.recipes = Workspace(project, folders)
 
 
-def initialized(server: RecipeServer, _params: lsp.InitializedParams) -> None:
+def watch_files(server: RecipeServer, _params: lsp.InitializedParams) -> None:
     """Ask for changes of files that are not open, which open documents may extend."""
     workspace = server.client_capabilities.workspace
     watched = workspace and workspace.did_change_watched_files
@@ -173,7 +173,7 @@ def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) ->
 
 
 def _update(server: RecipeServer, uri: str, text: str) -> None:
-    path = path_of(uri)
+    path = path_from_uri(uri)
     server.uris[path] = uri
     server.recipes.texts[path] = text
     server.publish(path)
@@ -182,7 +182,7 @@ def _update(server: RecipeServer, uri: str, text: str) -> None:
 
 def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> None:
     """Forget a document: others see the file again."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     server.recipes.texts.pop(path, None)
     server.recipes.analyses.pop(path, None)
     uri = server.uris.pop(path, params.text_document.uri)
@@ -192,15 +192,15 @@ def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> N
 
 def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesParams) -> None:
     """Check the documents that extend files which were changed outside of the editor."""
-    for path in {other for change in params.changes for other in server.recipes.dependents(path_of(change.uri))}:
+    for path in {other for change in params.changes for other in server.recipes.dependents(path_from_uri(change.uri))}:
         server.publish(path)
 
 
-def hovered(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
+def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
     """Explain the key or value at a position."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     meaning = server.meaning(path, params.position)
-    text = hover(server.recipes, meaning) if meaning else ""
+    text = describe_token(server.recipes, meaning) if meaning else ""
     if not meaning or not text:
         return None
     # Preformatted: the columns of the text are aligned.
@@ -210,11 +210,11 @@ def hovered(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
 
 def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
     """Offer what may be written at a position; editors filter it by what is typed."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     meaning = server.meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    where = server.range(path, *replaced(meaning, server.offset(path, params.position)))
+    where = server.range(path, *find_replaced_range(meaning, server.offset(path, params.position)))
     items = [
         lsp.CompletionItem(
             label=one.text.strip('"'),
@@ -224,20 +224,20 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
             filter_text=one.text if meaning.cursor.quoted else one.text.strip('"'),
             text_edit=lsp.TextEdit(where, one.text),
         )
-        for number, one in enumerate(completions(server.recipes, meaning))
+        for number, one in enumerate(list_completions(server.recipes, meaning))
     ]
     return lsp.CompletionList(is_incomplete=False, items=items)
 
 
-def define(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
+def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
     """Where what is at a position is defined."""
-    meaning = server.meaning(path_of(params.text_document.uri), params.position)
-    return [server.location(place) for place in definitions(server.recipes, meaning)] if meaning else []
+    meaning = server.meaning(path_from_uri(params.text_document.uri), params.position)
+    return [server.location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
 
 
-def refer(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
+def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
     """Where the node or variable at a position is named, its tables included."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
     return [lsp.Location(server.uri(file), server.range(file, *at)) for file, found in files.items() for at in found]
@@ -245,17 +245,17 @@ def refer(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Locatio
 
 def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
     """The range of the name at a position, if it may be renamed."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     offset = server.offset(path, params.position)
-    found = [*ranges(server.recipes.text(path), symbol)] if symbol else []
+    found = [*find_ranges(server.recipes.text(path), symbol)] if symbol else []
     at = next((one for one in found if one.start <= offset <= one.end), None)
     return lsp.PrepareRenamePlaceholder(server.range(path, *at), symbol[-1]) if at and symbol else None
 
 
 def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
     """The edits that rename a node or variable in all recipes that are merged with each other."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     try:
         files = rename(server.recipes, path, symbol, params.new_name) if symbol else {}

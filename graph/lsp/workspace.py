@@ -19,10 +19,10 @@ from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
 from drawloom.graph.registry.registry import NAME
 from drawloom.graph.wiring.graph import Graph
 
-MARKS = {*DIRECTIVES, "vars"} - {"format"}
+RECIPE_KEYS = {*DIRECTIVES, "vars"} - {"format"}
 """Top-level keys that other TOML files do not have; many have a `format`."""
 
-LINE = re.compile(r"^(use|extends)[ \t]*=[ \t]*[\"'\[]", re.MULTILINE)
+RECIPE_LINE = re.compile(r"^(use|extends)[ \t]*=[ \t]*[\"'\[]", re.MULTILINE)
 """A line that tells a recipe that is not TOML at the moment."""
 
 NEEDS_BASE = {
@@ -39,10 +39,10 @@ NEEDS_BASE = {
 }
 """Problems that an overlay may have by itself, and not over the recipe that it is merged over."""
 
-SKIPPED = {"node_modules", "site-packages", "__pycache__"}
+SKIPPED_FOLDERS = {"node_modules", "site-packages", "__pycache__"}
 """Folders in which no recipes of the workspace are looked for, beside hidden ones."""
 
-MOST = 2000
+MAX_RECIPES = 2000
 """Recipes of a workspace that are searched for references; each takes about a millisecond."""
 
 
@@ -121,8 +121,12 @@ class Workspace:
         try:
             data = tomli.loads(text)
         except (ValueError, RecursionError):
-            return LINE.search(text) is not None
-        return any(map(_is_node, _tables(data))) or bool(MARKS & data.keys()) or data.keys() <= self._shipped_names
+            return RECIPE_LINE.search(text) is not None
+        return (
+            any(map(_is_node, _iterate_tables(data)))
+            or bool(RECIPE_KEYS & data.keys())
+            or data.keys() <= self._shipped_names
+        )
 
     def check(self, path: Path) -> list[Problem]:
         """The problems of an open recipe; if it can't be read, what was known of it is kept."""
@@ -155,16 +159,16 @@ class Workspace:
             for root, folders, files in os.walk(folder):
                 folders[:] = [name for name in folders if not _is_skipped(name)]
                 found |= {Path(root, name).resolve() for name in files if name.endswith(".toml") and name != LOCK}
-                if len(found) > MOST:
+                if len(found) > MAX_RECIPES:
                     break
         return (path for path in sorted(found) if self.is_recipe(path))
 
 
 def _is_skipped(folder: str) -> bool:
-    return folder.startswith(".") or folder in SKIPPED
+    return folder.startswith(".") or folder in SKIPPED_FOLDERS
 
 
-def _tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _iterate_tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The tables of a recipe that may be nodes: at the top, or members of a group."""
     for table in data.values():
         if isinstance(table, dict):

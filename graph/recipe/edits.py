@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf, Origin, Table
-from drawloom.graph.toml.emit import canonical, dumps
+from drawloom.graph.toml.emit import dump_canonical, dumps
 
 EDIT = "edit"
 """The top-level key of list edits."""
@@ -28,7 +28,7 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
     edits = layer.data.get(EDIT, {})
     if not isinstance(edits, dict):
         hint = "write [edit.trainer.phases]"
-        yield Problem("DL117", "edit takes tables that are named by lists", hint, place=layer.value((EDIT,)))
+        yield Problem("DL117", "edit takes tables that are named by lists", hint, position=layer.value((EDIT,)))
         return
     stack: list[tuple[Table, dict[str, Any], KeyPath]] = [(top, edits, (EDIT,))]
     while stack:
@@ -43,20 +43,20 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
                 yield from edited.problems
                 table.items[key] = item if edited.problems else edited.leaf()
             else:
-                yield _no_list(table, item, layer, path)
+                yield _describe_missing_list(table, item, layer, path)
 
 
-def _no_list(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
-    name, place = ".".join(map(str, path[1:])), layer.key(path)
+def _describe_missing_list(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
+    name, position = ".".join(map(str, path[1:])), layer.key(path)
     if item is None:
         hint = did_you_mean(str(path[-1]), table.items)
-        return Problem("DL118", f"there is no list {name!r} to edit", hint, place=place)
+        return Problem("DL118", f"there is no list {name!r} to edit", hint, position=position)
     if isinstance(item, Table):
-        return Problem("DL118", f"{name!r} is a table, not a list", "name a list in it", place=place)
+        return Problem("DL118", f"{name!r} is a table, not a list", "name a list in it", position=position)
     value = dumps(item.value)
     is_variable = isinstance(item.value, str) and item.value.startswith("$vars.")
     hint = f"write [edit.{item.value[1:]}]" if is_variable else f"replace it in [{name.rpartition('.')[0]}]"
-    return Problem("DL118", f"{name!r} is {value}, not a list", hint, place=place)
+    return Problem("DL118", f"{name!r} is {value}, not a list", hint, position=position)
 
 
 @attrs.define(slots=False)
@@ -89,18 +89,18 @@ class _ListEdit:
                 self._insert(operation, value)
 
     def _remove(self, value: Any) -> None:
-        known = _indices(map(canonical, self.old.value))
-        for wanted, path in _elements(value, ("remove",)):
-            self.removed |= {*self._find(canonical(wanted), known, path)}
+        known = _index_elements(map(dump_canonical, self.old.value))
+        for wanted, path in _iterate_elements(value, ("remove",)):
+            self.removed |= {*self._find(dump_canonical(wanted), known, path)}
 
     def _insert(self, operation: str, anchors: dict[str, Any]) -> None:
         insertions = self.before if operation == "before" else self.after
         # Keys of TOML are strings: an anchor that is none, such as a number, is named by how TOML writes it.
-        known = _indices(element if isinstance(element, str) else dumps(element) for element in self.old.value)
+        known = _index_elements(element if isinstance(element, str) else dumps(element) for element in self.old.value)
         for anchor, value in anchors.items():
             inserted = [
                 (element, Origin(self.layer, (*self.path, *path)))
-                for element, path in _elements(value, (operation, anchor))
+                for element, path in _iterate_elements(value, (operation, anchor))
             ]
             for index in self._find(anchor, known, (operation, anchor)):
                 insertions[index] = inserted
@@ -141,10 +141,10 @@ class _ListEdit:
         return ".".join(map(str, self.path))
 
     def _problem(self, code: str, text: str, hint: str, path: KeyPath) -> None:
-        self.problems.append(Problem(code, text, hint, place=self.layer.value((*self.path, *path))))
+        self.problems.append(Problem(code, text, hint, position=self.layer.value((*self.path, *path))))
 
 
-def _indices(elements: Iterable[str]) -> dict[str, list[int]]:
+def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:
     """The indices at which each element is found."""
     # A dict, since a recipe may have a list and an edit of tens of thousands of elements each.
     found: dict[str, list[int]] = {}
@@ -153,7 +153,7 @@ def _indices(elements: Iterable[str]) -> dict[str, list[int]]:
     return found
 
 
-def _elements(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
+def _iterate_elements(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
     """The elements of an array, or a value that is none as the only one; each with its path."""
     if isinstance(value, list):
         yield from ((element, (*path, number)) for number, element in enumerate(value))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from drawloom.graph.problems import KeyPath, Place
+from drawloom.graph.problems import KeyPath, Position
 from drawloom.graph.toml.positions import SourceMap
 
 
@@ -31,21 +31,21 @@ class Layer:
         """Whether it is a shipped recipe, which has a label of its own."""
         return self.label != self.source
 
-    def key(self, path: KeyPath) -> Place:
+    def key(self, path: KeyPath) -> Position:
         """The position of the key of a value."""
-        return self._place(path, lambda places: places.key(path))
+        return self._locate(path, lambda source_map: source_map.key(path))
 
-    def value(self, path: KeyPath) -> Place:
+    def value(self, path: KeyPath) -> Position:
         """The position of a value, or of the innermost table or array around it that has one."""
-        return self._place(path, lambda places: places.value(path))
+        return self._locate(path, lambda source_map: source_map.value(path))
 
-    def _place(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Place:
+    def _locate(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Position:
         if self.text is None:
-            return Place(self.source)
+            return Position(self.source)
         if self._places is None:
             self._places = SourceMap(self.text)  # only now: most recipes have no problem and need no positions
         span = find(self._places) or self._places.nearest(path)
-        return Place(self.source, *self._places.position(span.start))
+        return Position(self.source, *self._places.position(span.start))
 
 
 class Origin(NamedTuple):
@@ -55,7 +55,7 @@ class Origin(NamedTuple):
     path: KeyPath
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """The position of the value."""
         return self.layer.value(self.path)
 
@@ -84,11 +84,11 @@ class Leaf:
         return (*self.within, self.key)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         return self.layer.value(self.path)
 
     @property
-    def key_place(self) -> Place:
+    def key_position(self) -> Position:
         return self.layer.key(self.path)
 
     @property
@@ -122,7 +122,7 @@ class Table:
     discarded: Mapping[str, str] = MappingProxyType({})
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         return self.layer.value(self.path)
 
     @property
@@ -186,7 +186,7 @@ class Table:
         return table
 
 
-def leaves(item: Leaf | Table) -> Iterator[Leaf]:
+def iterate_leaves(item: Leaf | Table) -> Iterator[Leaf]:
     """A leaf, or all leaves of a table."""
     stack: list[Leaf | Table] = [item]
     while stack:
@@ -197,7 +197,7 @@ def leaves(item: Leaf | Table) -> Iterator[Leaf]:
             stack += reversed(part.items.values())
 
 
-def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Place:
+def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Position:
     """The position of a part of a value, or of the innermost part around it that has one."""
     while path and isinstance(item, Table) and path[0] in item.items:
         item, path = item.items[str(path[0])], path[1:]

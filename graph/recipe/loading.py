@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import COMMAND_LINE, Place, Problem, RecipeError, did_you_mean, nearest
+from drawloom.graph.problems import COMMAND_LINE, Position, Problem, RecipeError, did_you_mean, find_nearest
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.toml.parsing import LARGEST, decode, parse
+from drawloom.graph.toml.parsing import MAX_FILE_BYTES, decode, parse
 
-DEEPEST = 50
+MAX_BASES = 50
 """Recipes in a chain of `extends`; more than any project needs, and far below Python's limit of recursion."""
 
 
@@ -85,14 +85,14 @@ class _Reader:
         elif name.endswith(".toml") or os.path.isfile(name):
             self._read(Path(name), name, COMMAND_LINE, ())
         elif shipped:
-            self._read(shipped, _shown(shipped), COMMAND_LINE, ())
+            self._read(shipped, _relative_to_cwd(shipped), COMMAND_LINE, ())
         else:
-            known = next(_called(name), None)
+            known = next(_find_namesakes(name), None)
             hint = f"did you mean {known!r}?" if known else did_you_mean(name, self.folder.names)
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
             self._problem("DL101", text, hint, COMMAND_LINE)
 
-    def _read(self, path: Path, shown: str, asked: Place, above: tuple[Path, ...]) -> None:
+    def _read(self, path: Path, shown: str, asked: Position, above: tuple[Path, ...]) -> None:
         text = self._text(path, shown, asked)
         data = None if text is None else self._parse(text, shown)
         if text is None or data is None:
@@ -103,58 +103,60 @@ class _Reader:
     def add(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
         """Add a layer, and below it the recipes that it extends; `above` are those that extend it."""
         within = (*above, path.resolve())
-        for base, base_shown, place in self._bases(layer, path):
+        for base, base_shown, position in self._bases(layer, path):
             if base.resolve() in within:
-                self._problem("DL104", f"{base_shown} extends itself, by way of {layer.source}", "", place)
+                self._problem("DL104", f"{base_shown} extends itself, by way of {layer.source}", "", position)
             # resolve(): the same base may be reached by different paths and links.
-            elif len(within) >= DEEPEST:
-                text = f"{base_shown} is the base of {DEEPEST} recipes that extend each other in a row"
-                self._problem("DL104", text, "merge some of them", place)
+            elif len(within) >= MAX_BASES:
+                text = f"{base_shown} is the base of {MAX_BASES} recipes that extend each other in a row"
+                self._problem("DL104", text, "merge some of them", position)
             elif base.resolve() not in self._done:
-                self._read(base, base_shown, place, within)
+                self._read(base, base_shown, position, within)
         self._done.add(path.resolve())
         self.layers.append(layer)
 
-    def _bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Place]]:
+    def _bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Position]]:
         extends = layer.data.get("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            place = layer.value(("extends",))
-            self._problem("DL105", "extends takes a string or an array of strings", 'write extends = "pretrain"', place)
+            position = layer.value(("extends",))
+            self._problem(
+                "DL105", "extends takes a string or an array of strings", 'write extends = "pretrain"', position
+            )
             return
-        for name, number in _first_of_each(names):
-            place = layer.value(("extends",) if isinstance(extends, str) else ("extends", number))
+        for name, number in _first_indices(names):
+            position = layer.value(("extends",) if isinstance(extends, str) else ("extends", number))
             if name.endswith(".toml"):
-                yield from self._beside(layer, path, name, place)
+                yield from self._beside(layer, path, name, position)
             elif shipped := self.folder.find(name):
-                yield shipped, _shown(shipped), place
+                yield shipped, _relative_to_cwd(shipped), position
             else:
                 hint = did_you_mean(name, self.folder.names)
-                self._problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, place)
+                self._problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
 
-    def _beside(self, layer: Layer, path: Path, name: str, place: Place) -> Iterator[tuple[Path, str, Place]]:
+    def _beside(self, layer: Layer, path: Path, name: str, position: Position) -> Iterator[tuple[Path, str, Position]]:
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
         # A recipe from elsewhere must not read arbitrary files of this machine; "../mine.toml" is one's own.
         allowed = (Path.cwd().resolve(), path.parent.resolve().parent)
         if Path(name).is_absolute() or not any(target.resolve().is_relative_to(parent) for parent in allowed):
             text = f"extends {name!r}, which is outside of the current directory and of the folder above the recipe"
-            self._problem("DL106", text, "put the base beside the recipe, or into the folder above", place)
+            self._problem("DL106", text, "put the base beside the recipe, or into the folder above", position)
             return
-        yield target, os.path.normpath(Path(layer.source).parent / name), place
+        yield target, os.path.normpath(Path(layer.source).parent / name), position
 
-    def _text(self, path: Path, shown: str, asked: Place) -> str | None:
+    def _text(self, path: Path, shown: str, asked: Position) -> str | None:
         if (unsaved := self.unsaved.get(path.resolve())) is not None:
             return unsaved
         try:
             if not path.exists():
-                near = _neighbour(shown)
+                near = _find_similar_file(shown)
                 hint = f"did you mean {near!r}?" if near else ""
                 self._problem("DL102", f"{shown} can't be read: there is no such file", hint, asked)
                 return None
             if not path.is_file():
                 raise OSError("it is a folder" if path.is_dir() else "it is not a regular file")
             with open(path, "rb") as file:
-                return decode(file.read(LARGEST + 1))  # one byte more shows that it is too large
+                return decode(file.read(MAX_FILE_BYTES + 1))  # one byte more shows that it is too large
         except OSError as error:
             self._problem("DL102", f"{shown} can't be read: {error.strerror or error}", "", asked)
         except ValueError as error:
@@ -168,11 +170,11 @@ class _Reader:
             self.problems += error.problems
         return None
 
-    def _problem(self, code: str, text: str, hint: str, place: Place) -> None:
-        self.problems.append(Problem(code, text, hint, place=place))
+    def _problem(self, code: str, text: str, hint: str, position: Position) -> None:
+        self.problems.append(Problem(code, text, hint, position=position))
 
 
-def _first_of_each(names: list[str]) -> Iterator[tuple[str, int]]:
+def _first_indices(names: list[str]) -> Iterator[tuple[str, int]]:
     """The names without duplicates, each with its first index."""
     seen: set[str] = set()
     for number, name in enumerate(names):
@@ -181,7 +183,7 @@ def _first_of_each(names: list[str]) -> Iterator[tuple[str, int]]:
             yield name, number
 
 
-def _called(name: str) -> Iterator[str]:
+def _find_namesakes(name: str) -> Iterator[str]:
     """The file and the run folders, one level down, that have this name."""
     if os.path.isfile(f"{name}.toml"):
         yield f"{name}.toml"
@@ -189,14 +191,14 @@ def _called(name: str) -> Iterator[str]:
         yield from sorted(os.path.dirname(lock) for lock in glob(os.path.join("*", escape(name), LOCK)))
 
 
-def _neighbour(path: str) -> str | None:
+def _find_similar_file(path: str) -> str | None:
     """The TOML file with the most similar name in the folder of a path; None if there is none."""
     folder, name = os.path.split(path)
     names = (each.removesuffix(".toml") for each in glob("*.toml", root_dir=folder or None))
-    near = nearest(name.removesuffix(".toml"), names)
+    near = find_nearest(name.removesuffix(".toml"), names)
     return near and os.path.join(folder, f"{near}.toml")
 
 
-def _shown(path: Path) -> str:
+def _relative_to_cwd(path: Path) -> str:
     """A path relative to the current directory, for messages."""
     return os.path.relpath(path.resolve(), Path.cwd().resolve())

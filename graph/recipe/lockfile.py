@@ -41,11 +41,11 @@ class RecipeChange:
         return f"{verb}: {self.old} -> {self.new}"
 
 
-def _no_changes(_older: str) -> list[RecipeChange]:
+def _find_no_changes(_older: str) -> list[RecipeChange]:
     return []
 
 
-def _no_picture(_step: bool) -> str:
+def _draw_nothing(_step: bool) -> str:
     return ""
 
 
@@ -63,8 +63,8 @@ class ResolvedRecipe:
     _text: str | Callable[[], str]
     _hash: str | Callable[[], str]
     accept_changes: bool = False
-    changes: Callable[[str], list[RecipeChange]] = _no_changes
-    draw: Callable[[bool], str] = _no_picture
+    changes: Callable[[str], list[RecipeChange]] = _find_no_changes
+    draw: Callable[[bool], str] = _draw_nothing
 
     @cached_property
     def text(self) -> str:

@@ -25,7 +25,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
         # A key without a dot would set a whole node, which only an inline table can be.
         if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
             problems.append(_problem(f"{word!r} is not understood", "values are set by node.key=value"))
-        elif isinstance(table := _table(tree, tables), str):
+        elif isinstance(table := _open_table(tree, tables), str):
             problems.append(_problem(f"{key!r} goes into {table!r}, which is set to a value"))
         else:
             try:
@@ -38,7 +38,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
+def _open_table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
     """The table at a path, made if necessary; or the part of the path that is a value."""
     for part in path:
         tree = tree.setdefault(part, {})
@@ -47,12 +47,12 @@ def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
     return tree
 
 
-def word(text: str) -> str:
+def quote_word(text: str) -> str:
     """Return a word of the form `node.key=value` as it is written in a shell."""
     return shlex.quote(text) if any(character in text for character in "[]{}\"*'$ ") else text
 
 
-def nested(name: str, values: dict[str, Any]) -> dict[str, Any]:
+def nest_values(name: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a node as a recipe has them: the node may be a member of a group."""
     for part in reversed(name.split(".")):
         values = {part: values}
@@ -60,4 +60,4 @@ def nested(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(text: str, hint: str = "") -> Problem:
-    return Problem("DL110", text, hint, place=COMMAND_LINE)
+    return Problem("DL110", text, hint, position=COMMAND_LINE)

@@ -29,7 +29,7 @@ class FileSource:
         return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
 
 
-def source_of(text: str) -> Source:
+def find_source(text: str) -> Source:
     """
     The components of a package, module, folder or file. Only the parents of a package are imported.
 
@@ -37,8 +37,8 @@ def source_of(text: str) -> Source:
     that this one starts. Raises LookupError if there is no such thing, or if Python finds another by its name.
     """
     is_path = text.endswith(".py") or os.sep in text or text.startswith(".")
-    if not is_path and (found := _by_name(text)):
-        return _checked(found)
+    if not is_path and (found := _find_by_name(text)):
+        return _require_component(found)
     path = Path(text if is_path or os.path.isdir(text) else f"{text}.py").absolute()
     if not path.exists():
         raise LookupError(f"there is no package, folder or file {text!r}")
@@ -47,14 +47,14 @@ def source_of(text: str) -> Source:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
         importlib.invalidate_caches()
-    found = _by_name(path.stem)
+    found = _find_by_name(path.stem)
     where = None if found is None else found.folder if isinstance(found, PackageSource) else found.path
     if found is None or where is None or not os.path.samefile(where, path):
         raise LookupError(f"Python imports {where} by the name {path.stem}; rename {path.name}")
-    return _checked(found)
+    return _require_component(found)
 
 
-def _by_name(name: str) -> PackageSource | FileSource | None:
+def _find_by_name(name: str) -> PackageSource | FileSource | None:
     """A package or a module; None if Python finds none."""
     try:
         found = find_spec(name)
@@ -67,7 +67,7 @@ def _by_name(name: str) -> PackageSource | FileSource | None:
     return FileSource(name, Path(found.origin))
 
 
-def _checked(found: PackageSource | FileSource) -> Source:
+def _require_component(found: PackageSource | FileSource) -> Source:
     if isinstance(found, FileSource) and not DECORATED.search(found.path.read_text("utf-8")):
         raise LookupError(f"{found.path} holds no component; write @component above its class")
     return found

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem, nearest
+from drawloom.graph.problems import Problem, find_nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
@@ -122,10 +122,12 @@ class EntryPointSource:
         return sorted({entry.name for entry in self.entries})
 
     def candidates(self, use: str) -> list[Candidate]:
-        return [Candidate(e.module, e.attr, distribution(e), installed=True) for e in self.entries if e.name == use]
+        return [
+            Candidate(e.module, e.attr, describe_distribution(e), installed=True) for e in self.entries if e.name == use
+        ]
 
 
-def distribution(entry: EntryPoint) -> str:
+def describe_distribution(entry: EntryPoint) -> str:
     """The distribution of an entry point, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
@@ -195,7 +197,9 @@ class Registry:
             classes = " and ".join(item.__name__ for item in found)
             return Problem("DL203", f"{use!r} holds the components {classes}", "move each to a file of its own")
         if not found:
-            return Problem("DL203", f"{use!r} is not a component, but {_instead(candidates[0])}", self._siblings(use))
+            return Problem(
+                "DL203", f"{use!r} is not a component, but {_describe_candidate(candidates[0])}", self._siblings(use)
+            )
         try:
             return read_spec(use, found[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:
@@ -229,7 +233,7 @@ class Registry:
         if not beside:
             package, _, rest = use.partition(".")
             offer = f"to offer the components of the package {package!r}, add --import {package}"
-            offer = offer if _may_be_own(use) else ""
+            offer = offer if _is_installed_package(use) else ""
             if near := self._namesake(rest.lower()):
                 return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
             if offer:
@@ -239,20 +243,20 @@ class Registry:
         if folder and siblings:
             # By their last words: with the folder, most letters are the same, and optim.lion is near to optim.muon.
             ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
-            near = ends.get(nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
+            near = ends.get(find_nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
             listed = f"`drawloom list {folder}` shows what there is" if len(siblings) > 12 else self._siblings(use)
             return f"did you mean {near!r}?" if near else listed
-        near = nearest(use, beside) or nearest(use, names)
+        near = find_nearest(use, beside) or find_nearest(use, names)
         unknown = "`drawloom list` shows all components; your own need --import, with a package, folder or file"
         return f"did you mean {near!r}?" if near else unknown
 
     def _namesake(self, rest: str) -> str | None:
         """The component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
         folder = rest.partition(".")[0]
-        return nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
+        return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
 
 
-def _may_be_own(use: str) -> bool:
+def _is_installed_package(use: str) -> bool:
     """Whether a name may be that of a component in an installed package; the package is found, but not imported."""
     package = use.partition(".")[0]
     if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
@@ -264,5 +268,5 @@ def _may_be_own(use: str) -> bool:
     return found is not None and bool(found.submodule_search_locations)
 
 
-def _instead(candidate: Candidate) -> str:
+def _describe_candidate(candidate: Candidate) -> str:
     return f"{candidate.module}:{candidate.attribute}" if candidate.installed else "a library module"

@@ -141,19 +141,19 @@ def _classify(kind: Any) -> tuple[Kind, tuple[type, ...]]:
     if kind is ResolvedRecipe:
         return "recipe", ()
     if origin is Every:
-        return "every", _ports(arguments[0])
+        return "every", _find_ports(arguments[0])
     if origin is Ordered:
-        return "ordered", _ports(arguments[0])
-    if origin in (list, tuple, Sequence) and arguments and _ports(arguments[0]):
-        return "list", _ports(arguments[0])
-    if origin in (dict, Mapping) and len(arguments) == 2 and _ports(arguments[1]):
-        return "mapping", _ports(arguments[1])
-    if ports := _ports(kind):
+        return "ordered", _find_ports(arguments[0])
+    if origin in (list, tuple, Sequence) and arguments and _find_ports(arguments[0]):
+        return "list", _find_ports(arguments[0])
+    if origin in (dict, Mapping) and len(arguments) == 2 and _find_ports(arguments[1]):
+        return "mapping", _find_ports(arguments[1])
+    if ports := _find_ports(kind):
         return ("optional" if type(None) in arguments else "one"), ports
     return "setting", ()
 
 
-def _ports(kind: Any) -> tuple[type, ...]:
+def _find_ports(kind: Any) -> tuple[type, ...]:
     """The ports of a type, or of a union of ports; empty if any member is not a port."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = [member for member in typing.get_args(kind) if member is not type(None)] if union else [kind]

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import attrs
 
 from drawloom.graph.component import Every, Ordered
-from drawloom.graph.garbage import paused_collection
+from drawloom.graph.garbage import pause_collection
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.runtime.origin import place_of, raised_in
-from drawloom.graph.types.port_match import implements, mismatches
+from drawloom.graph.runtime.origin import find_raising_node, locate_setting
+from drawloom.graph.types.port_match import find_mismatches, implements
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 IMMUTABLE = (str, bool, int, float, type(None))
 """Types of most settings, which need no copy."""
 
-LEAST = 0.001
+MIN_SECONDS_SHOWN = 0.001
 """Seconds; faster nodes share one line in the table of timings."""
 
 
@@ -42,7 +42,7 @@ class NodeTiming(NamedTuple):
 
 
 @attrs.define
-class timed:
+class StageTimer:
     """A context manager that measures its body, also if it raises."""
 
     timings: list[NodeTiming]
@@ -57,28 +57,30 @@ class timed:
         self.timings.append(NodeTiming(self.node, self.stage, self.start, perf_counter() - self.start))
 
 
-def timing_table(timings: Sequence[NodeTiming]) -> str:
+def format_timings(timings: Sequence[NodeTiming]) -> str:
     """A table of nodes by stage in milliseconds, the slowest first; nodes faster than LEAST are summed in one line."""
     totals: dict[str, dict[Stage, float]] = {}
     for timing in timings:
         stages = totals.setdefault(timing.node, dict.fromkeys(STAGES, 0.0))
         stages[timing.stage] += timing.seconds
     slowest = sorted(totals.items(), key=lambda item: -sum(item[1].values()))
-    rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= LEAST]
-    others = [times for _, times in slowest if sum(times.values()) < LEAST]
+    rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= MIN_SECONDS_SHOWN]
+    others = [times for _, times in slowest if sum(times.values()) < MIN_SECONDS_SHOWN]
     if others:
-        rows.append((f"{len(others)} others", _sum(others)))
-    rows.append(("all", _sum(list(totals.values()))))
+        rows.append((f"{len(others)} others", _sum_stages(others)))
+    rows.append(("all", _sum_stages(list(totals.values()))))
     width = max(len(name) for name, _ in rows)
     head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
-    return "\n".join([head, *(f"{name:{width}}{''.join(map(_milliseconds, times.values()))}" for name, times in rows)])
+    return "\n".join(
+        [head, *(f"{name:{width}}{''.join(map(_format_milliseconds, times.values()))}" for name, times in rows)]
+    )
 
 
-def _sum(rows: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
+def _sum_stages(rows: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
     return {stage: sum(times[stage] for times in rows) for stage in STAGES}
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:10.1f}"
 
 
@@ -108,16 +110,16 @@ class NamedExitStack:
                 error.add_note(f"while closing [{name}]")
                 failures.append(error)
         if cause is not None:
-            return _note(cause, failures)
+            return _add_notes(cause, failures)
         interruption = next((error for error in failures if not isinstance(error, Exception)), None)
         if interruption is not None:
-            _note(interruption, [failure for failure in failures if failure is not interruption])
+            _add_notes(interruption, [failure for failure in failures if failure is not interruption])
             raise interruption
         if failures:
             raise ExceptionGroup("closing failed", [error for error in failures if isinstance(error, Exception)])
 
 
-def _note(cause: BaseException, failures: list[BaseException]) -> None:
+def _add_notes(cause: BaseException, failures: list[BaseException]) -> None:
     for failure in failures:
         cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
 
@@ -146,7 +148,7 @@ class Container(Mapping[str, Any]):
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
     _watchers: list[str] = attrs.field(init=False, factory=list)
 
-    @paused_collection()
+    @pause_collection()
     def build(self) -> None:
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
         self._objects = {}
@@ -176,9 +178,9 @@ class Container(Mapping[str, Any]):
             try:
                 item.check_machine()
             except UserError as error:
-                if raised_in(error, checked, name) == name:
-                    place = place_of(self.graph.nodes[name], str(error), self.graph.recipe.vars)
-                    problems[name] = Problem("DL403", str(error), node=name, place=place)
+                if find_raising_node(error, checked, name) == name:
+                    position = locate_setting(self.graph.nodes[name], str(error), self.graph.recipe.vars)
+                    problems[name] = Problem("DL403", str(error), node=name, position=position)
             except Exception:
                 if not problems.keys() & {*self.graph.topological_order([name])}:
                     raise  # a bug, and not a consequence of what a node that it needs could not read
@@ -195,8 +197,8 @@ class Container(Mapping[str, Any]):
                     ports = field.ports
                     if item is None and field.kind == "optional":
                         continue
-                    if not _fits(type(item), ports):
-                        why = " and ".join(reason for port in ports for reason in mismatches(type(item), port))
+                    if not _implements_any(type(item), ports):
+                        why = " and ".join(reason for port in ports for reason in find_mismatches(type(item), port))
                         raise TypeError(f"the object given for [{name}] does not implement [{user}] {key}: it {why}")
 
     def _construct(self, node: Node) -> Any:
@@ -213,7 +215,7 @@ class Container(Mapping[str, Any]):
         try:
             return node.spec.cls(**values)
         except Exception as error:
-            error.add_note(f"while building [{node.name}] ({node.spec.use}), {node.place}")
+            error.add_note(f"while building [{node.name}] ({node.spec.use}), {node.position}")
             raise
 
     def _edge(self, field: Field, edge: Edge) -> Any:
@@ -233,7 +235,7 @@ class Container(Mapping[str, Any]):
         nodes = [self.graph.nodes[name] for name in self._objects if name not in self.given]
         for node in [node for node in nodes if node.spec.every_fields]:
             for field in node.spec.every_fields:
-                fitting = {kind for kind in kinds if _fits(kind, field.ports)}
+                fitting = {kind for kind in kinds if _implements_any(kind, field.ports)}
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
                 getattr(self._objects[node.name], field.attribute).update(members)
 
@@ -258,11 +260,11 @@ class Container(Mapping[str, Any]):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):
             try:
-                with timed(self.timings, name, "open"), self._in_contexts("open", name):
+                with StageTimer(self.timings, name, "open"), self._in_contexts("open", name):
                     item.open()
             except UserError as error:  # printed without traceback, so the message must name the node
-                node = self.graph.nodes[raised_in(error, self._built, name)]
-                error.set_node(place_of(node, str(error), self.graph.recipe.vars), node.name)
+                node = self.graph.nodes[find_raising_node(error, self._built, name)]
+                error.set_node(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
                 raise
         if hasattr(item, "stage_context"):
             self._watchers.append(name)
@@ -282,7 +284,7 @@ class Container(Mapping[str, Any]):
     def _close(self, name: str, item: Any) -> None:
         if name in self._watchers:
             self._watchers.remove(name)
-        with timed(self.timings, name, "close"), self._in_contexts("close", name):
+        with StageTimer(self.timings, name, "close"), self._in_contexts("close", name):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
@@ -295,9 +297,9 @@ class Container(Mapping[str, Any]):
         """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
         replacement = error
         is_bug = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_bug and (name := raised_in(error, self._built)):
+        if is_bug and (name := find_raising_node(error, self._built)):
             node = self.graph.nodes[name]
-            error.add_note(f"in [{name}] ({node.spec.use}), {node.place}")
+            error.add_note(f"in [{name}] ({node.spec.use}), {node.position}")
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
@@ -328,7 +330,7 @@ class Container(Mapping[str, Any]):
         # The type is that of a function that makes a T: type checkers refuse Protocols for type[T].
         if isinstance(wanted, str):
             return self._objects.get(wanted, default)
-        names = [name for name, item in self._objects.items() if _fits(type(item), (wanted,))]
+        names = [name for name, item in self._objects.items() if _implements_any(type(item), (wanted,))]
         if len(names) != 1:
             found = " and ".join(f"[{name}]" for name in names) or "no open node"
             raise LookupError(f'{found} {"are" if names[1:] else "is"} a {wanted.__name__}; name a node: run["name"]')
@@ -341,5 +343,5 @@ class Container(Mapping[str, Any]):
         return len(self._objects)
 
 
-def _fits(cls: type, ports: Iterable[type]) -> bool:
+def _implements_any(cls: type, ports: Iterable[type]) -> bool:
     return any(implements(cls, port) for port in ports)

@@ -4,16 +4,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from drawloom.graph.problems import Place
+from drawloom.graph.problems import Position
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.wiring.node import Node
 
-NAMED = re.compile(r"^(\w+): |`(\w+)`")
+SETTING_IN_MESSAGE = re.compile(r"^(\w+): |`(\w+)`")
 """How messages name the setting that is wrong, or that would help: `paths: ...`, or in backticks."""
 
 
-def raised_in(error: BaseException, objects: Mapping[str, Any], otherwise: str = "") -> str:
+def find_raising_node(error: BaseException, objects: Mapping[str, Any], otherwise: str = "") -> str:
     """
     The node whose method is the innermost of the traceback: one node may be opened while another reads from it.
 
@@ -28,7 +28,7 @@ def raised_in(error: BaseException, objects: Mapping[str, Any], otherwise: str =
     return found
 
 
-def place_of(node: Node, message: str, variables: Mapping[str, Leaf]) -> Place | None:
+def locate_setting(node: Node, message: str, variables: Mapping[str, Leaf]) -> Position | None:
     """
     Return the position of the setting that a message names, or of the variable that is its value.
 
@@ -36,12 +36,12 @@ def place_of(node: Node, message: str, variables: Mapping[str, Leaf]) -> Place |
 
     None for a node of a shipped recipe: what is wrong is not written there.
     """
-    keys = [key for pair in NAMED.findall(message) for key in pair if key in node.table.items]
+    keys = [key for pair in SETTING_IN_MESSAGE.findall(message) for key in pair if key in node.table.items]
     use = node.table.use
     if not keys and use is not None and use.layer.is_shipped:
         return None
     item = node.table.items[keys[0]] if keys else None
     value = str(item.value) if isinstance(item, Leaf) else ""
     if value.startswith(VARIABLE) and (variable := variables.get(value.removeprefix(VARIABLE))) is not None:
-        return variable.place
-    return node.place_of((keys[0],) if keys else ())
+        return variable.position
+    return node.position_of((keys[0],) if keys else ())

@@ -16,7 +16,7 @@ import attrs
 
 from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
-from drawloom.graph.types.port_match import members, mismatches
+from drawloom.graph.types.port_match import find_members, find_mismatches
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
 EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set, AbstractContextManager: nullcontext}
@@ -40,7 +40,7 @@ def fake(*ports: type, **answers: Any) -> Any:
     for another port, None. `calls` lists the calls of methods as `Call`s. Raises TypeError for a call that the port
     does not allow, and at once for a name that no port has.
     """
-    known = {name: port for port in ports for name in members(port)}
+    known = {name: port for port in ports for name in find_members(port)}
     unknown = answers.keys() - known.keys()
     if unknown:
         names = " and ".join(port.__name__ for port in ports)
@@ -50,10 +50,10 @@ def fake(*ports: type, **answers: Any) -> Any:
     for name, port in known.items():
         promised = inspect.getattr_static(port, name, None)
         if inspect.isfunction(promised):
-            space[name] = _method(promised, calls, answers.get(name, _Unanswered))
+            space[name] = _make_method(promised, calls, answers.get(name, _Unanswered))
         else:
-            space["__annotations__"][name] = kind = _value_type(port, name, promised)
-            space[name] = answers[name] if name in answers else _empty(kind)
+            space["__annotations__"][name] = kind = _read_attribute_type(port, name, promised)
+            space[name] = answers[name] if name in answers else _make_empty_value(kind)
     # A class of its own, since ports are matched by class.
     return type(f"Fake{''.join(port.__name__ for port in ports)}", (), space)()
 
@@ -62,7 +62,7 @@ class _Unanswered:
     """Marks a method without an answer; None may be an answer."""
 
 
-def _method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
+def _make_method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
     signature = inspect.signature(promised)
     kind = typing.get_type_hints(promised).get("return")
 
@@ -71,18 +71,18 @@ def _method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Cal
         bound = signature.bind(self, *args, **kwargs)
         calls.append(Call(promised.__name__, dict(list(bound.arguments.items())[1:])))
         if answer is _Unanswered:
-            return _empty(kind)
+            return _make_empty_value(kind)
         return answer(*args, **kwargs) if callable(answer) else answer
 
     return method
 
 
-def _value_type(port: type, name: str, promised: Any) -> Any:
+def _read_attribute_type(port: type, name: str, promised: Any) -> Any:
     hints = typing.get_type_hints(promised.fget if isinstance(promised, property) else port)
     return hints.get("return" if isinstance(promised, property) else name, Any)
 
 
-def _empty(kind: Any) -> Any:
+def _make_empty_value(kind: Any) -> Any:
     """An empty value of a type."""
     origin = typing.get_origin(kind) or kind
     if origin in EMPTY:
@@ -90,7 +90,7 @@ def _empty(kind: Any) -> Any:
     if origin is Literal:
         return typing.get_args(kind)[0]
     if origin in (typing.Union, types.UnionType) and type(None) not in typing.get_args(kind):
-        return _empty(typing.get_args(kind)[0])
+        return _make_empty_value(typing.get_args(kind)[0])
     if getattr(origin, "_is_protocol", False) and is_port(origin):
         return fake(origin)
     return iter(()) if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator") else None
@@ -99,35 +99,35 @@ def _empty(kind: Any) -> Any:
 Property = Callable[..., None]
 
 
-class BrokenContract(AssertionError):
+class BrokenContractError(AssertionError):
     """An implementation does not satisfy the contract of its port."""
 
 
 def expect(holds: object, otherwise: str) -> None:
     """Raise BrokenContract with the message `otherwise` unless `holds` is true."""
     if not holds:
-        raise BrokenContract(otherwise)
+        raise BrokenContractError(otherwise)
 
 
-def contract(port: type) -> list[Property]:
+def load_contract(port: type) -> list[Property]:
     """The properties of a port's contract; LookupError if the port has none."""
-    name = contract_module(port)
+    name = contract_module_name(port)
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError:
         found = None
-    properties = _properties(importlib.import_module(name), port) if found else []
+    properties = _find_properties(importlib.import_module(name), port) if found else []
     if not properties:
         raise LookupError(f"{port.__name__} has no contract: {name} has no function that takes one")
     return properties
 
 
-def contract_module(port: type) -> str:
+def contract_module_name(port: type) -> str:
     """The module with the contracts of the ports of a module: `a.contracts.data` for those of `a.ports.data`."""
     return re.sub(r"\.ports(?=\.|$)", ".contracts", port.__module__)
 
 
-def _properties(module: ModuleType, port: type) -> list[Property]:
+def _find_properties(module: ModuleType, port: type) -> list[Property]:
     """The public functions of a module whose first parameter is annotated with the port."""
     functions = [item for name, item in vars(module).items() if inspect.isfunction(item) and name[0] != "_"]
     own = [function for function in functions if function.__module__ == module.__name__]
@@ -142,11 +142,11 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
     returns an instance or a context manager of one. Each property gets new instances, which are closed after it. Raises
     BrokenContract for the first property that does not hold, with a note that names the property.
     """
-    for holds in contract(port):
+    for holds in load_contract(port):
         with ExitStack() as stack:
-            instances = [_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
+            instances = [_make_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
             for instance in instances:
-                reasons = mismatches(type(instance), port)
+                reasons = find_mismatches(type(instance), port)
                 expect(not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {' and '.join(reasons)}")
             try:
                 holds(*instances)
@@ -155,7 +155,7 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
                 raise
 
 
-def _instance(implementation: Any, values: dict[str, Any], stack: ExitStack) -> Any:
+def _make_instance(implementation: Any, values: dict[str, Any], stack: ExitStack) -> Any:
     is_component = isinstance(implementation, str) or "__component__" in vars(implementation)
     made = build(implementation, **values) if is_component else implementation(**values)
     if hasattr(made, "__enter__"):

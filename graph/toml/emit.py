@@ -18,7 +18,7 @@ def dumps(plain: Any) -> str:
     """
     match plain:
         case str():
-            return _string(plain)
+            return _dump_string(plain)
         case bool():  # before int, of which it is a subclass
             return "true" if plain else "false"
         case int():
@@ -31,25 +31,25 @@ def dumps(plain: Any) -> str:
             pairs = map("{} = {}".format, map(dump_key, plain), map(dumps, plain.values()))
             return f"{{ {', '.join(pairs)} }}" if plain else "{}"
         case datetime() | date() | time():
-            return _moment(plain)
+            return _dump_moment(plain)
     raise TypeError(f"TOML can't express {plain!r}")
 
 
-def canonical(plain: Any) -> str:
+def dump_canonical(plain: Any) -> str:
     """Text that is equal for equal values only: true is not 1, 1 is not 1.0, and the order of keys does not matter."""
     if isinstance(plain, dict):
-        return f"{{{', '.join(f'{dump_key(name)} = {canonical(plain[name])}' for name in sorted(plain))}}}"
+        return f"{{{', '.join(f'{dump_key(name)} = {dump_canonical(plain[name])}' for name in sorted(plain))}}}"
     if isinstance(plain, list | tuple):
-        return f"[{', '.join(map(canonical, plain))}]"
+        return f"[{', '.join(map(dump_canonical, plain))}]"
     return dumps(plain)
 
 
 def dump_key(name: str) -> str:
     """A key of a table, quoted if necessary."""
-    return name if _BARE.fullmatch(name) else _string(name)
+    return name if _BARE.fullmatch(name) else _dump_string(name)
 
 
-def _string(text: str) -> str:
+def _dump_string(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -61,7 +61,7 @@ def _escape(found: re.Match[str]) -> str:
     return _SHORT.get(found[0]) or f"\\u{ord(found[0]):04X}"
 
 
-def _moment(moment: date | time) -> str:
+def _dump_moment(moment: date | time) -> str:
     if isinstance(moment, time) and moment.tzinfo is not None:
         raise ValueError(f"TOML can't express a time with an offset, {moment}")
     text = moment.isoformat()

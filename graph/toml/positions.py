@@ -74,15 +74,15 @@ _Slot = tuple[_Inside, str | int, tuple[int, int] | None]
 
 
 # tomli has accepted the text, so these patterns only distinguish what may follow, and validate nothing.
-def _always(pattern: str) -> Callable[[str, int], re.Match[str]]:
+def _compile_matcher(pattern: str) -> Callable[[str, int], re.Match[str]]:
     """A pattern that is known to match at every offset where it is used."""
     return re.compile(pattern).match  # type: ignore[return-value]
 
 
 _STRING = r"""(?:"(?:[^"\\]|\\.)*+"|'[^']*+')"""
-_blank = _always(r"(?:[ \t\r\n]++|#[^\n]*+)*+")
-_key = _always(rf"[ \t]*+([A-Za-z0-9_-]++|{_STRING})[ \t]*+")
-_scalar = _always(
+_blank = _compile_matcher(r"(?:[ \t\r\n]++|#[^\n]*+)*+")
+_key = _compile_matcher(rf"[ \t]*+([A-Za-z0-9_-]++|{_STRING})[ \t]*+")
+_scalar = _compile_matcher(
     r'"""(?:[^"\\]|\\[\s\S]|"{1,2}(?!"))*+"{3,5}'  # the first two of five quotes belong to the string
     r"|'''[\s\S]*?'{3,5}"
     rf"|{_STRING}"
@@ -123,7 +123,7 @@ def _read_key(text: str, at: int, table: _Inside) -> tuple[_Slot, int]:
     """Read a dotted key up to `=` or `]`; returns its slot below `table`, and the offset behind it."""
     while True:
         found = _key(text, at)
-        name, place, at = _name(found[1]), found.span(1), found.end()
+        name, place, at = _unquote_key(found[1]), found.span(1), found.end()
         if text[at] != ".":
             return (table, name, place), at
         if name not in table:
@@ -134,7 +134,7 @@ def _read_key(text: str, at: int, table: _Inside) -> tuple[_Slot, int]:
         at += 1
 
 
-def _name(key: str) -> str:
+def _unquote_key(key: str) -> str:
     if key[0] not in "\"'":
         return key
     return tomli.loads("key = " + key)["key"] if "\\" in key else key[1:-1]

@@ -15,23 +15,23 @@ WIDER = {int: (float, complex), float: (complex,)}
 FUNCTION: type = collections.abc.Callable  # type: ignore[assignment]
 
 
-def assignable(given: Any, promised: Any, fits: Fits = lambda given, promised: True) -> bool:
+def is_assignable(given: Any, promised: Any, fits: Fits = lambda given, promised: True) -> bool:
     """Whether `given` is assignable to `promised`; generics by their parameters where both have them."""
-    given, promised = _bare(given), _bare(promised)
+    given, promised = _unwrap(given), _unwrap(promised)
     if promised is object or _is_open(given) or _is_open(promised) or given == promised:
         return True
     if _is_union(given):
-        return all(assignable(member, promised, fits) for member in typing.get_args(given))
+        return all(is_assignable(member, promised, fits) for member in typing.get_args(given))
     if _is_union(promised):
-        return any(assignable(given, member, fits) for member in typing.get_args(promised))
+        return any(is_assignable(given, member, fits) for member in typing.get_args(promised))
     if typing.get_origin(given) is Literal:
-        return _literal(given, promised, fits)
+        return _is_literal_assignable(given, promised, fits)
     if typing.get_origin(promised) is Literal:
         return False
-    return _classes(given, promised, fits)
+    return _is_class_assignable(given, promised, fits)
 
 
-def bindings(kind: Any, base: Any) -> dict[Any, Any]:
+def find_type_arguments(kind: Any, base: Any) -> dict[Any, Any]:
     """
     The type arguments that a class or annotated type `kind` gives to the parameters of a generic `base`, where known.
 
@@ -45,7 +45,7 @@ def bindings(kind: Any, base: Any) -> dict[Any, Any]:
     for above in getattr(origin, "__orig_bases__", ()):
         parent = typing.get_origin(above) or above
         if isinstance(parent, type) and base in parent.__mro__:
-            return bindings(substitute(above, own), base)
+            return find_type_arguments(substitute(above, own), base)
     return {}
 
 
@@ -59,7 +59,7 @@ def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
     return kind[tuple(known.get(parameter, parameter) for parameter in open_parameters)]
 
 
-def _bare(kind: Any) -> Any:
+def _unwrap(kind: Any) -> Any:
     """The type inside Annotated, ClassVar, Final and NewType."""
     while True:
         if typing.get_origin(kind) in (typing.Annotated, typing.ClassVar, typing.Final):
@@ -79,28 +79,30 @@ def _is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def _literal(given: Any, promised: Any, fits: Fits) -> bool:
+def _is_literal_assignable(given: Any, promised: Any, fits: Fits) -> bool:
     values = typing.get_args(given)
     if typing.get_origin(promised) is Literal:
         # With their types, since 1 == True == 1.0 in Python.
         return {(type(value), value) for value in values} <= {(type(v), v) for v in typing.get_args(promised)}
-    return all(assignable(type(value), promised, fits) for value in values)
+    return all(is_assignable(type(value), promised, fits) for value in values)
 
 
-def _classes(given: Any, promised: Any, fits: Fits) -> bool:
+def _is_class_assignable(given: Any, promised: Any, fits: Fits) -> bool:
     ours, theirs = (_class_of(kind) for kind in (given, promised))
     if ours is None or theirs is None:
         return (ours is None) == (theirs is None) and given == promised
     if theirs in WIDER.get(ours, ()):
         return True
     if theirs is FUNCTION:
-        return _callables(given, promised, fits)
+        return _is_callable_assignable(given, promised, fits)
     if getattr(theirs, "_is_protocol", False) and theirs not in ours.__mro__:
         return fits(ours, promised)
-    return _is_subclass(ours, theirs) and all(assignable(*pair, fits) for pair in _pairs(given, promised, theirs))
+    return _is_subclass(ours, theirs) and all(
+        is_assignable(*pair, fits) for pair in _pair_type_arguments(given, promised, theirs)
+    )
 
 
-def _pairs(given: Any, promised: Any, common: type) -> Iterator[tuple[Any, Any]]:
+def _pair_type_arguments(given: Any, promised: Any, common: type) -> Iterator[tuple[Any, Any]]:
     """Pairs of type arguments of two generics for the same parameter, where both have one."""
     theirs = typing.get_args(promised)
     if common is tuple and Ellipsis in theirs:
@@ -110,21 +112,21 @@ def _pairs(given: Any, promised: Any, common: type) -> Iterator[tuple[Any, Any]]
         unlike = len(ours) != len(theirs) or Ellipsis in ours
         yield from [(int, str)] if unlike else zip(ours, theirs, strict=True)  # a pair that is not assignable
     else:
-        ours = tuple(bindings(given, common).values()) or typing.get_args(given)
+        ours = tuple(find_type_arguments(given, common).values()) or typing.get_args(given)
         yield from zip(ours, theirs, strict=False)
 
 
-def _callables(given: Any, promised: Any, fits: Fits) -> bool:
+def _is_callable_assignable(given: Any, promised: Any, fits: Fits) -> bool:
     """Parameters are contravariant, the return type is covariant."""
     ours, theirs = typing.get_args(given), typing.get_args(promised)
     if _class_of(given) is not FUNCTION or not ours or not theirs:
         return bool(ours) or _is_subclass(_class_of(given) or object, FUNCTION)
-    if not assignable(ours[1], theirs[1], fits):
+    if not is_assignable(ours[1], theirs[1], fits):
         return False
     if not (isinstance(ours[0], list) and isinstance(theirs[0], list)):
         return True
     pairs = zip(theirs[0], ours[0], strict=False)
-    return len(ours[0]) == len(theirs[0]) and all(assignable(*pair, fits) for pair in pairs)
+    return len(ours[0]) == len(theirs[0]) and all(is_assignable(*pair, fits) for pair in pairs)
 
 
 def _class_of(kind: Any) -> type | None:

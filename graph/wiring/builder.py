@@ -13,11 +13,11 @@ from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe
-from drawloom.graph.types.port_match import implements, implements_any, mismatches
-from drawloom.graph.wiring.node import Edge, Node, dotted
-from drawloom.graph.wiring.settings import INVALID, SettingsResolver
+from drawloom.graph.types.port_match import find_mismatches, implements, implements_any
+from drawloom.graph.wiring.node import Edge, Node, format_path
+from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
 
-MOST = 6
+MAX_CANDIDATES_SHOWN = 6
 """Candidates for an edge that a message lists at most."""
 
 
@@ -53,11 +53,11 @@ class GraphBuilder:
         use = table.items["use"]
         if not (isinstance(use, Leaf) and isinstance(use.value, str)):
             text = "`use` takes the name of a component, a string"
-            self.incomplete.append(Problem("DL204", text, node=name, place=use.place))
+            self.incomplete.append(Problem("DL204", text, node=name, position=use.position))
             return None
         found = self.registry.find(use.value)
         if isinstance(found, Problem):
-            self.incomplete.append(attrs.evolve(found, node=name, place=use.place))
+            self.incomplete.append(attrs.evolve(found, node=name, position=use.position))
             return None
         node = self.nodes[name] = Node(name, table, found, owner)
         for module, install in found.traits.needs.items():
@@ -108,7 +108,7 @@ class EdgeResolver:
 
     def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
         values = self._substitute(node, item, field)
-        if values is INVALID:
+        if values is INVALID_VALUE:
             return
         if not isinstance(values, list):
             text = f"{field.name} takes an array of nodes"
@@ -132,7 +132,7 @@ class EdgeResolver:
         first = {target: number for number, target in reversed([*enumerate(targets)])}
         for number, (target, path) in enumerate(zip(targets, items, strict=True)):
             if first[target] != number:
-                text = f"{dotted(path)}: [{target}] is in the list already"
+                text = f"{format_path(path)}: [{target}] is in the list already"
                 node.add_problem("DL318", text, "leave it out, or give the second a table of its own", path)
 
     def _connect_mapping(self, node: Node, field: Field, item: Leaf | Table) -> None:
@@ -159,11 +159,11 @@ class EdgeResolver:
             names = self._named(node, value[1:], path, many)
         elif isinstance(value, dict | Table):
             names = self._inline(node, field, value, path)
-        elif value is INVALID:
+        elif value is INVALID_VALUE:
             return ()
         else:
             hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
-            node.add_problem("DL311", f"{dotted(path)} takes a node, not {describe(value)}", hint, path)
+            node.add_problem("DL311", f"{format_path(path)} takes a node, not {describe(value)}", hint, path)
             return ()
         return tuple(name for name in names if self._accepts(node, field, name, path))
 
@@ -171,10 +171,10 @@ class EdgeResolver:
         holder = node.table.items[field.name]
         table = value if isinstance(value, Table) else Table.of(value, *holder.origin(path[1:]))
         if "use" not in table.items:
-            text = f"{dotted(path)} is a table without `use`, so it is not a node"
+            text = f"{format_path(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)
             return []
-        made = self.make(f"{node.name}.{dotted(path)}", table, node.name)
+        made = self.make(f"{node.name}.{format_path(path)}", table, node.name)
         if made is None:
             return []
         self.resolve_all(made)
@@ -194,9 +194,9 @@ class EdgeResolver:
         group = name.removesuffix(".*")
         if group in self.recipe.groups:
             hint = f'write "@{group}.*" for all its members' if many else "it takes a single node"
-            text = f"{dotted(path)}: {group!r} is a group, not a node"
+            text = f"{format_path(path)}: {group!r} is a group, not a node"
         else:
-            text = f"{dotted(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
+            text = f"{format_path(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
             hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
         node.add_problem("DL313", text, hint, path)
 
@@ -204,7 +204,9 @@ class EdgeResolver:
         target = self.nodes[name]
         if not implements_any(target.spec.cls, field.ports):
             ports = " or ".join(port.__name__ for port in field.ports)
-            node.add_problem("DL314", f"{dotted(path)} needs a {ports}, but {_misfit(target, field)}", "", path)
+            node.add_problem(
+                "DL314", f"{format_path(path)} needs a {ports}, but {_describe_misfit(target, field)}", "", path
+            )
             return False
         return True
 
@@ -237,13 +239,13 @@ class EdgeResolver:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node implements it"
             hint = "add a node that does"
             if (meant := self.nodes.get(field.name)) is not None:  # another component was written there
-                text += f", as {_misfit(meant, field)}"
+                text += f", as {_describe_misfit(meant, field)}"
                 hint = f"`drawloom list --fits {meant.name}` shows what does"
             return node.add_problem("DL316", text, hint)
-        more = [f"{len(fitting) - MOST} more"] if len(fitting) > MOST else []
-        *most, last = [*(f"[{name}]" for name in fitting[:MOST]), *more]
+        more = [f"{len(fitting) - MAX_CANDIDATES_SHOWN} more"] if len(fitting) > MAX_CANDIDATES_SHOWN else []
+        *most, last = [*(f"[{name}]" for name in fitting[:MAX_CANDIDATES_SHOWN]), *more]
         names = f"{', '.join(most)} and {last}"
-        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MOST])
+        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MAX_CANDIDATES_SHOWN])
         all_of_them = "both" if len(fitting) == 2 else "all"
         node.add_problem("DL316", f"{field.name!r} needs one {port}, and {names} {all_of_them} are", hint)
 
@@ -260,7 +262,7 @@ class EdgeResolver:
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')
 
 
-def _misfit(node: Node, field: Field) -> str:
+def _describe_misfit(node: Node, field: Field) -> str:
     """What a node is, and why that does not implement a field's port."""
-    why = " and ".join(reason for port in field.ports for reason in mismatches(node.spec.cls, port)[:2])
+    why = " and ".join(reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2])
     return f"[{node.name}] is {node.spec.use!r}: it {why}"

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from drawloom.graph.component import Flow
-from drawloom.graph.garbage import paused_collection
-from drawloom.graph.problems import Place, Problem, RecipeError, in_order
-from drawloom.graph.recipe.layers import Layer, leaves
+from drawloom.graph.garbage import pause_collection
+from drawloom.graph.problems import Position, Problem, RecipeError, sort_problems
+from drawloom.graph.recipe.layers import Layer, iterate_leaves
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
@@ -34,7 +34,7 @@ class Graph:
     """Topological orders by roots: a check and the container ask for the same."""
 
     @classmethod
-    @paused_collection()
+    @pause_collection()
     def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is given, nodes that it does not need are warnings."""
         builder = GraphBuilder(recipe, registry)
@@ -42,7 +42,7 @@ class Graph:
         graph = cls(recipe, registry, MappingProxyType(builder.nodes), root)
         problems = [*recipe.problems, *builder.problems(), *graph._check()]
         problems += graph._check_root(all(problem.warning for problem in problems)) if root else ()
-        return attrs.evolve(graph, problems=tuple(in_order(problems)))
+        return attrs.evolve(graph, problems=tuple(sort_problems(problems)))
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
         """The graph of the same recipe with other values merged over it."""
@@ -180,19 +180,19 @@ class Graph:
         cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
-            yield Problem("DL320", text, "remove one of these edges", cycle[0], self._place_of_edge(*cycle[:2]))
+            yield Problem("DL320", text, "remove one of these edges", cycle[0], self._edge_position(*cycle[:2]))
         for node in self.nodes.values():
             for field in node.spec.sequences:
                 if (edge := node.edges.get(field.name)) is not None:
                     yield from check_sequence(node, field.name, edge, self.nodes)
             if node.spec.has_constraints and self.is_complete(node):
-                yield from _constraints(node, self.view(node.name))
+                yield from _check_constraints(node, self.view(node.name))
 
-    def _place_of_edge(self, name: str, target: str) -> Place:
+    def _edge_position(self, name: str, target: str) -> Position:
         """The position of the edge from one node to another."""
         node = self.nodes[name]
         found = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
-        return node.place_of(next((path for path in found if path), ()))
+        return node.position_of(next((path for path in found if path), ()))
 
     def is_complete(self, node: Node) -> bool:
         """Whether a node and its neighbours are valid, so that constraints may rely on their settings and edges."""
@@ -214,7 +214,7 @@ class Graph:
         write it: what they have for others is not for this one to remove.
         """
         layers = {id(layer): number for number, layer in enumerate(self.recipe.layers)}
-        written = {id(leaf.layer) for leaf in leaves(node.table)}
+        written = {id(leaf.layer) for leaf in iterate_leaves(node.table)}
         newest = max(layers[layer] for layer in written)
         references = {f"@{node.name}", f"@{node.name.partition('.')[0]}.*"}
         if any(
@@ -227,16 +227,16 @@ class Graph:
     def _replaced(self) -> list[tuple[Layer, set[Any], bool]]:
         """The references that each layer's values, or its edits, took from an edge."""
         replaced = []
-        for leaf in (leaf for table in self.recipe.nodes.values() for leaf in leaves(table)):
+        for leaf in (leaf for table in self.recipe.nodes.values() for leaf in iterate_leaves(table)):
             for new, old in pairwise(leaf.history()):
-                replaced.append((new.layer, _references(old.value) - _references(new.value), False))
-                replaced.append((new.layer, _references([*new.removed]), True))
+                replaced.append((new.layer, _collect_references(old.value) - _collect_references(new.value), False))
+                replaced.append((new.layer, _collect_references([*new.removed]), True))
         return replaced
 
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
-            text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
-            yield Problem(NO_ROOT, text, f"write [{self.root}]", place=place)
+            text, position = f"there is no node [{self.root}], so there is nothing to run", Position(self.recipe.source)
+            yield Problem(NO_ROOT, text, f"write [{self.root}]", position=position)
         elif complete:  # otherwise an edge may be missing because of another problem
             needed = set(self.topological_order([self.root]))
             unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]
@@ -244,21 +244,21 @@ class Graph:
                 if not self._is_left_out(node):
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"
                     hint = f'refer to it, remove it, or write unset = ["{node.name}"]'
-                    yield Problem("DL322", text, hint, node.name, node.place, warning=True)
+                    yield Problem("DL322", text, hint, node.name, node.position, warning=True)
 
 
-def _references(value: Any) -> set[Any]:
+def _collect_references(value: Any) -> set[Any]:
     """The references in the value of an edge."""
     return {part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)}
 
 
-def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
+def _check_constraints(node: Node, view: NodeView) -> Iterator[Problem]:
     # A bug of one component must not hide the problems of others.
     try:
         yield from node.spec.cls.constraints(view)  # type: ignore[attr-defined]
     except Exception as error:
         text = f"the constraints of {view.use!r} can't be checked: {type(error).__name__}: {error}"
-        yield Problem("DL206", text, "report it to the author of the component", node.name, node.place)
+        yield Problem("DL206", text, "report it to the author of the component", node.name, node.position)
 
 
 @attrs.frozen
@@ -290,12 +290,12 @@ def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]
     members = [Member(name, first[name], nodes[name].spec.traits.flow) for name in dict.fromkeys(edge.targets)]
     sequence = MemberSequence.of(members)
     for member in members:
-        place = node.place_of(edge.items[member.number])
-        for text, hint in _dataflow_problems(member, sequence, nodes, edge.incomplete):
-            yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
+        position = node.position_of(edge.items[member.number])
+        for text, hint in _check_dataflow(member, sequence, nodes, edge.incomplete):
+            yield Problem("DL330", f"{field}: {text}", hint, node.name, position)
 
 
-def _dataflow_problems(
+def _check_dataflow(
     member: Member, sequence: MemberSequence, nodes: Mapping[str, Node], incomplete: bool
 ) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from drawloom.graph.problems import KeyPath, Place, Problem
+from drawloom.graph.problems import KeyPath, Position, Problem
 from drawloom.graph.recipe.layers import Table, locate
 from drawloom.graph.registry.spec import Spec
 
@@ -61,15 +61,15 @@ class Node:
         return bool(self.problems) and any(not problem.warning for problem in self.problems)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """The position of its `use`."""
-        return self.table.use.place if self.table.use else self.table.place
+        return self.table.use.position if self.table.use else self.table.position
 
-    def place_of(self, path: KeyPath, *, key: bool = False) -> Place:
+    def position_of(self, path: KeyPath, *, key: bool = False) -> Position:
         """The position of a setting or edge, or of a part of one; that of the node if it is not written."""
         if path and path[0] in self.table.items:
             return locate(self.table, path, key=key)
-        return self.place
+        return self.position
 
     def set(self, key: str, value: Any) -> None:
         """Set the value of a setting."""
@@ -83,10 +83,17 @@ class Node:
         self.needs = tuple(dict.fromkeys(needs)) if needs[1:] else needs
 
     def add_problem(
-        self, code: str, text: str, hint: str = "", path: KeyPath = (), *, key: bool = False, place: Place | None = None
+        self,
+        code: str,
+        text: str,
+        hint: str = "",
+        path: KeyPath = (),
+        *,
+        key: bool = False,
+        position: Position | None = None,
     ) -> None:
         """Add a problem with a setting or edge of this node, or with the node itself."""
-        self.problems.append(Problem(code, text, hint, self.name, place or self.place_of(path, key=key)))
+        self.problems.append(Problem(code, text, hint, self.name, position or self.position_of(path, key=key)))
 
     def add_bug(self, what: str, error: Exception) -> None:
         """Add a problem that the author of the component has to fix, and not the author of the recipe."""
@@ -134,14 +141,14 @@ class NodeView:
     def problem(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
         """A problem with one of this node's settings or edges, or with a part of it: ("phases", 2, "to")."""
         path = (key,) if isinstance(key, str) else key
-        return Problem("DL401", text, hint, self._node.name, self._node.place_of(path))
+        return Problem("DL401", text, hint, self._node.name, self._node.position_of(path))
 
     def warning(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
         """A warning: something that is allowed, but probably a mistake."""
         return attrs.evolve(self.problem(key, text, hint), code="DL402", warning=True)
 
 
-def dotted(path: KeyPath) -> str:
+def format_path(path: KeyPath) -> str:
     """A path inside a node as people write it: members[2].every."""
     text = ""
     for part in path:

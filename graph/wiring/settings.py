@@ -4,16 +4,16 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import COMMAND_LINE, KeyPath, Place, Problem, did_you_mean, nearest
+from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
-from drawloom.graph.recipe.overrides import word
+from drawloom.graph.recipe.overrides import quote_word
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe_type, placeholder
+from drawloom.graph.types.describe import describe_type, make_placeholder
 from drawloom.graph.types.structure import Values
-from drawloom.graph.wiring.node import Node, dotted
+from drawloom.graph.wiring.node import Node, format_path
 
-INVALID = object()
+INVALID_VALUE = object()
 """Takes the place of a value with a problem, so that the problem is reported only once."""
 
 
@@ -50,7 +50,7 @@ class SettingsResolver:
 
     def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
         plain = self.plain(node, item, (field.name,))
-        if plain is INVALID:
+        if plain is INVALID_VALUE:
             return
         try:
             value, problems = self.values.structure(plain, field.type)
@@ -61,28 +61,30 @@ class SettingsResolver:
         for problem in problems:
             # The mistake is in [vars], unless the value is written here.
             path = (field.name, *problem.path)
-            place = self._variable_place(item)
-            written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
-            hint = _in_shell(problem.hint, node, path)
-            node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", hint, path, place=place)
+            position = self._variable_position(item)
+            written = f" ({item.value})" if position and isinstance(item, Leaf) else ""
+            hint = _quote_hint(problem.hint, node, path)
+            node.add_problem(
+                problem.code, f"{format_path(path)}{written}: {problem.text}", hint, path, position=position
+            )
         if not problems:
             node.set(field.name, value)
 
-    def _variable_place(self, item: Leaf | Table) -> Place | None:
+    def _variable_position(self, item: Leaf | Table) -> Position | None:
         """The position of the variable that is the whole value, if there is one."""
         name = item.value if isinstance(item, Leaf) and isinstance(item.value, str) else ""
         found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
-        return found.place if found else None
+        return found.position if found else None
 
     def _set_default(self, node: Node, field: Field) -> None:
         if not field.required:
             node.set(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
-        value = placeholder(field.type)
+        value = make_placeholder(field.type)
         hint = f"write {field.name} = {value}"
         if not node.owner:
-            hint += f" in [{node.name}], or {word(f'{node.name}.{field.name}={value}')} behind a command"
+            hint += f" in [{node.name}], or {quote_word(f'{node.name}.{field.name}={value}')} behind a command"
         node.add_problem("DL305", text, hint, ())
 
     def plain(self, node: Node, item: Any, path: KeyPath) -> Any:
@@ -95,10 +97,10 @@ class SettingsResolver:
             return self._plain_string(node, item, path) if item[:1] in ("@", "$") else item
         if isinstance(item, list):
             parts = [self.plain(node, part, (*path, number)) for number, part in enumerate(item)]
-            return INVALID if any(part is INVALID for part in parts) else parts
+            return INVALID_VALUE if any(part is INVALID_VALUE for part in parts) else parts
         if isinstance(item, dict):
             table = {key: self.plain(node, part, (*path, key)) for key, part in item.items()}
-            return INVALID if any(part is INVALID for part in table.values()) else table
+            return INVALID_VALUE if any(part is INVALID_VALUE for part in table.values()) else table
         return item
 
     def _plain_string(self, node: Node, text: str, path: KeyPath) -> Any:
@@ -107,31 +109,31 @@ class SettingsResolver:
         if text.startswith(VARIABLE):
             return self.variable(node, text, path)
         if text.startswith("@"):
-            why = f"{dotted(path)} is a setting, so it can't refer to a node with {text!r}"
+            why = f"{format_path(path)} is a setting, so it can't refer to a node with {text!r}"
         else:
             why = f"{text!r} is not a variable: those are written $vars.name, and are always a whole value"
         node.add_problem("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
-        return INVALID
+        return INVALID_VALUE
 
     def variable(self, node: Node, text: str, path: KeyPath) -> Any:
         """The value of a variable, written `$vars.name`; INVALID if there is none of that name."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
             name = text.removeprefix(VARIABLE)
-            near = nearest(name, self.vars)
+            near = find_nearest(name, self.vars)
             hint = (
                 f"did you mean {near!r}?"
                 if near
                 else f"write {name} = ... in [vars], or vars.{name}=... behind a command"
             )
             node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
-            return INVALID
+            return INVALID_VALUE
         return leaf.value
 
 
-def _in_shell(hint: str, node: Node, path: KeyPath) -> str:
+def _quote_hint(hint: str, node: Node, path: KeyPath) -> str:
     """A hint with the array to write; if the setting is a word of the command line, with the word, quoted."""
-    if not hint.startswith("write [") or path[1:] or node.place_of(path) != COMMAND_LINE:
+    if not hint.startswith("write [") or path[1:] or node.position_of(path) != COMMAND_LINE:
         return hint
     value = hint.removeprefix("write ")
-    return f"write {word(f'{node.name}.{path[0]}={value}')}"
+    return f"write {quote_word(f'{node.name}.{path[0]}={value}')}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from drawloom import ports as ports
     from drawloom import testing as testing
     from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting, wired
-    from drawloom.graph.problems import Place, Problem, RecipeError, UserError
+    from drawloom.graph.problems import Position, Problem, RecipeError, UserError
     from drawloom.graph.project import Recipe
     from drawloom.graph.recipe.lockfile import ResolvedRecipe
     from drawloom.graph.runtime.container import Container
@@ -33,7 +33,7 @@ __all__ = [
     "Container",
     "Every",
     "Ordered",
-    "Place",
+    "Position",
     "Problem",
     "Recipe",
     "RecipeError",

@@ -5,6 +5,6 @@ As fixtures of pytest they are `drawloom_build`, `drawloom_fake` and `drawloom_c
 component until the test ends.
 """
 
-from drawloom.graph.testing import BrokenContract, Call, build, check_port, expect, fake
+from drawloom.graph.testing import BrokenContractError, Call, build, check_port, expect, fake
 
-__all__ = ["BrokenContract", "Call", "build", "check_port", "expect", "fake"]
+__all__ = ["BrokenContractError", "Call", "build", "check_port", "expect", "fake"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, timed, timing_table
+from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, StageTimer, format_timings
 from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 
@@ -395,7 +395,7 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
         NodeTiming("job", "build", 0.0, 0.0004),
         NodeTiming("mesh", "open", 0.0, 0.0003),
     ]
-    assert timing_table(timings).splitlines() == [
+    assert format_timings(timings).splitlines() == [
         "ms           build      open     close",
         "[data]         0.0    1500.0     500.0",
         "[model]      250.0       0.0       0.0",
@@ -407,6 +407,6 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 def test_a_stage_that_fails_is_timed() -> None:
     """The time until a failure is recorded."""
     timings: list[NodeTiming] = []
-    with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):
+    with pytest.raises(ValueError, match="no"), StageTimer(timings, "x", "open"):
         raise ValueError("no")
     assert [(timing.node, timing.stage) for timing in timings] == [("x", "open")] and timings[0].seconds >= 0
