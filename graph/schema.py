@@ -23,10 +23,10 @@ from drawloom.graph.types.port_match import implements
 Schema = dict[str, Any]
 
 VARIABLE: Schema = {"type": "string", "pattern": r"^\$vars\."}
-"""A variable may replace any whole value."""
+"""Schema of a variable, which may replace any whole value."""
 
 TEXT = r"^([^@$]|@@|\$\$|$)"
-"""A literal string: neither a reference to a node nor a variable; a leading @ or $ is doubled."""
+"""Pattern of a literal string: neither a reference to a node nor a variable. A leading @ or $ is doubled."""
 
 SIMPLE_TYPES: dict[Any, Schema] = {
     str: {"type": "string", "pattern": TEXT},
@@ -44,12 +44,12 @@ SIMPLE_TYPES: dict[Any, Schema] = {
 
 
 def setting_schema(kind: Any, check: Any = None) -> Schema:
-    """The schema of a setting: a value of its type, or a variable."""
+    """Return the schema of a setting: a value of its type, or a variable."""
     return {"anyOf": [type_schema(kind) | _bounds_schema(check), VARIABLE]}
 
 
 def type_schema(kind: Any) -> Schema:
-    """The schema of the values of a type, of which parts may be variables."""
+    """Return the schema for values of a type. Parts of a value may be variables."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE_TYPES:
         return dict(SIMPLE_TYPES[kind])
@@ -86,14 +86,14 @@ def _field_schema(field: "attrs.Attribute[Any]") -> Schema:
 
 
 def describe_key(doc: str, default: Any) -> Schema:
-    """The description and default of a key, which editors show."""
-    made = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
-    known = default is not attrs.NOTHING and made is not None
-    return ({"description": doc} if doc else {}) | ({"default": _to_json(made)} if known else {})
+    """Return the description and default of a key, which editors show."""
+    value = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+    has_value = default is not attrs.NOTHING and value is not None
+    return ({"description": doc} if doc else {}) | ({"default": _to_json(value)} if has_value else {})
 
 
 def _to_json(value: Any) -> Any:
-    """A default as JSON; values that JSON does not have become strings."""
+    """Convert a default to JSON. Values without a JSON form become strings."""
     return json.loads(json.dumps(serialize_value(value), default=str))
 
 
@@ -105,7 +105,7 @@ def _bounds_schema(check: Any) -> Schema:
 
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest draft that TOML plugins of editors read."""
+"""The newest draft that TOML plugins for editors support."""
 
 NODE_NAME = f"^{NAME.pattern}$"
 
@@ -115,7 +115,7 @@ _OTHER: Schema = {
     "properties": {"use": False},
     "additionalProperties": {"if": {"type": "object", "required": ["use"]}, "then": NODE},
 }
-"""A table that is merged over a node of another file, or a group of nodes."""
+"""A table that is merged over a node in another file, or a group of nodes."""
 
 TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "else": _OTHER, "anyOf": [NODE, True]}
 """A top-level table. `if` lets validators name the wrong key; editors read `anyOf` for completion."""
@@ -124,26 +124,26 @@ EDITS: Schema = {
     "type": "object",
     "properties": {
         "remove": {"not": {"type": "object"}, "description": "elements of the list to remove"},
-        "before": {"type": "object", "description": "elements to insert, by the element before which they go"},
-        "after": {"type": "object", "description": "elements to insert, by the element after which they go"},
+        "before": {"type": "object", "description": "elements to insert, keyed by the element that follows them"},
+        "after": {"type": "object", "description": "elements to insert, keyed by the element that precedes them"},
     },
     "additionalProperties": {"$ref": "#/definitions/edits"},
 }
-"""The edits of a list, or of the lists in a node of a group, whose names can't be told apart without the recipe."""
+"""Edits of a list, or of the lists in a grouped node. Without the recipe, the names can't be told apart."""
 
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
-def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
+def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
-    The schema of a recipe file.
+    Return the schema of a recipe file.
 
-    No setting is required, since another file may have it. A table without `use` may be merged over any node of another
-    file, so that all its keys are valid; editors offer those of `usual`, the components that nodes of a name use most
-    often.
+    No setting is required, because another file may set it. A table without `use` may be merged over any node in
+    another file, so all its keys are valid. Editors offer the keys of `common`: the components that nodes of this name
+    often use.
     """
-    found = [registry.find(use) for use in registry.names()]
-    specs = [spec for spec in found if not isinstance(spec, Problem)]
+    components_or_problems = [registry.find(use) for use in registry.names()]
+    specs = [spec for spec in components_or_problems if not isinstance(spec, Problem)]
     node = {
         "type": "object",
         "required": ["use"],
@@ -157,38 +157,38 @@ def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None 
         "title": "A drawloom recipe",
         "type": "object",
         "properties": _directives_schema()
-        | {name: _usual_schema(components, uses) for name, uses in (usual or {}).items()},
+        | {name: _common_schema(components, uses) for name, uses in (common or {}).items()},
         "propertyNames": {"pattern": NODE_NAME},
         "additionalProperties": TABLE,
         "definitions": {"node": node, "edits": EDITS} | components,
     }
 
 
-def _usual_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
-    """A table with any keys, for which editors offer those of the usual components."""
-    known = [components[use] for use in uses if use in components]
-    offered = [{"description": table["description"], "properties": table["properties"]} for table in known]
-    return TABLE | {"anyOf": [*offered, *TABLE["anyOf"]]}
+def _common_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
+    """Return the schema of a table with any keys, for which editors offer the keys of the common components."""
+    schemas = [components[use] for use in uses if use in components]
+    offers = [{"description": table["description"], "properties": table["properties"]} for table in schemas]
+    return TABLE | {"anyOf": [*offers, *TABLE["anyOf"]]}
 
 
 def _directives_schema() -> Schema:
     names = {"type": "array", "items": {"type": "string"}}
     return {
-        "format": {"const": FORMAT, "description": "the number of the recipe format; resolved recipes carry it"},
+        "format": {"const": FORMAT, "description": "the version of the recipe format, written in resolved recipes"},
         "extends": {
             "anyOf": [{"type": "string"}, names],
             "description": "recipes that this one is merged over, left to right",
         },
-        "unset": names | {"description": "nodes and keys of the recipes below to remove"},
+        "unset": names | {"description": "nodes and keys to remove from the extended recipes"},
         "edit": {
             "type": "object",
             "additionalProperties": {"type": "object", "additionalProperties": {"$ref": "#/definitions/edits"}},
-            "description": "edits of lists of the recipes below, as in [edit.trainer.phases]",
+            "description": "edits of lists in the extended recipes, as in [edit.trainer.phases]",
         },
         "vars": {
             "type": "object",
             "additionalProperties": {"not": {"type": "object"}},
-            "description": 'values to use in several places, as "$vars.name"',
+            "description": 'values to use several times, written "$vars.name"',
         },
     }
 
@@ -198,10 +198,10 @@ def _make_ref(spec: Spec) -> Schema:
 
 
 def _component_schema(spec: Spec, specs: list[Spec]) -> Schema:
-    """A node of a component, with the keys of the component and no others."""
+    """Return the schema of a component's node, with exactly the keys of the component."""
     doc = inspect.cleandoc(spec.cls.__doc__ or "")
-    written = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
-    keys = {field.name: _key_schema(field, specs) for field in written}
+    fields = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
+    keys = {field.name: _key_schema(field, specs) for field in fields}
     return {
         "type": "object",
         "title": spec.use,
@@ -215,7 +215,7 @@ def _component_schema(spec: Spec, specs: list[Spec]) -> Schema:
 def _key_schema(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
         return setting_schema(field.type, field.check) | describe_key(field.doc, field.default)
-    description = {"description": f"leads to {field.target}"}
+    description = {"description": f"edge to {field.target}"}
     fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
         # Editors expand nested `properties` without limit, so inline nodes only list the names of components.

@@ -14,15 +14,15 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def draw_tree(graph: Graph, root: str) -> str:
-    """The nodes that `root` needs as a tree, one a line; what a node needs is drawn at its first place only."""
+    """Draw `root` and its dependencies as a tree, one node per line. Dependencies appear only at a node's first occurrence."""
     seen: set[str] = set()
     lines: list[str] = []
     stack: list[tuple[str, str, str, str]] = [(root, "", "", "")]
     while stack:
         name, label, branch, indent = stack.pop()
-        again = name in seen and bool(graph.needs(name))
-        lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if again else ''}")
-        if not again:
+        is_repeated = name in seen and bool(graph.needs(name))
+        lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if is_repeated else ''}")
+        if not is_repeated:
             seen.add(name)
             stack += reversed(_list_children(graph, name, indent))
     return "\n".join(lines)
@@ -38,7 +38,7 @@ def _list_children(graph: Graph, name: str, indent: str) -> list[tuple[str, str,
 
 
 def draw_step_text(step: SequenceDrawing) -> str:
-    """The members of a sequence in order, numbered from 1, each with what it reads, changes and writes."""
+    """List the members of a sequence in order, numbered from 1, with the values read, changed and written."""
     return "\n".join([step.title, *_format_members(step)]) + "\n"
 
 
@@ -54,11 +54,11 @@ def _format_members(step: SequenceDrawing) -> Iterator[str]:
 ENTITIES = str.maketrans(
     {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;", "|": "#124;", "\n": " "}
 )
-"""Characters that end a label or are markup, as entities of Mermaid."""
+"""Characters that would end a label or act as markup, as entities for Mermaid."""
 
 
 def draw_mermaid(diagram: Diagram) -> str:
-    """A flowchart from left to right; nodes are numbered, since names such as `end` are keywords of Mermaid."""
+    """Draw a flowchart from left to right. Nodes are numbered, because names such as `end` are keywords in Mermaid."""
     numbers = {box.name: f"n{number}" for number, box in enumerate(diagram.boxes)}
     lines = ["flowchart LR"]
     lines += [
@@ -81,7 +81,7 @@ ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def draw_dot(diagram: Diagram) -> str:
-    """A directed graph from left to right, boxes in the colours of their subjects."""
+    """Draw a directed graph from left to right, with boxes in the colours of their subjects."""
     fills = assign_colours(diagram.subjects)
     lines = [
         f"digraph {_quote(diagram.title)} {{",
@@ -90,9 +90,9 @@ def draw_dot(diagram: Diagram) -> str:
         '  edge [fontname="Helvetica", fontsize=9]',
     ]
     for box in diagram.boxes:
-        more = ", penwidth=3" if box.name == diagram.focus else ""
+        style = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
-        lines.append(f'  {_quote(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{more}]')
+        lines.append(f'  {_quote(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
     for arrow in diagram.arrows:
         lines.append(f"  {_quote(arrow.source)} -> {_quote(arrow.target)} [label={_quote(arrow.label)}]")
     return "\n".join([*lines, "}"]) + "\n"
@@ -107,10 +107,11 @@ PICTURES: dict[Format, Callable[[Diagram], str]] = {"mermaid": draw_mermaid, "do
 
 def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
     """
-    A valid graph as text in a format, with a newline at the end.
+    Draw a valid graph as text in a format, with a newline at the end.
 
-    It is the wiring of what `root` needs, or of the node `focus`; with `step`, the dataflow of the sequence edge of one
-    of them. Raises UserError if there is no such format, node or sequence.
+    The drawing shows `root` and its dependencies, or the surroundings of the node `focus`. With `step`,
+    it shows the dataflow of the sequence edge of `focus` or `root`. Raises UserError for an unknown format or node, or
+    without a sequence.
     """
     if format not in FORMATS:
         raise UserError(f"there is no format {format!r}; {did_you_mean(format, FORMATS)}", 2)
@@ -132,6 +133,6 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 
 def _draw_tree(graph: Graph, root: str, focus: str) -> str:
-    used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
+    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
     notes = read_notes(graph, graph.nodes[focus]) if focus else ()
-    return "\n".join([*used, *notes, draw_tree(graph, root)]) + "\n"
+    return "\n".join([*users, *notes, draw_tree(graph, root)]) + "\n"

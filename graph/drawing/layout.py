@@ -1,10 +1,10 @@
 """
-Layered layout: boxes in columns, so that every arrow leads to the right and few arrows cross.
+Layered layout: boxes in columns, with all arrows leading to the right and few crossings.
 
-After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
-column is the length of the longest path to it, an arrow over several columns bends in those between, and each column is
-sorted by the barycenter of its neighbours. Arrows to the same box share their bends, so that they merge on the way.
-Graphviz does not merge them, and its output differs between versions; for it there is `--format dot`.
+After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): the column
+of a box is the length of the longest path to it, an arrow over several columns bends in the columns between, and a
+column is sorted by the barycenters of its neighbours. Arrows to the same box share their bends and so merge on
+the way. Graphviz does not merge arrows, and its output differs between versions; `--format dot` is for Graphviz.
 """
 
 from bisect import bisect_right, insort
@@ -17,7 +17,7 @@ import attrs
 from drawloom.graph.drawing.diagram import Box, Diagram
 
 SWEEPS = 12
-"""Passes of sorting columns; later ones rarely remove a crossing."""
+"""Passes that sort columns; later passes rarely remove a crossing."""
 
 MAX_LETTER_WIDTH = 0.64
 """Average width of a letter as a share of its height, in the broadest font that a viewer may substitute."""
@@ -32,12 +32,14 @@ class ArrowPoint:
 
     box: str
     column: int
-    bend: bool = False
+    is_bend: bool = False
 
 
 @attrs.frozen
 class Layering:
-    """Columns from left to right, each from top to bottom; `pieces` are the segments between stops, each once."""
+    """
+    Columns from left to right, each from top to bottom. `pieces` are the segments between points, without duplicates.
+    """
 
     columns: Columns
     pieces: tuple[tuple[ArrowPoint, ArrowPoint], ...]
@@ -45,18 +47,20 @@ class Layering:
 
     @property
     def neighbours(self) -> dict[ArrowPoint, list[ArrowPoint]]:
-        """The stops on both sides of each."""
-        found: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
+        """The points on both sides of every point."""
+        neighbours: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
         for left, right in self.pieces:
-            found[left].append(right)
-            found[right].append(left)
-        return found
+            neighbours[left].append(right)
+            neighbours[right].append(left)
+        return neighbours
 
 
 def layer_boxes(
     names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()
 ) -> Layering:
-    """Columns with few crossings, of boxes in reading order and acyclic arrows; sequences keep their order."""
+    """
+    Arrange boxes in columns with few crossings. Boxes are in reading order, arrows acyclic; sequences keep their order.
+    """
     depth = compute_depths(names, arrows)
     ways = {arrow: _route_arrow(*arrow, depth) for arrow in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
@@ -70,46 +74,48 @@ def layer_boxes(
 
 
 def compute_depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The number of arrows on the longest path to each box."""
-    found = dict.fromkeys(names, 0)
+    """Return the number of arrows on the longest path to every box."""
+    depths = dict.fromkeys(names, 0)
     waiting = Counter(target for _, target in arrows)
     leads: dict[str, list[str]] = defaultdict(list)
     for source, target in arrows:
         leads[source].append(target)
-    ready = [name for name in found if not waiting[name]]
+    ready = [name for name in depths if not waiting[name]]
     while ready:
         name = ready.pop()
         for target in leads[name]:
-            found[target] = max(found[target], found[name] + 1)
+            depths[target] = max(depths[target], depths[name] + 1)
             waiting[target] -= 1
             ready += [] if waiting[target] else [target]
-    return found
+    return depths
 
 
 def _route_arrow(source: str, target: str, depth: Mapping[str, int]) -> tuple[ArrowPoint, ...]:
-    bends = [ArrowPoint(target, column, bend=True) for column in range(depth[source] + 1, depth[target])]
+    bends = [ArrowPoint(target, column, is_bend=True) for column in range(depth[source] + 1, depth[target])]
     return (ArrowPoint(source, depth[source]), *bends, ArrowPoint(target, depth[target]))
 
 
 def _minimize_crossings(
     columns: Columns, pieces: Sequence[tuple[ArrowPoint, ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
-    """The order with the fewest crossings of SWEEPS passes, which sort columns by their left or right neighbours."""
+    """
+    Return the order with the fewest crossings among SWEEPS passes, which sort columns by left or right neighbours.
+    """
     lefts: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
     rights: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
     for left, right in pieces:
         lefts[right].append(left)
         rights[left].append(right)
     columns = [_restore_sequences(column, sequences) for column in columns]
-    best, least = columns, count_crossings(columns, pieces)
+    best, fewest = columns, count_crossings(columns, pieces)
     for sweep in range(SWEEPS):
         columns = (
             _sort_by_neighbours(columns, lefts, sequences)
             if sweep % 2 == 0
             else _sort_by_neighbours(columns[::-1], rights, sequences)[::-1]
         )
-        if (now := count_crossings(columns, pieces)) < least:
-            best, least = columns, now
+        if (count := count_crossings(columns, pieces)) < fewest:
+            best, fewest = columns, count
     return best
 
 
@@ -117,23 +123,25 @@ def _sort_by_neighbours(
     columns: Columns, toward: Mapping[ArrowPoint, list[ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
     swept: Columns = []
-    place: dict[ArrowPoint, float] = {}
+    height: dict[ArrowPoint, float] = {}
     for column in columns:
-        own = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
-        wish = {stop: _mean_or([place[other] for other in toward.get(stop, ())], own[stop]) for stop in column}
-        swept.append(_restore_sequences(sorted(column, key=wish.__getitem__), sequences))
-        place |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
+        own_height = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
+        wished_height = {
+            stop: _mean_or([height[other] for other in toward.get(stop, ())], own_height[stop]) for stop in column
+        }
+        swept.append(_restore_sequences(sorted(column, key=wished_height.__getitem__), sequences))
+        height |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
     return swept
 
 
 def _restore_sequences(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> list[ArrowPoint]:
-    """A column whose members of a sequence are in its order, at the positions that they had together."""
+    """Sort the members of every sequence within their positions in a column."""
     column = list(column)
     for sequence in sequences:
         rank = {name: number for number, name in enumerate(sequence)}
-        places = [number for number, stop in enumerate(column) if stop.box in rank and not stop.bend]
-        members = sorted((column[number] for number in places), key=lambda stop: rank[stop.box])
-        for number, stop in zip(places, members, strict=True):
+        slots = [number for number, stop in enumerate(column) if stop.box in rank and not stop.is_bend]
+        members = sorted((column[number] for number in slots), key=lambda stop: rank[stop.box])
+        for number, stop in zip(slots, members, strict=True):
             column[number] = stop
     return column
 
@@ -143,11 +151,11 @@ def _mean_or(numbers: Sequence[float], otherwise: float) -> float:
 
 
 def count_crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
-    """How many pairs of pieces cross."""
-    place = {stop: number for column in columns for number, stop in enumerate(column)}
+    """Count the crossings between segments."""
+    row = {stop: number for column in columns for number, stop in enumerate(column)}
     gaps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for left, right in pieces:
-        gaps[left.column].append((place[left], place[right]))
+        gaps[left.column].append((row[left], row[right]))
     return sum(_count_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
 
 
@@ -162,9 +170,10 @@ def _count_inversions(numbers: Iterable[int]) -> int:
 
 def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
     """
-    Positions nearest to the wishes in least squares, in this order and without overlap; `rooms` are the heights.
+    Return positions nearest to the wishes in least squares, in the same order and without overlap. `rooms` are the
+    heights.
 
-    By pooling adjacent violators (Ayer and others, 1955).
+    The algorithm pools adjacent violators (Ayer and others, 1955).
     """
     offsets = [0.0] if rooms else []
     for above, below in pairwise(rooms):
@@ -182,9 +191,9 @@ def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
 
 NAME, USE = 12.5, 10.0
 TITLE, CAPTION = 15.0, 11.0
-"""Sizes of text, in pixels."""
+"""Text sizes in pixels."""
 BOX, BETWEEN, BEND = 36.0, 10.0, 14.0
-"""Heights in pixels: of a box, of the gap between two boxes, of a bend."""
+"""Heights of a box, of the gap between two boxes, and of a bend, in pixels."""
 GAP, PADDING = 104.0, 10.0
 LEFT, TOP, BOTTOM = 20.0, 60.0, 20.0
 STRAIGHTENING_SWEEPS = 10
@@ -192,7 +201,7 @@ STRAIGHTENING_SWEEPS = 10
 
 @attrs.frozen
 class PlacedDiagram:
-    """The coordinates of a layout in pixels: `xs` and `widths` of columns, `ys` of the middles of stops."""
+    """Coordinates of a layout in pixels: `xs` and `widths` of columns, `ys` of the middles of points."""
 
     layering: Layering
     xs: Sequence[float]
@@ -202,20 +211,20 @@ class PlacedDiagram:
     height: float
 
     def left(self, stop: ArrowPoint) -> tuple[float, float]:
-        """The point at which arrows enter a stop."""
+        """Return the coordinates where arrows enter a point."""
         return self.xs[stop.column], self.ys[stop]
 
     def right(self, stop: ArrowPoint) -> tuple[float, float]:
-        """The point at which arrows leave a stop."""
+        """Return the coordinates where arrows leave a point."""
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
 def place_boxes(diagram: Diagram) -> PlacedDiagram:
-    """Coordinates for each box and bend, without overlaps and with nearly straight arrows."""
+    """Compute coordinates for every box and bend, without overlaps and with nearly straight arrows."""
     arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
     layering = layer_boxes([box.name for box in diagram.boxes], arrows, diagram.sequences)
     boxes = {box.name: box for box in diagram.boxes}
-    widths = [max(_box_width(boxes[stop.box]) for stop in column if not stop.bend) for column in layering.columns]
+    widths = [max(_box_width(boxes[stop.box]) for stop in column if not stop.is_bend) for column in layering.columns]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
     ys = _place_stops(layering)
     highest = min((ys[stop] - _stop_height(stop) / 2 for stop in ys), default=0.0)
@@ -231,11 +240,11 @@ def _box_width(box: Box) -> float:
 
 
 def _stop_height(stop: ArrowPoint) -> float:
-    return BEND if stop.bend else BOX + BETWEEN
+    return BEND if stop.is_bend else BOX + BETWEEN
 
 
 def _place_stops(layering: Layering) -> dict[ArrowPoint, float]:
-    """Middles of stops: columns are moved towards the mean of their neighbours, from left to right and back."""
+    """Return the middles of points. Columns move towards the mean of their neighbours, from left to right and back."""
     ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
         ys |= _place_column(column, [0.0] * len(column))
@@ -244,7 +253,7 @@ def _place_stops(layering: Layering) -> dict[ArrowPoint, float]:
         columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
         for column in columns:
             near = [[ys[other] for other in neighbours.get(stop, [])] or [ys[stop]] for stop in column]
-            ys |= _place_column(column, [sum(some) / len(some) for some in near])
+            ys |= _place_column(column, [sum(heights) / len(heights) for heights in near])
     return ys
 
 
@@ -253,5 +262,5 @@ def _place_column(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict
 
 
 def estimate_width(text: str, size: float, *, bold: bool = False) -> float:
-    """An upper bound of the width of a text in pixels, in any font."""
+    """Return an upper bound for the width of a text in pixels, in any font."""
     return len(text) * size * MAX_LETTER_WIDTH * (BOLD_FACTOR if bold else 1.0)

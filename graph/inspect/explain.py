@@ -1,4 +1,4 @@
-"""`drawloom explain`: where values come from, why nodes are connected, and which nodes use which."""
+"""`drawloom explain`: the origin of values, the reason for connections, and the users of nodes."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 
 
 def explain(graph: Graph, target: str, root: str) -> str:
-    """A recipe, a node, a key of a node or a part of its value, explained. Raises UserError for an unknown target."""
+    """Explain a recipe, a node, a key of a node or a part of its value. Raises UserError for an unknown target."""
     if not target:
         return "\n".join(_explain_recipe(graph))
     if target in graph.nodes:
@@ -33,7 +33,7 @@ def explain(graph: Graph, target: str, root: str) -> str:
 
 
 def explain_variable(graph: Graph, name: str) -> str:
-    """The values that were set for a variable, newest first; empty if there is none of that name."""
+    """Return all values set for a variable, newest first. Empty if the variable does not exist."""
     history = graph.recipe.vars[name].history() if name in graph.recipe.vars else ()
     return "\n".join(f"{VARIABLE}{name} = {dumps(leaf.value)}  {leaf.key_position}" for leaf in history)
 
@@ -57,23 +57,24 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield f"[{node.name}] {node.spec.use}, {node.position}"
     yield from _indent(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
     if provided := [port.__name__ for port in list_needed_ports(graph) if port in graph.provides(node.name)]:
-        yield f"  it is a {', a '.join(provided)}"
+        yield f"  implements {', '.join(provided)}"
     fields = node.spec.fields.values()
     yield from _format_section("settings", [_format_setting(graph, node, f) for f in fields if f.kind == "setting"])
     yield from _format_section("edges", [_format_edge(graph, node, f) for f in fields if f.is_edge])
     yield from _format_section(
-        "filled in", [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")]
+        "filled by the container",
+        [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
     )
     yield from _format_section("notes", [*read_notes(graph, node)])
-    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
-    yield from _format_section("used by", used or ["no node"])
+    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
+    yield from _format_section("used by", users or ["no node"])
     yield from _format_section(
-        "place", [*describe_build_order(graph, node.name, root), *describe_sequences(graph, node.name)]
+        "order", [*describe_build_order(graph, node.name, root), *describe_sequences(graph, node.name)]
     )
 
 
 def read_notes(graph: Graph, node: Node) -> Iterable[str]:
-    """The notes of the component about a valid node, whose neighbours are valid, too."""
+    """Return a component's notes about a node. Empty unless the node and its neighbours are valid."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and graph.is_complete(node) else ()
 
@@ -90,11 +91,11 @@ def _indent(lines: Iterable[str]) -> Iterator[str]:
 
 def _format_setting(graph: Graph, node: Node, field: Field) -> str:
     kind = describe_type(field.type)
-    if field.name not in node.settings:  # an editor explains recipes with problems, too
-        position = (
+    if field.name not in node.settings:  # an editor also explains recipes with problems
+        origin = (
             f"invalid; {describe_provenance(graph, node, field.name)}" if field.name in node.table.items else "missing"
         )
-        return f"{field.name}  ({kind}; {position})"
+        return f"{field.name}  ({kind}; {origin})"
     return (
         f"{field.name} = {_format_setting_value(node, field)}  ({kind}; {describe_provenance(graph, node, field.name)})"
     )
@@ -124,14 +125,14 @@ def _format_value(plain: Any) -> str:
 def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     field = node.spec.fields[str(path[0])]
     if field.kind in ("every", "recipe"):
-        yield f"[{node.name}] {field.name} is filled in by the container"
+        yield f"[{node.name}] {field.name} is filled by the container"
         return
     line = _format_setting(graph, node, field) if field.kind == "setting" else _format_edge(graph, node, field)
     yield f"[{node.name}] {line}"
     if field.doc:
         yield f"  {field.doc}"
     if field.kind == "setting":
-        yield f"  resume impact of another value: {field.impact}"
+        yield f"  impact of another value on a resumed run: {field.impact}"
     item, rest = _descend(node.table.items.get(field.name), path[1:])
     for leaf in iterate_leaves(item) if item else ():
         yield from _indent(_format_history(graph, leaf, rest))
@@ -140,27 +141,30 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
 
 
 def _descend(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
-    """The item reached by following a path through tables, and the rest of the path, inside the value of a leaf."""
+    """Follow a path through tables. Return the item, and the rest of the path inside the value of a leaf."""
     while path and isinstance(item, Table):
         item, path = item.items.get(str(path[0])), path[1:]
     return item, path
 
 
 def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
-    """All values that were set for a leaf, newest first, each followed by those of the variable that it refers to."""
-    within = f"{format_path(leaf.path[-1:])}: " if rest else ""
-    for one in leaf.history():
-        if rest and one.elements is not None:  # the same index is another element of the list that was edited
-            yield f"{within}{_format_part(one.value, rest)}  {one.origin(rest).position}"
+    """Yield all values set for a leaf, newest first, followed by the values of its variable."""
+    prefix = f"{format_path(leaf.path[-1:])}: " if rest else ""
+    for entry in leaf.history():
+        if rest and entry.elements is not None:  # the same index is another element of the list that was edited
+            yield f"{prefix}{_format_part(entry.value, rest)}  {entry.origin(rest).position}"
             return
-        yield f"{within}{_format_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_position}"
-        yield from _indent(() if rest else _format_edits(one))
-        behind = find_variable(graph, one)
-        yield from (f"  {dumps(under.value)}  {under.key_position}" for under in (behind.history() if behind else ()))
+        position = entry.layer.value((*entry.path, *rest)) if rest else entry.key_position
+        yield f"{prefix}{_format_part(entry.value, rest)}  {position}"
+        yield from _indent(() if rest else _format_edits(entry))
+        variable = find_variable(graph, entry)
+        yield from (
+            f"  {dumps(value.value)}  {value.key_position}" for value in (variable.history() if variable else ())
+        )
 
 
 def _format_edits(leaf: Leaf) -> Iterator[str]:
-    """What an edit made of the list that it overrides."""
+    """Yield the elements removed from a list or inserted into it by an edit."""
     yield from (f"removed {dumps(value)}" for value in leaf.removed)
     for value, origin in zip(leaf.value, leaf.elements, strict=True) if leaf.elements else ():
         if origin.layer is leaf.layer and origin.path[: len(leaf.path)] == leaf.path:
@@ -176,28 +180,28 @@ def _format_part(plain: Any, path: KeyPath) -> str:
     return dumps(plain)
 
 
-# Of ordinals; 11th, 12th and 13th are exceptions.
+# 11th, 12th and 13th are exceptions.
 ORDINAL_SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 
 def list_needed_ports(graph: Graph) -> list[type]:
-    """The ports that some node of the graph has edges to, without duplicates."""
+    """Return the ports needed by edges in the graph, without duplicates."""
     fields = (field for node in graph.nodes.values() for field in node.spec.fields.values())
     return list(dict.fromkeys(port for field in fields for port in field.ports))
 
 
 def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
-    """The position of a node in the order of building."""
+    """Yield the position of a node in the order of building."""
     order = graph.topological_order([root])
     if name not in order:
-        yield f"not built: nothing that [{root}] needs leads to it"
+        yield f"not built: no node that [{root}] needs refers to it"
         return
     needs = ", ".join(f"[{need}]" for need in graph.needs(name))
     yield f"built {format_ordinal(order.index(name) + 1)} of {len(order)}{f', after {needs}' if needs else ''}"
 
 
 def describe_sequences(graph: Graph, name: str) -> Iterator[str]:
-    """The position of a node in each sequence that it is a member of, and the values that pass through it."""
+    """Yield the node's position in every sequence containing it, and the values passing through the node."""
     for user, keys in graph.incoming(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
@@ -217,7 +221,7 @@ def _describe_member(graph: Graph, name: str, members: tuple[str, ...], title: s
             yield f"  {verb} {plain}, written by {' and '.join(writers) or 'no member'}"
     for value in flow.writes:
         readers = [f"[{other}]" for other in after if _uses_value(graph, other, value)]
-        yield f"  writes {value}, taken by {' and '.join(readers) or 'no later member'}"
+        yield f"  writes {value}, consumed by {' and '.join(readers) or 'no later member'}"
 
 
 def _uses_value(graph: Graph, name: str, value: str) -> bool:
@@ -226,6 +230,6 @@ def _uses_value(graph: Graph, name: str, value: str) -> bool:
 
 
 def format_ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th ..."""
+    """Return 1st, 2nd, 3rd, 4th ..."""
     end = "th" if number % 100 in (11, 12, 13) else ORDINAL_SUFFIXES.get(number % 10, "th")
     return f"{number}{end}"

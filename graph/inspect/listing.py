@@ -1,4 +1,4 @@
-"""`drawloom list`: components with their settings, edges and documentation, also by the node that they can be."""
+"""`drawloom list`: components with settings, edges and documentation, also filtered by port or node."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -13,7 +13,7 @@ from drawloom.graph.wiring.node import Node
 
 
 def list_components(registry: Registry, subject: str = "") -> str:
-    """All components in one line each, or those of a subject with their settings and edges."""
+    """List all components, one per line, or the components of a subject with settings and edges."""
     names = [name for name in registry.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
         known = {name.partition(".")[0] for name in registry.names()} | set(registry.names())
@@ -26,25 +26,25 @@ def list_components(registry: Registry, subject: str = "") -> str:
 
 def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
     """
-    List the components that implement the port `name`, or that can be the node `name` of these graphs, one a line.
+    List the components implementing the port `name`, or fitting the node `name` in these graphs, one per line.
 
-    A node is known by the edges that lead to it. Of a sequence such as phases only those fit that write and change the
-    same values. A group is named for its members.
+    The incoming edges of a node determine which components fit. In a sequence such as phases, a component must also
+    write and change the same values. A group stands for its members.
     """
     specs, ports = _collect_specs(registry), {}
-    if not (wanted := [role for graph in graphs for role in find_roles(graph, name)]):
+    if not (required_roles := [role for graph in graphs for role in find_roles(graph, name)]):
         ports = collect_ports(specs.values())
         if name not in ports:
             known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
             hint = did_you_mean(name, known | ports.keys())
             raise UserError(f"no shipped recipe has a node [{name}], and there is no such port; {hint}".rstrip("; "), 2)
-        wanted = [lambda spec: implements(spec.cls, ports[name])]
-    fitting = {use: spec.doc for use, spec in specs.items() if all(role(spec) for role in wanted)}
+        required_roles = [lambda spec: implements(spec.cls, ports[name])]
+    fitting = {use: spec.doc for use, spec in specs.items() if all(role(spec) for role in required_roles)}
     return _format_table(fitting) or f"no component implements {name}"
 
 
 def list_ports(registry: Registry) -> str:
-    """List the ports that edges and other fields of components have, each with the components that implement it."""
+    """List the ports used by component fields, with the components implementing them."""
     specs = _collect_specs(registry)
     blocks = []
     for name, port in collect_ports(specs.values()).items():
@@ -55,7 +55,7 @@ def list_ports(registry: Registry) -> str:
 
 
 def collect_ports(specs: Iterable[Spec]) -> dict[str, type]:
-    """Return the ports of all fields of these components by name, sorted."""
+    """Return the ports of all fields in these components by name, sorted."""
     ports = {port.__name__: port for spec in specs for field in spec.fields.values() for port in field.ports}
     return dict(sorted(ports.items()))
 
@@ -70,7 +70,7 @@ def _format_table(rows: Mapping[str, str]) -> str:
 
 
 def find_roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
-    """What a component must be in place of a node: for each edge to it, or to a member of the group."""
+    """Yield a predicate for components at a node, for every incoming edge of the node or of a member of the group."""
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
             for user, keys in graph.incoming(node.name):
@@ -79,22 +79,22 @@ def find_roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
 
 def _make_role(node: Node, field: Field) -> Callable[[Spec], bool]:
     flow = node.spec.traits.flow
-    makes = {*flow.writes, *flow.changes}
+    produced = {*flow.writes, *flow.changes}
 
     def fits(spec: Spec) -> bool:
-        same = field.kind != "ordered" or {*spec.traits.flow.writes, *spec.traits.flow.changes} == makes
-        return same and any(implements(spec.cls, port) for port in field.ports)
+        produces_same = field.kind != "ordered" or {*spec.traits.flow.writes, *spec.traits.flow.changes} == produced
+        return produces_same and any(implements(spec.cls, port) for port in field.ports)
 
     return fits
 
 
 def list_plugins(registry: Registry) -> str:
-    """The components of installed distributions, one a line; names that two distributions use are marked."""
+    """List the components of installed distributions, one per line. Names used by two distributions are marked."""
     entries = registry.installed.entries
     if not entries:
         return f"no installed package declares components in the group {registry.installed.group!r}"
     clashing = [name for name in registry.installed.names() if len(registry.candidates(name)) > 1]
-    # Sorted by name below, so that clashing entries are neighbours.
+    # Sorted by name below, so that clashing entries are adjacent.
     rows = [
         (e.name, describe_distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries
     ]
@@ -102,19 +102,19 @@ def list_plugins(registry: Registry) -> str:
     return "\n".join(f"{name:{widths[0]}}  {source:{widths[1]}}  {value}" for name, source, value in sorted(rows))
 
 
-def _summarize(found: Spec | Problem) -> str:
-    return found.text if isinstance(found, Problem) else found.doc
+def _summarize(spec: Spec | Problem) -> str:
+    return spec.text if isinstance(spec, Problem) else spec.doc
 
 
-def _format_component(name: str, found: Spec | Problem) -> Iterator[str]:
-    origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
-    yield f"{name}: {_summarize(found)}{origin}"
-    if isinstance(found, Spec):
-        yield from (f"  {line}" for field in found.fields.values() if (line := format_field(field)))
+def _format_component(name: str, spec: Spec | Problem) -> Iterator[str]:
+    origin = f" ({spec.distribution})" if isinstance(spec, Spec) and spec.distribution else ""
+    yield f"{name}: {_summarize(spec)}{origin}"
+    if isinstance(spec, Spec):
+        yield from (f"  {line}" for field in spec.fields.values() if (line := format_field(field)))
 
 
 def format_field(field: Field) -> str:
-    """A setting with its type, default and documentation, or an edge with its port; empty if the container fills it."""
+    """Format a setting with type, default and documentation, or an edge with its port. Empty for other fields."""
     if field.kind == "setting":
         return f"{field.name}: {describe_type(field.type)}{_format_default(field)}{_format_doc(field)}"
     return f"{field.name} -> {field.target}" if field.is_edge else ""

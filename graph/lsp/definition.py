@@ -1,4 +1,4 @@
-"""Where something is defined: in a recipe below, or in the source of a component."""
+"""Find definitions in an extended recipe, or in the source of a component."""
 
 import inspect
 import re
@@ -15,10 +15,10 @@ from drawloom.graph.registry.spec import Field, Spec
 
 def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
     """
-    The places that define what a key or value is.
+    Return the positions where a key or value is defined.
 
     A reference leads to its node or the members of its group, a variable to its value, `use` to the component, a base
-    to its file. A node or key leads to the recipe below that has it or, if there is none, to the component.
+    to its file. A node or key leads to the extended recipe with its value or, if there is none, to the component.
     """
     recipe, name = meaning.graph.recipe, meaning.reference
     if meaning.base:
@@ -38,7 +38,7 @@ def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
 
 
 def _locate_node(meaning: Meaning) -> Iterator[Position]:
-    """Where a node or a key of it is set below, and then its component."""
+    """Yield the positions where an extended recipe sets a node or a key of it, and then the component."""
     table, field = meaning.graph.recipe.nodes.get(meaning.node), meaning.field
     if not meaning.path and table is not None and table.layer is not meaning.analysis.own:
         yield table.position
@@ -50,29 +50,29 @@ def _locate_node(meaning: Meaning) -> Iterator[Position]:
 
 
 def _locate_overridden(meaning: Meaning, leaf: Leaf) -> Iterator[Position]:
-    """Where a value is set that this document replaces, newest first."""
-    yield from (one.key_position for one in leaf.history() if one.layer is not meaning.analysis.own)
+    """Yield the positions of the values replaced in this document, newest first."""
+    yield from (old.key_position for old in leaf.history() if old.layer is not meaning.analysis.own)
 
 
 def _locate_base(workspace: Workspace, path: Path, name: str) -> Iterator[Position]:
-    found = path.parent / name if name.endswith(".toml") else RecipeFolder(workspace.project.recipes).find(name)
-    if found is not None and found.is_file():
-        yield Position(str(found), 1, 1)
+    file = path.parent / name if name.endswith(".toml") else RecipeFolder(workspace.project.recipes).find(name)
+    if file is not None and file.is_file():
+        yield Position(str(file), 1, 1)
 
 
 def locate_component(spec: Spec) -> Position:
-    """Where the class of a component is written."""
+    """Return the position of a component's class."""
     lines, first = inspect.getsourcelines(spec.cls)
-    at = next(number for number, line in enumerate(lines) if line.lstrip().startswith("class "))
-    return Position(inspect.getsourcefile(spec.cls) or "", first + at, 1)
+    index = next(number for number, line in enumerate(lines) if line.lstrip().startswith("class "))
+    return Position(inspect.getsourcefile(spec.cls) or "", first + index, 1)
 
 
 def locate_field(spec: Spec, field: Field) -> Position:
-    """Where a field of a component is written: in its class, or in one that it inherits from."""
+    """Return the position of a component's field, in its class or a base class."""
     pattern = re.compile(rf"\s+{field.attribute}\s*:")
     for cls in spec.cls.__mro__:
         if field.attribute in inspect.get_annotations(cls):
             lines, first = inspect.getsourcelines(cls)
-            at = next((number for number, line in enumerate(lines) if pattern.match(line)), 0)
-            return Position(inspect.getsourcefile(cls) or "", first + at, 1)
+            index = next((number for number, line in enumerate(lines) if pattern.match(line)), 0)
+            return Position(inspect.getsourcefile(cls) or "", first + index, 1)
     return locate_component(spec)

@@ -1,4 +1,4 @@
-"""The problems of a recipe as an editor marks them: each with a range of the document."""
+"""Problems of a recipe as an editor marks them, with ranges of the document."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _EXTENDS = re.compile(r"^extends\b.*", re.MULTILINE)
 
 @attrs.frozen
 class Diagnostic:
-    """A problem with a range of the document; `elsewhere` is its position if that is in another file."""
+    """A problem with a range of the document. `elsewhere` is its position in another file."""
 
     problem: Problem
     start: int
@@ -27,22 +27,22 @@ class Diagnostic:
     @property
     def message(self) -> str:
         """The problem as `check` prints it, without a position in this document and without the code."""
-        position = self.elsewhere and f"{self.elsewhere}: "
+        prefix = self.elsewhere and f"{self.elsewhere}: "
         node = self.problem.node and f"[{self.problem.node}] "
         hint = self.problem.hint and f"; {self.problem.hint}"
-        return f"{position or ''}{node}{self.problem.text}{hint}"
+        return f"{prefix or ''}{node}{self.problem.text}{hint}"
 
 
 def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
-    """The problems of an open recipe; one of a recipe that it extends is marked at `extends`."""
+    """Yield the problems of an open recipe. A problem of an extended recipe is marked at `extends`."""
     text = workspace.texts[path]
     for problem in workspace.check(path):
         position = problem.position
         if position is not None and position.line and Path(position.source).resolve() == path:
             start = find_offset(text, position)
-            found = _MARKED.match(text, start)
-            # At the end of a line there is nothing that an editor could underline.
-            yield Diagnostic(problem, *(found.span() if found else (max(start - 1, 0), start)))
+            match = _MARKED.match(text, start)
+            # At the end of a line an editor has nothing to underline, so the last character is marked.
+            yield Diagnostic(problem, *(match.span() if match else (max(start - 1, 0), start)))
         else:
             extends = _EXTENDS.search(text)
             start, end = extends.span() if extends else (0, 0)
@@ -50,7 +50,7 @@ def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
 
 
 def find_offset(text: str, position: Position) -> int:
-    """The offset of a line and column, which a text that has changed since may not have any more."""
+    """Return the offset of a line and column, limited to the text, which may have changed since."""
     start = 0
     for _ in range(position.line - 1):
         start = text.find("\n", start) + 1 or len(text)

@@ -1,4 +1,4 @@
-"""What is shown beside the pointer: the texts of `explain` and `list`."""
+"""Texts beside the pointer: the output of `explain` and `list`."""
 
 import inspect
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from drawloom.graph.wiring.node import format_path
 
 
 def describe_token(workspace: Workspace, meaning: Meaning) -> str:
-    """The text for a key or value; empty if there is nothing to say."""
+    """Return the text for a key or value, or an empty string."""
     if meaning.use:
         return describe_component(workspace, meaning.use)
     if meaning.reference:
@@ -33,11 +33,11 @@ def describe_token(workspace: Workspace, meaning: Meaning) -> str:
 
 
 def describe_component(workspace: Workspace, use: str) -> str:
-    """The docstring of a component, its settings and edges; the problem, if there is no such component."""
-    found = workspace.project.registry.find(use)
-    if isinstance(found, Problem):
-        return f"{found.text}; {found.hint}".rstrip("; ")
-    rest = inspect.cleandoc(found.cls.__doc__ or "").partition("\n")[2].strip()
+    """Return the docstring of a component with its settings and edges, or the problem if it does not exist."""
+    spec = workspace.project.registry.find(use)
+    if isinstance(spec, Problem):
+        return f"{spec.text}; {spec.hint}".rstrip("; ")
+    rest = inspect.cleandoc(spec.cls.__doc__ or "").partition("\n")[2].strip()
     return "\n\n".join(filter(None, (list_components(workspace.project.registry, use), rest)))
 
 
@@ -50,7 +50,7 @@ def _describe_node(workspace: Workspace, meaning: Meaning, name: str) -> str:
 
 
 def _describe_reference(workspace: Workspace, meaning: Meaning) -> Iterator[str]:
-    """The port of an edge, and the node that it leads to, or the nodes of a group."""
+    """Yield the port of an edge, and its target node or group of nodes."""
     if meaning.field:
         yield f"[{meaning.node}] {format_field(meaning.field)}"
     graph, name = meaning.graph, meaning.reference

@@ -1,4 +1,4 @@
-"""Builds one component with the checks of a recipe, for tests."""
+"""Build one component with the checks of a recipe, for tests."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,15 +16,15 @@ from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
 
 EMPTY_RECIPE = ResolvedRecipe("format = 1\n", "")
-"""The resolved recipe of components that are built without one."""
+"""The resolved recipe of components that are built without a recipe."""
 
 
 def build(component: str | type, /, *, package: str = "drawloom", **values: Any) -> Any:
     """
-    A component, by its class or by its name in recipes, constructed and not opened.
+    Construct a component, by class or by its name in recipes, without opening it.
 
-    Settings are checked as those of a recipe, objects for edges against their ports. Raises RecipeError with all
-    problems. Constraints are checked unless they look at neighbours, since an object for an edge has no settings.
+    Settings are checked like those in a recipe, and objects for edges against their ports. Raises RecipeError with all
+    problems. Constraints are skipped if they read neighbours, because an object for an edge has no settings.
     """
     spec = _find_spec(component, package)
     node = _make_node(spec, {key: value for key, value in values.items() if not _is_not_setting(spec, key)})
@@ -34,20 +34,20 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
         problems = [problem for problem in _check_constraints(node) if not problem.warning]
     if problems:
         raise RecipeError(problems)
-    filled = {key: _wrap_members(spec.fields[key], item) for key, item in objects.items()}
-    empty = {
+    objects_by_field = {key: _wrap_members(spec.fields[key], item) for key, item in objects.items()}
+    defaults = {
         field.name: _make_empty_field(field) for field in spec.fields.values() if field.kind in ("every", "recipe")
     }
-    return spec.cls(**node.settings, **empty | filled)
+    return spec.cls(**node.settings, **defaults | objects_by_field)
 
 
 def _find_spec(component: str | type, package: str) -> Spec:
     if isinstance(component, type):
         return read_spec(component.__name__, component)
-    found = Project.of(package).registry.find(component)
-    if isinstance(found, Problem):
-        raise RecipeError([found])
-    return found
+    spec = Project.of(package).registry.find(component)
+    if isinstance(spec, Problem):
+        raise RecipeError([spec])
+    return spec
 
 
 def _is_not_setting(spec: Spec, key: str) -> bool:
@@ -55,7 +55,7 @@ def _is_not_setting(spec: Spec, key: str) -> bool:
 
 
 def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
-    """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
+    """Return a node with settings converted as in a recipe. A Path or Enum may be passed as such, or as text."""
     plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
     recipe = MergedRecipe.of({"it": {"use": spec.use, **plain}}, "build")
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
@@ -72,28 +72,30 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
     for field in spec.fields.values():
         if field.is_edge and field.name not in objects and field.required:
             text = f"{spec.use!r} needs {' or '.join(port.__name__ for port in field.ports)} for {field.name!r}"
-            yield Problem("DL315", text, f"give {field.name}=fake({field.ports[0].__name__})", spec.use)
+            yield Problem("DL315", text, f"pass {field.name}=fake({field.ports[0].__name__})", spec.use)
         for item in _list_members(field, objects.get(field.name)):
             if field.is_edge and all(find_mismatches(type(item), port) for port in field.ports):
-                why = " and ".join(reason for port in field.ports for reason in find_mismatches(type(item), port)[:2])
+                reasons = " and ".join(
+                    reason for port in field.ports for reason in find_mismatches(type(item), port)[:2]
+                )
                 ports = " or ".join(port.__name__ for port in field.ports)
-                yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {why}", "", spec.use)
+                yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {reasons}", "", spec.use)
 
 
-def _list_members(field: Field, given: Any) -> Iterable[Any]:
-    if given is None:
+def _list_members(field: Field, value: Any) -> Iterable[Any]:
+    if value is None:
         return ()
     if field.kind in ("one", "optional"):
-        return (given,)
-    return given.values() if isinstance(given, Mapping) else given
+        return (value,)
+    return value.values() if isinstance(value, Mapping) else value
 
 
-def _wrap_members(field: Field, given: Any) -> Any:
-    if field.kind == "every" and not isinstance(given, Every):
-        return Every(given)
-    if field.kind == "ordered" and not isinstance(given, Ordered):
-        return Ordered(given)
-    return given
+def _wrap_members(field: Field, value: Any) -> Any:
+    if field.kind == "every" and not isinstance(value, Every):
+        return Every(value)
+    if field.kind == "ordered" and not isinstance(value, Ordered):
+        return Ordered(value)
+    return value
 
 
 def _make_empty_field(field: Field) -> Any:
@@ -101,7 +103,7 @@ def _make_empty_field(field: Field) -> Any:
 
 
 class _IsolatedView(NodeView):
-    """A view of a node without neighbours."""
+    """View of a node without neighbours."""
 
     def neighbours(self, edge: str) -> list[NodeView]:
         raise _NeighbourAccessError(edge)
@@ -111,7 +113,7 @@ class _IsolatedView(NodeView):
 
 
 class _NeighbourAccessError(Exception):
-    """Raised when a constraint looks at neighbours."""
+    """Raised when a constraint reads neighbours."""
 
 
 def _check_constraints(node: Node) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Names of types and values for messages, in the terms of TOML, and hints for values of nearly the right type."""
+"""Names of types and values for messages, in TOML terms, and hints for values with nearly the right type."""
 
 import re
 import types
@@ -15,7 +15,7 @@ import tomli
 from drawloom.graph.toml.emit import dumps
 
 MAX_VALUE_LENGTH = 40
-"""Characters of a value that a message shows at most."""
+"""Length in characters at which messages cut a value."""
 
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -39,7 +39,7 @@ TYPE_NAMES = {
 
 
 def describe(value: Any) -> str:
-    """A value for a message: the string "x", the integer 3, true."""
+    """Return a value as messages show it: the string "x", the integer 3, true."""
     if value is None:
         return "nothing"
     noun = "" if type(value) is bool else TYPE_NAMES.get(type(value), "")
@@ -47,7 +47,7 @@ def describe(value: Any) -> str:
 
 
 def dump_or_repr(value: Any) -> str:
-    """A value as TOML or, if it is made in Python and TOML does not have it, as Python."""
+    """Return a value as TOML, or as Python for values which TOML can't express."""
     try:
         return dumps(value)
     except (TypeError, ValueError):
@@ -55,18 +55,18 @@ def dump_or_repr(value: Any) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value as TOML, cut to SHOWN characters."""
+    """Return a value as TOML, cut to MAX_VALUE_LENGTH characters."""
     text = dump_or_repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
 
 
 def describe_type(kind: Any) -> str:
-    """A type for a message: integer, array of strings, "first" or "last"; None in a union is omitted."""
+    """Return a type as messages show it: integer, array of strings, "first" or "last". None in a union is omitted."""
     return _join_with_or(noun + rest for noun, rest in _alternatives(kind))
 
 
 def make_placeholder(kind: Any) -> str:
-    """Return what stands for a value of a type in a line to complete: ... or ["..."]."""
+    """Return the placeholder for a value of this type in a line to complete: ... or ["..."]."""
     noun, rest = next(iter(_alternatives(kind)))
     if noun != "array":
         return "..."
@@ -74,19 +74,21 @@ def make_placeholder(kind: Any) -> str:
 
 
 def describe_expected(kind: Any) -> str:
-    """The beginning of a message about a value that is not of type `kind`: expected an integer."""
+    """Return the start of a message about a value of another type, such as "expected an integer"."""
     return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _alternatives(kind))
 
 
 def union_members(union: Any) -> list[Any]:
-    """The members of a union other than None, or the type itself if it is not a union."""
+    """Return the members of a union except None, or the type itself if it is not a union."""
     if typing.get_origin(union) not in (typing.Union, types.UnionType):
         return [union]
     return [member for member in typing.get_args(union) if member is not type(None)]
 
 
 def _alternatives(kind: Any) -> list[tuple[str, str]]:
-    """Each alternative of a type as (noun, rest): ("array", " of strings"); for a literal value the noun is empty."""
+    """
+    Return the alternatives of a type as (noun, rest), such as ("array", " of strings"). Literals have an empty noun.
+    """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in TYPE_NAMES:
         return [(TYPE_NAMES[kind], "")]
@@ -131,17 +133,17 @@ def _join_with_or(words: Iterable[str]) -> str:
 
 
 def find_near_misses(value: Any) -> Iterator[tuple[Any, str]]:
-    """Values of other types that a value was probably meant as, each with the hint what to write."""
+    """Yield (value, hint) for values of other types which the user probably meant, such as 3 for "3"."""
     try:
         text = dumps(value)
     except (TypeError, ValueError):  # not a TOML value
         return
     if isinstance(value, str):
         if DECIMAL_COMMA.fullmatch(value):
-            meant = value.replace(",", ".")
-            yield float(meant), f"write {meant}: decimals have a point"
+            corrected = value.replace(",", ".")
+            yield float(corrected), f"write {corrected}: decimals have a point"
         for bare in (value, value.lower()):
-            yield from ((meant, f"write {bare} without quotes") for meant in _parse_value(bare))
+            yield from ((corrected, f"write {bare} without quotes") for corrected in _parse_value(bare))
     elif not isinstance(value, list | dict):
         yield text, f"write {dumps(text)}"
     if isinstance(value, float) and value.is_integer():
@@ -155,7 +157,7 @@ def find_near_misses(value: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _parse_value(text: str) -> list[Any]:
-    """The value of a text as TOML, if it is valid; none if it can't be printed in a hint."""
+    """Parse a text as one TOML value. Return an empty list if it is invalid, or if a hint can't print it."""
     try:
         return [tomli.loads(f"x = {text}")["x"]] if text.isprintable() else []
     except (ValueError, RecursionError):

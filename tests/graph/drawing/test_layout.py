@@ -16,11 +16,11 @@ def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[
     """A path starts and ends at its boxes with one stop in each column between; each stop is in one column."""
     layering = layer_boxes(NAMES, arrows)
     for (source, target), way in layering.ways.items():
-        assert way[0].box == source and way[-1].box == target and not way[0].bend and not way[-1].bend
+        assert way[0].box == source and way[-1].box == target and not way[0].is_bend and not way[-1].is_bend
         assert [stop.column for stop in way] == list(range(way[0].column, way[-1].column + 1))
     stops = [stop for column in layering.columns for stop in column]
     assert len(stops) == len(set(stops))
-    assert sorted(stop.box for stop in stops if not stop.bend) == NAMES
+    assert sorted(stop.box for stop in stops if not stop.is_bend) == NAMES
 
 
 @given(PAIRS)
@@ -56,7 +56,7 @@ def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
     """Members are drawn from top to bottom in the order of the sequence."""
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
     layering = layer_boxes(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
-    column = [stop.box for stop in layering.columns[1] if not stop.bend]
+    column = [stop.box for stop in layering.columns[1] if not stop.is_bend]
     assert column == ["b", "c", "a"]
 
 

@@ -139,7 +139,10 @@ def test_a_variable_is_found_and_renamed(workspace: Workspace, write: Write) -> 
     path = write("mine.toml", text)
     workspace.check(path)
     cursor = Cursor.at(text, text.index("n ="))
-    assert cursor and find_symbol(Meaning.of(workspace, workspace.known(path), cursor), cursor.start) == ("vars", "n")
+    assert cursor and find_symbol(Meaning.of(workspace, workspace.find_analysis(path), cursor), cursor.start) == (
+        "vars",
+        "n",
+    )
     assert [text.count("\n", 0, at.start) + 1 for at in rename(workspace, path, ("vars", "n"), "k")[path]] == [2, 6]
     with pytest.raises(UserError, match=r"has 'vars.m' already"):
         rename(workspace, path, ("vars", "n"), "m")
