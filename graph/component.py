@@ -108,8 +108,8 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
     """
     Mark a class, usually a Protocol, as an interface between components.
 
-    A component field of this type is an edge. With `named`, nodes implementing the port need their own tables and
-    can't be written inline, because their names are keys of saved state.
+    A component field of this type is an edge. With `named`, nodes implementing the port need their own tables and can't
+    be written inline, because their names are keys of saved state.
     """
 
     def mark(cls: type[T]) -> type[T]:
@@ -141,7 +141,8 @@ class Every(dict[str, P]):
 
 class Ordered(tuple[P, ...]):
     """
-    Members of a sequence edge, in the recipe's order. Checks compare the values read, written and changed by the members.
+    Members in a sequence edge, in the recipe's order. Checks compare the values read, written and changed by the
+    members.
     """
 
     names: tuple[str, ...]
@@ -200,8 +201,8 @@ def component(
 
     Members of a sequence edge declare the values they read, write and change in place. A value named with a final "?"
     is read only if some member writes it. `impact` is the effect on a resumed run when this node is added, removed,
-    swapped or changed: see `setting`. `needs` maps modules imported when the component opens to arguments for
-    `pip install`: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, and their dependencies, are built and
+    swapped or changed: see `setting`. `needs` maps modules imported when the component opens to arguments for `pip
+    install`: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, and their dependencies, are built and
     opened before the nodes of all other edges, whatever the order of fields.
 
     `check` calls these class methods, if the class has them, without building the component:
@@ -216,8 +217,9 @@ def component(
     The container calls `open()`, `close()` and `on_failure(error)` of objects with these methods. It opens and closes
     other objects in the contexts that their `stage_context(stage, node)` returns. `run --dry-run` opens objects with
     `preview()`, which returns a description of the run before its first step. Before the container opens the first
-    node, it calls every `check_machine()`, and so does `check`: the method raises a UserError if this machine lacks a file or device named in the settings. It reads little, leaves nothing open, and uses other nodes only in their
-    state before `open`.
+    node, it calls every `check_machine()`, and so does `check`: the method raises a UserError if this machine lacks a
+    file or device named in the settings. It reads little, leaves nothing open, and uses other nodes only in their state
+    before `open`.
     """
 
     def make(cls: type[T]) -> type[T]:
@@ -233,7 +235,7 @@ def component(
 
 
 def _short_repr(self: Any) -> str:
-    """Return the class and plain settings of a component, without edges, which lead to all objects of a run."""
+    """Return a component's class and plain settings, without edges, which lead to all objects in a run."""
     values = {field.name: getattr(self, field.name, None) for field in attrs.fields(type(self)) if field.init}
     settings = [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str | int | float)]
     return f"{type(self).__name__}({', '.join(settings)})"

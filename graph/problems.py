@@ -64,7 +64,7 @@ class Problem:
 
 
 class RecipeError(Exception):
-    """Error of an invalid recipe. `problems` lists every mistake."""
+    """Error for an invalid recipe. `problems` lists every mistake."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = sort_problems(problems)
@@ -153,7 +153,7 @@ def find_nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _find_one_edit_away(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names at an edit distance of one letter inserted, deleted, replaced or swapped."""
+    """Return the known names with one letter inserted, deleted, replaced or swapped."""
     cuts = [(name[:index], name[index:]) for index in range(len(name) + 1)]
     near = {name, *(head + tail[1:] for head, tail in cuts)}
     near |= {head + tail[1] + tail[0] + tail[2:] for head, tail in cuts if len(tail) > 1}

@@ -34,7 +34,7 @@ class Project:
 
     @classmethod
     def of(cls, package: str) -> "Project":
-        """Return the project of a package with the folders `components` and `recipes`."""
+        """Return a package's project, based on the folders `components` and `recipes`."""
         registry = Registry.of(f"{package}.components")
         return cls(registry, registry.folder.parent / "recipes")
 
@@ -62,8 +62,8 @@ class Project:
         """
         Load a recipe by path or shipped name, and merge overlays and then `node.key=value` words over it.
 
-        `unsaved` maps resolved paths to texts replacing the files. Raises RecipeError if a file can't be read or is
-        not TOML. Other problems are in the recipe's `problems`.
+        `unsaved` maps resolved paths to texts replacing the files. Raises RecipeError if a file can't be read or is not
+        TOML. Other problems are in the recipe's `problems`.
         """
         values = read_overrides(words)
         layers = read_layers(recipe, overlays, RecipeFolder(self.recipes), unsaved)
@@ -97,7 +97,7 @@ class Project:
         return (self.graph(self.load(name), root="") for name in RecipeFolder(self.recipes).names)
 
     def graph(self, recipe: MergedRecipe, root: str | None = None) -> Graph:
-        """Return the checked graph of a recipe, with its problems."""
+        """Return a recipe's checked graph, with its problems."""
         return Graph.of(recipe, self.registry, self.root if root is None else root)
 
     def container(
@@ -167,7 +167,7 @@ class Recipe:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
         """
-        Return a recipe with the values of nested dicts merged over this one. Problems show `source` as their origin.
+        Return a recipe with values from nested dicts merged over this one. Problems show `source` as their origin.
 
         Values merge like an overlay: `{"trainer": {"steps": 9}}` sets one value, `{"unset": ["clip"]}` removes a node,
         `{"edit": {"trainer": {"phases": {"remove": "@clip"}}}}` edits a list. `extends` is a problem.
@@ -207,8 +207,7 @@ class Recipe:
 
     def draw(self, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
         """
-        Draw the nodes of a run, or the surroundings of the node `focus`. With `step`, draw the dataflow of a training
-        step.
+        Draw a run's nodes, or the surroundings of the node `focus`. With `step`, draw the dataflow in a training step.
         """
         title = Path(self.merged.source).stem
         return draw(self.graph.require_valid(), title, self.project.root, format, focus, step=step)

@@ -44,12 +44,12 @@ SIMPLE_TYPES: dict[Any, Schema] = {
 
 
 def setting_schema(kind: Any, check: Any = None) -> Schema:
-    """Return the schema of a setting: a value of its type, or a variable."""
+    """Return a setting's schema: a value of its type, or a variable."""
     return {"anyOf": [type_schema(kind) | _bounds_schema(check), VARIABLE]}
 
 
 def type_schema(kind: Any) -> Schema:
-    """Return the schema for values of a type. Parts of a value may be variables."""
+    """Return the schema for a type's values. Parts of a value may be variables."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE_TYPES:
         return dict(SIMPLE_TYPES[kind])
@@ -86,7 +86,7 @@ def _field_schema(field: "attrs.Attribute[Any]") -> Schema:
 
 
 def describe_key(doc: str, default: Any) -> Schema:
-    """Return the description and default of a key, which editors show."""
+    """Return a key's description and default, which editors show."""
     value = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
     has_value = default is not attrs.NOTHING and value is not None
     return ({"description": doc} if doc else {}) | ({"default": _to_json(value)} if has_value else {})
@@ -136,7 +136,7 @@ REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
-    Return the schema of a recipe file.
+    Return the schema for a recipe file.
 
     No setting is required, because another file may set it. A table without `use` may be merged over any node in
     another file, so all its keys are valid. Editors offer the keys of `common`: the components that nodes of this name
@@ -165,7 +165,7 @@ def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None
 
 
 def _common_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
-    """Return the schema of a table with any keys, for which editors offer the keys of the common components."""
+    """Return the schema for a table with any keys. Editors offer the common components' keys for it."""
     schemas = [components[use] for use in uses if use in components]
     offers = [{"description": table["description"], "properties": table["properties"]} for table in schemas]
     return TABLE | {"anyOf": [*offers, *TABLE["anyOf"]]}
@@ -198,7 +198,7 @@ def _make_ref(spec: Spec) -> Schema:
 
 
 def _component_schema(spec: Spec, specs: list[Spec]) -> Schema:
-    """Return the schema of a component's node, with exactly the keys of the component."""
+    """Return the schema for a component's node, with exactly the component's keys."""
     doc = inspect.cleandoc(spec.cls.__doc__ or "")
     fields = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
     keys = {field.name: _key_schema(field, specs) for field in fields}

@@ -49,8 +49,8 @@ class Console:
     """
     Printer of problems and failures on stderr. Several processes with the same command print them once.
 
-    `warns` is true if this process prints shared findings, such as warnings. `is_first(text)` returns
-    whether this process is the first to fail, and so prints the reason.
+    `warns` is true if this process prints shared findings, such as warnings. `is_first(text)` returns whether this
+    process is the first to fail, and so prints the reason.
     """
 
     warns: bool = True

@@ -135,12 +135,12 @@ class SequenceDrawing:
 
 
 def _find_sequence_edges(node: Node) -> list[str]:
-    """Return the non-empty sequence edges of a node."""
+    """Return a node's non-empty sequence edges."""
     return [key for key, edge in node.edges.items() if node.spec.fields[key].kind == "ordered" and edge.targets]
 
 
 def make_sequence_drawing(graph: Graph, title: str, name: str) -> SequenceDrawing:
-    """Return the dataflow of a node's sequence edge. Raises UserError if the node has none."""
+    """Return the dataflow in a node's sequence edge. Raises UserError if the node has none."""
     node = graph.nodes[name]
     fields = _find_sequence_edges(node)
     if not fields:

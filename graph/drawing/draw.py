@@ -14,7 +14,10 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def draw_tree(graph: Graph, root: str) -> str:
-    """Draw `root` and its dependencies as a tree, one node per line. Dependencies appear only at a node's first occurrence."""
+    """
+    Draw `root` and its dependencies as a tree, one node per line. Dependencies appear only at a node's first
+    occurrence.
+    """
     seen: set[str] = set()
     lines: list[str] = []
     stack: list[tuple[str, str, str, str]] = [(root, "", "", "")]
@@ -38,7 +41,7 @@ def _list_children(graph: Graph, name: str, indent: str) -> list[tuple[str, str,
 
 
 def draw_step_text(step: SequenceDrawing) -> str:
-    """List the members of a sequence in order, numbered from 1, with the values read, changed and written."""
+    """List a sequence's members in order, numbered from 1, with the values read, changed and written."""
     return "\n".join([step.title, *_format_members(step)]) + "\n"
 
 
@@ -81,7 +84,7 @@ ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def draw_dot(diagram: Diagram) -> str:
-    """Draw a directed graph from left to right, with boxes in the colours of their subjects."""
+    """Draw a directed graph from left to right, with boxes in their subjects' colours."""
     fills = assign_colours(diagram.subjects)
     lines = [
         f"digraph {_quote(diagram.title)} {{",
@@ -109,9 +112,9 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
     """
     Draw a valid graph as text in a format, with a newline at the end.
 
-    The drawing shows `root` and its dependencies, or the surroundings of the node `focus`. With `step`,
-    it shows the dataflow of the sequence edge of `focus` or `root`. Raises UserError for an unknown format or node, or
-    without a sequence.
+    The drawing shows `root` and its dependencies, or the surroundings of the node `focus`. With `step`, it shows the
+    dataflow of the sequence edge of `focus` or `root`. Raises UserError for an unknown format or node, or without a
+    sequence.
     """
     if format not in FORMATS:
         raise UserError(f"there is no format {format!r}; {did_you_mean(format, FORMATS)}", 2)

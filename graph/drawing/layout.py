@@ -3,8 +3,8 @@ Layered layout: boxes in columns, with all arrows leading to the right and few c
 
 After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): the column
 of a box is the length of the longest path to it, an arrow over several columns bends in the columns between, and a
-column is sorted by the barycenters of its neighbours. Arrows to the same box share their bends and so merge on
-the way. Graphviz does not merge arrows, and its output differs between versions; `--format dot` is for Graphviz.
+column is sorted by the barycenters of its neighbours. Arrows to the same box share their bends and so merge on the way.
+Graphviz does not merge arrows, and its output differs between versions; `--format dot` is for Graphviz.
 """
 
 from bisect import bisect_right, insort
@@ -74,7 +74,7 @@ def layer_boxes(
 
 
 def compute_depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Return the number of arrows on the longest path to every box."""
+    """Count the arrows on the longest path to every box."""
     depths = dict.fromkeys(names, 0)
     waiting = Counter(target for _, target in arrows)
     leads: dict[str, list[str]] = defaultdict(list)
@@ -244,7 +244,9 @@ def _stop_height(stop: ArrowPoint) -> float:
 
 
 def _place_stops(layering: Layering) -> dict[ArrowPoint, float]:
-    """Return the middles of points. Columns move towards the mean of their neighbours, from left to right and back."""
+    """
+    Return the points' middle heights. Columns move towards the mean of their neighbours, from left to right and back.
+    """
     ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
         ys |= _place_column(column, [0.0] * len(column))
@@ -262,5 +264,5 @@ def _place_column(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict
 
 
 def estimate_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Return an upper bound for the width of a text in pixels, in any font."""
+    """Return an upper bound for a text's width in pixels, in any font."""
     return len(text) * size * MAX_LETTER_WIDTH * (BOLD_FACTOR if bold else 1.0)

@@ -1,4 +1,4 @@
-"""Draw the wiring of a graph, and the dataflow of a step, as SVG documents."""
+"""Draw a graph's wiring, and the dataflow of a step, as SVG documents."""
 
 import colorsys
 import html
@@ -99,7 +99,7 @@ def point(x: float, y: float) -> str:
 
 
 def box_element(x: float, y: float, width: float, fill: str, stroke: str, stroke_width: float) -> str:
-    """Return a rectangle of a box's height with its top left corner at (x, y)."""
+    """Return a rectangle with a box's height and its top left corner at (x, y)."""
     return (
         f'<rect x="{trim(x)}" y="{trim(y)}" width="{trim(width)}" height="{trim(BOX)}" rx="5" fill="{fill}" '
         f'stroke="{stroke}" stroke-width="{stroke_width}"/>'
@@ -205,7 +205,7 @@ class _WiringDrawing:
                 yield label, box, x + 5, y - 4, ""
 
     def _labels_by_stop(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
-        """Return the labels of arrows at their first or second point, with their target boxes, without duplicates."""
+        """Return arrow labels by first or second point, with target boxes, without duplicates."""
         found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
             here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][stop_index], [])
@@ -225,7 +225,7 @@ RADIUS = 5.5
 
 
 def draw_step(step: SequenceDrawing) -> str:
-    """Draw the dataflow of a step as an SVG document."""
+    """Draw a step's dataflow as an SVG document."""
     drawing = _StepDrawing(step)
     return svg_document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
 

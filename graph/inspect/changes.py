@@ -31,7 +31,7 @@ MAX_ALIGNED_WIDTH = 60
 
 
 def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
-    """Return the resolved recipe of a valid graph."""
+    """Return a valid graph's resolved recipe."""
     return ResolvedRecipe(
         lambda: recipe_text(graph),
         lambda: recipe_hash(serialize_graph(graph)),
@@ -66,7 +66,7 @@ def _comment(graph: Graph, node: Node, key: str) -> str:
 
 
 def recipe_hash(plain: Plain) -> str:
-    """Return the SHA-256 of serialized nodes in hexadecimal, independent of the order of nodes and keys."""
+    """Return the hexadecimal SHA-256 of serialized nodes, independent of their order and the order of their keys."""
     return hashlib.sha256(dump_canonical(plain).encode()).hexdigest()
 
 
@@ -76,9 +76,7 @@ ABSENT = "absent"
 
 
 def compare_text(older: str, graph: Graph) -> list[RecipeChange]:
-    """
-    Return differences from `older`, the text of a resolved recipe, to `graph`. Raises ValueError if it is not TOML.
-    """
+    """Return differences from `older`, a resolved recipe's text, to `graph`. Raises ValueError if it is not TOML."""
     try:
         recipe = MergedRecipe.of(parse(older))
     except RecipeError as error:

@@ -148,7 +148,7 @@ def _descend(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | N
 
 
 def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
-    """Yield all values set for a leaf, newest first, followed by the values of its variable."""
+    """Yield all values set for a leaf, newest first, followed by its variable's values."""
     prefix = f"{format_path(leaf.path[-1:])}: " if rest else ""
     for entry in leaf.history():
         if rest and entry.elements is not None:  # the same index is another element of the list that was edited
@@ -191,7 +191,7 @@ def list_needed_ports(graph: Graph) -> list[type]:
 
 
 def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
-    """Yield the position of a node in the order of building."""
+    """Yield a node's position in the order of building."""
     order = graph.topological_order([root])
     if name not in order:
         yield f"not built: no node that [{root}] needs refers to it"

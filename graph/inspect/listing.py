@@ -13,7 +13,7 @@ from drawloom.graph.wiring.node import Node
 
 
 def list_components(registry: Registry, subject: str = "") -> str:
-    """List all components, one per line, or the components of a subject with settings and edges."""
+    """List all components, one per line, or a subject's components with settings and edges."""
     names = [name for name in registry.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
         known = {name.partition(".")[0] for name in registry.names()} | set(registry.names())
@@ -70,7 +70,9 @@ def _format_table(rows: Mapping[str, str]) -> str:
 
 
 def find_roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
-    """Yield a predicate for components at a node, for every incoming edge of the node or of a member of the group."""
+    """
+    Yield a predicate for components at a node, for every incoming edge, or for the incoming edges of a group's members.
+    """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
             for user, keys in graph.incoming(node.name):
@@ -89,7 +91,7 @@ def _make_role(node: Node, field: Field) -> Callable[[Spec], bool]:
 
 
 def list_plugins(registry: Registry) -> str:
-    """List the components of installed distributions, one per line. Names used by two distributions are marked."""
+    """List the components from installed distributions, one per line. Names used by two distributions are marked."""
     entries = registry.installed.entries
     if not entries:
         return f"no installed package declares components in the group {registry.installed.group!r}"

@@ -22,7 +22,7 @@ def serialize_graph(graph: Graph) -> Plain:
 
 
 def serialize_recipe(recipe: MergedRecipe) -> Plain:
-    """Serialize the explicit values of a recipe. For a resolved recipe these are all values of its graph."""
+    """Serialize a recipe's explicit values. For a resolved recipe these are all values of its graph."""
     return {name: _serialize_item(table) for name, table in recipe.nodes.items()}
 
 

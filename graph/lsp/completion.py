@@ -93,7 +93,7 @@ def _complete_keys(meaning: Meaning) -> Iterator[Completion]:
 
 
 def _complete_edits(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
-    """Yield the operations of an edit, and its anchors."""
+    """Yield an edit's operations, and its anchors."""
     if path[-1] in OPERATIONS:
         yield from _complete_elements(meaning, path[1:-1])
     elif isinstance(_find_item(meaning, path[1:]), Leaf):
@@ -108,7 +108,7 @@ def _complete_elements(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
 
 
 def _list_unedited(meaning: Meaning, leaf: Leaf) -> list[str]:
-    """Return the strings of a list before this document edited it."""
+    """Return a list's strings before this document edited it."""
     unedited = leaf.overridden if leaf.layer is meaning.analysis.own and leaf.overridden else leaf
     return (
         [element for element in unedited.value if isinstance(element, str)] if isinstance(unedited.value, list) else []
@@ -177,7 +177,7 @@ def _complete_variables(meaning: Meaning) -> Iterator[Completion]:
 
 
 def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
-    """Yield the values of a type with few values, and the default."""
+    """Yield a type's values if they are few, and the default."""
     choices: dict[str, None] = {}
     for member in union_members(_find_type(field.type, path)):
         if typing.get_origin(member) is Literal:
@@ -193,7 +193,7 @@ def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
 
 
 def _find_type(kind: Any, path: KeyPath) -> Any:
-    """Return the type of a part of a value, or Any if the type does not determine it."""
+    """Return the type for a part of a value, or Any if it is unknown."""
     for step in path:
         for member in union_members(kind):
             inner = [argument for argument in typing.get_args(member) if argument is not Ellipsis]

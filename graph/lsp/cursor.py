@@ -47,9 +47,7 @@ class Cursor:
 
     @classmethod
     def at(cls, text: str, offset: int) -> "Cursor | None":
-        """
-        Return the token around an offset or ending there, or None in comments and where TOML allows no token.
-        """
+        """Return the token around an offset or ending there, or None in comments and where TOML allows no token."""
         line_start = text.rfind("\n", 0, offset) + 1
         for pattern in (KEY, VALUE):
             start, end = _find_token(pattern, text, line_start, offset)
@@ -64,7 +62,7 @@ class Cursor:
 
 
 def _find_token(pattern: re.Pattern[str], text: str, line_start: int, offset: int) -> tuple[int, int]:
-    """Return the range of the token around an offset, or an empty range."""
+    """Return the token's range around an offset, or an empty range."""
     end = text.find("\n", line_start)
     for match in pattern.finditer(text, line_start, len(text) if end < 0 else end):
         if match.start() <= offset <= match.end():
@@ -73,7 +71,7 @@ def _find_token(pattern: re.Pattern[str], text: str, line_start: int, offset: in
 
 
 def _classify(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
-    """Return the kind and path of a token starting here. The path of a key ends in MARK."""
+    """Return the kind and path for a token starting here. A key's path ends in MARK."""
     before = text[:start]
     for _ in range(MAX_BLANKED_LINES):
         closers: list[str] = []
@@ -101,7 +99,7 @@ def _classify(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | 
 
 
 def _find_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
-    """Return the kind and path of the mark in a tree, or None."""
+    """Return the mark's kind and path in a tree, or None."""
     stack: list[tuple[KeyPath, Any]] = [((), tree)]
     while stack:
         path, item = stack.pop()

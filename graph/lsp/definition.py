@@ -50,7 +50,7 @@ def _locate_node(meaning: Meaning) -> Iterator[Position]:
 
 
 def _locate_overridden(meaning: Meaning, leaf: Leaf) -> Iterator[Position]:
-    """Yield the positions of the values replaced in this document, newest first."""
+    """Yield the positions where replaced values are written, newest first."""
     yield from (old.key_position for old in leaf.history() if old.layer is not meaning.analysis.own)
 
 
@@ -61,14 +61,14 @@ def _locate_base(workspace: Workspace, path: Path, name: str) -> Iterator[Positi
 
 
 def locate_component(spec: Spec) -> Position:
-    """Return the position of a component's class."""
+    """Return the position where a component's class is defined."""
     lines, first = inspect.getsourcelines(spec.cls)
     index = next(number for number, line in enumerate(lines) if line.lstrip().startswith("class "))
     return Position(inspect.getsourcefile(spec.cls) or "", first + index, 1)
 
 
 def locate_field(spec: Spec, field: Field) -> Position:
-    """Return the position of a component's field, in its class or a base class."""
+    """Return the position where a component's field is defined, in its class or a base class."""
     pattern = re.compile(rf"\s+{field.attribute}\s*:")
     for cls in spec.cls.__mro__:
         if field.attribute in inspect.get_annotations(cls):

@@ -34,7 +34,7 @@ class Diagnostic:
 
 
 def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
-    """Yield the problems of an open recipe. A problem of an extended recipe is marked at `extends`."""
+    """Yield an open recipe's problems. A problem of an extended recipe is marked at `extends`."""
     text = workspace.texts[path]
     for problem in workspace.check(path):
         position = problem.position

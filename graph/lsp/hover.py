@@ -33,7 +33,7 @@ def describe_token(workspace: Workspace, meaning: Meaning) -> str:
 
 
 def describe_component(workspace: Workspace, use: str) -> str:
-    """Return the docstring of a component with its settings and edges, or the problem if it does not exist."""
+    """Return a component's docstring, settings and edges, or the problem if it does not exist."""
     spec = workspace.project.registry.find(use)
     if isinstance(spec, Problem):
         return f"{spec.text}; {spec.hint}".rstrip("; ")
@@ -50,7 +50,7 @@ def _describe_node(workspace: Workspace, meaning: Meaning, name: str) -> str:
 
 
 def _describe_reference(workspace: Workspace, meaning: Meaning) -> Iterator[str]:
-    """Yield the port of an edge, and its target node or group of nodes."""
+    """Yield an edge's port, and its target node or group of nodes."""
     if meaning.field:
         yield f"[{meaning.node}] {format_field(meaning.field)}"
     graph, name = meaning.graph, meaning.reference

@@ -17,7 +17,8 @@ class Meaning:
     """
     A position in a recipe with its node, and the path inside the node. In an edit, node and path of the edited list.
 
-    `spec` is the component of the node. If only the base of an overlay contains the node, `spec` is the component used for it in shipped recipes.
+    `spec` is the component of the node. If only the base of an overlay contains the node, `spec` is the component used
+    for it in shipped recipes.
     """
 
     cursor: Cursor
@@ -28,7 +29,7 @@ class Meaning:
 
     @classmethod
     def of(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
-        """Return the meaning of a token, based on the last successful analysis of the recipe."""
+        """Return a token's meaning, based on the last successful analysis of the recipe."""
         path = cursor.path[1:] if cursor.path[:1] == (EDIT,) else cursor.path
         nodes = analysis.graph.nodes
         for length in range(len(path), 0, -1):

@@ -29,7 +29,7 @@ def find_symbol(meaning: Meaning, offset: int) -> Symbol | None:
 
 
 def find_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
-    """Yield the ranges of a name's last part in a text: in headers, keys, references, edits and `unset`."""
+    """Yield the ranges where a text contains a name's last part: in headers, keys, references, edits and `unset`."""
     for match in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
         cursor = Cursor.at(text, match.start())
         if cursor and _read_symbol(cursor, match.start()) == symbol:
@@ -37,7 +37,7 @@ def find_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
 
 
 def _read_symbol(cursor: Cursor, offset: int) -> Symbol:
-    """Return the parts of a name up to the part at an offset, or an empty tuple if the token is not a name."""
+    """Return a name's parts up to the part at an offset, or an empty tuple if the token is not a name."""
     written = cursor.written
     if cursor.quoted and written[:1] == "@":
         parts = written[1:].removesuffix(".*").split(".")
@@ -93,7 +93,7 @@ def _list_files(recipe: MergedRecipe) -> set[Path]:
 
 
 def rename(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mapping[Path, list[SourceRange]]:
-    """Return the ranges of the new name by file. Raises UserError if the symbol can't be renamed to it."""
+    """Return ranges for the new name by file. Raises UserError if the symbol can't be renamed to it."""
     old = ".".join(symbol)
     if old == workspace.project.root:
         raise UserError(f"[{old}] can't be renamed: a run starts from the node with this name")

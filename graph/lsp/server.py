@@ -79,7 +79,7 @@ class RecipeServer(LanguageServer):
         return lsp.Location(self.uri(path), lsp.Range(start, start))
 
     def uri(self, path: Path) -> str:
-        """Return the URI of a file, as the editor writes it if the file is open."""
+        """Return a file's URI, as the editor writes it if the file is open."""
         return self.uris.get(path) or from_fs_path(str(path)) or str(path)
 
     def range(self, path: Path, start: int, end: int) -> lsp.Range:
@@ -95,13 +95,13 @@ class RecipeServer(LanguageServer):
         )
 
     def offset(self, path: Path, position: lsp.Position) -> int:
-        """Return the offset of a position in an open document."""
+        """Return a position's offset in an open document."""
         lines = self.recipes.text(path).split("\n")
         start = self.workspace.position_codec.position_from_client_units(lines, position)
         return sum(len(line) + 1 for line in lines[: start.line]) + start.character
 
     def meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
-        """Return the meaning of a position in an open recipe. None if it has no meaning, or in other files."""
+        """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return None
         cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
@@ -114,7 +114,7 @@ class RecipeServer(LanguageServer):
 
 
 def path_from_uri(uri: str) -> Path:
-    """Return the resolved path of a document."""
+    """Return a document's resolved path."""
     return Path(to_fs_path(uri) or uri).resolve()
 
 
@@ -248,7 +248,7 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
 
 
 def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
-    """Return the range of the name at a position, if it may be renamed."""
+    """Return the name's range at a position, if it may be renamed."""
     path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     offset = server.offset(path, params.position)

@@ -105,7 +105,7 @@ class Workspace:
         return path in self.texts or any(not any(map(_is_skipped, parts)) for parts in relative_parts)
 
     def text(self, path: Path) -> str:
-        """Return the text of a file in the editor, or else on disk. Empty if it can't be read."""
+        """Return a file's text in the editor, or else on disk. Empty if it can't be read."""
         if path in self.texts:
             return self.texts[path]
         try:
@@ -129,7 +129,7 @@ class Workspace:
         )
 
     def check(self, path: Path) -> list[Problem]:
-        """Return the problems of an open recipe. If it can't be read, the last analysis is kept."""
+        """Return an open recipe's problems. If it can't be read, the last analysis is kept."""
         try:
             recipe = self.project.load(os.path.relpath(path), unsaved=self.texts)
         except RecipeError as error:
@@ -141,7 +141,7 @@ class Workspace:
         return [problem for problem in graph.problems if not (is_overlay and problem.code in NEEDS_BASE)]
 
     def find_analysis(self, path: Path) -> Analysis:
-        """Return the last analysis of an open recipe, or an empty one if its text never was TOML."""
+        """Return an open recipe's last analysis, or an empty one if its text never was TOML."""
         if path in self.analyses:
             return self.analyses[path]
         empty = MergedRecipe.of({}, str(path))
@@ -153,7 +153,7 @@ class Workspace:
         return [other for other, analysis in known.items() if analysis is None or path in analysis.files]
 
     def recipes(self) -> Iterator[Path]:
-        """Yield the recipes of the workspace, open or not, except lock files of runs."""
+        """Yield the workspace's recipes, open or not, except lock files of runs."""
         paths = {path for path in self.texts if self.contains(path)}
         for folder in self.folders:
             for root, folders, files in os.walk(folder):
@@ -169,7 +169,7 @@ def _is_skipped(folder: str) -> bool:
 
 
 def _iterate_tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the possible nodes of a recipe: top-level tables, and members of groups."""
+    """Yield a recipe's possible nodes: top-level tables, and members of groups."""
     for table in data.values():
         if isinstance(table, dict):
             yield table

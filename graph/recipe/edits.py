@@ -24,7 +24,7 @@ EXAMPLE = 'write remove = "@clip" or after."@clip" = "@lr"'
 
 
 def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
-    """Apply the edits of a layer to the lists of a recipe. A list stays unchanged if its edit has a problem."""
+    """Apply a layer's edits to the lists in a recipe. A list stays unchanged if its edit has a problem."""
     edits = layer.data.get(EDIT, {})
     if not isinstance(edits, dict):
         hint = "write [edit.trainer.phases]"
@@ -106,7 +106,7 @@ class _ListEdit:
                 insertions[index] = inserted
 
     def _find(self, element: str, indices: dict[str, list[int]], path: KeyPath) -> Iterable[int]:
-        """Return the index of the only matching element. Report a problem if no element or several elements match."""
+        """Return the only matching element's index. Report a problem if no element or several elements match."""
         matches = indices.get(element, [])
         if len(matches) == 1:
             return matches
@@ -154,7 +154,7 @@ def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _iterate_elements(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
-    """Yield (element, path) for the elements of an array. A value without an array counts as its only element."""
+    """Yield (element, path) for an array's elements. A value without an array counts as its only element."""
     if isinstance(value, list):
         yield from ((element, (*path, number)) for number, element in enumerate(value))
     else:

@@ -15,7 +15,7 @@ class Layer:
     """
     One source of values: a recipe file or, without text, the command line or values from Python.
 
-    `label` names a shipped recipe independently of its installation: `pretrain.toml`. A base is a recipe which another
+    `label` names a shipped recipe independently of its installation: `pretrain.toml`. A base is a recipe that another
     recipe extends.
     """
 
@@ -32,7 +32,7 @@ class Layer:
         return self.label != self.source
 
     def key(self, path: KeyPath) -> Position:
-        """Return the position of a value's key."""
+        """Return the position where a value's key is written."""
         return self._locate(path, lambda source_map: source_map.key(path))
 
     def value(self, path: KeyPath) -> Position:
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """The position of the value."""
+        """The value's position."""
         return self.layer.value(self.path)
 
 
@@ -80,7 +80,7 @@ class Leaf:
 
     @property
     def path(self) -> KeyPath:
-        """The path of the value in its layer."""
+        """The value's path in its layer."""
         return (*self.within, self.key)
 
     @property
@@ -98,7 +98,7 @@ class Leaf:
         return own if self.elements is None or self.overridden is None else f"{self.overridden.label} and {own}"
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return the origin of a part of the value."""
+        """Return the origin for a part of the value."""
         if self.elements is not None and path and path[0] in range(len(self.elements)):
             layer, start = self.elements[int(path[0])]
             return Origin(layer, (*start, *path[1:]))
@@ -127,11 +127,11 @@ class Table:
 
     @property
     def label(self) -> str:
-        """The position of the table, independent of where shipped recipes are installed."""
+        """The table's position, independent of where shipped recipes are installed."""
         return str(attrs.evolve(self.layer.value(self.path), source=self.layer.label))
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return the origin of a part outside all items of the table."""
+        """Return the origin for a part outside all items."""
         return Origin(self.layer, (*self.path, *path))
 
     @property

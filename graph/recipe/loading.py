@@ -26,11 +26,11 @@ class RecipeFolder:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the recipes in the folder, sorted."""
+        """The sorted recipe names in the folder."""
         return sorted(path.stem for path in self.folder.glob("*.toml"))
 
     def find(self, name: str) -> Path | None:
-        """Return the file of a shipped recipe, or None."""
+        """Return a shipped recipe's file, or None."""
         return self.folder / f"{name}.toml" if name in self.names else None
 
     def contains(self, path: Path) -> bool:
@@ -69,7 +69,9 @@ def read_bases(layer: Layer, folder: RecipeFolder) -> list[Layer]:
 
 @attrs.define
 class _Reader:
-    """Reader for layers. It puts every base once below all recipes extending it: no base can undo another base's changes."""
+    """
+    Reader for layers. It puts every base once below all recipes extending it: no base can undo another base's changes.
+    """
 
     folder: RecipeFolder
     unsaved: Mapping[Path, str]
@@ -196,7 +198,7 @@ def _find_namesakes(name: str) -> Iterator[str]:
 
 
 def _find_similar_file(path: str) -> str | None:
-    """Return the TOML file with the most similar name in the folder of a path, or None."""
+    """Return the TOML file with the most similar name in a path's folder, or None."""
     folder, name = os.path.split(path)
     stems = (file.removesuffix(".toml") for file in glob("*.toml", root_dir=folder or None))
     near = find_nearest(name.removesuffix(".toml"), stems)

@@ -18,8 +18,8 @@ class RecipeChange:
     Difference between two recipes: in a node, in a key of a node (empty for the node itself), or in the whole recipe.
 
     `edge` is true if the key is an edge. "absent" stands for a missing value or node. `impact` is the effect on a
-    resumed run, and `why` the reason from the component, if any. A cosmetic difference only affects how a recipe
-    is written.
+    resumed run, and `why` the reason from the component, if any. A cosmetic difference only affects how a recipe is
+    written.
     """
 
     node: str

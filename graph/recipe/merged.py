@@ -185,9 +185,7 @@ def _add_vars(recipe: MergedRecipe, item: Leaf | Table) -> None:
 
 
 def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Problem]:
-    """
-    Yield the problems of a table which is neither a node nor a group: its keys belong to a missing node.
-    """
+    """Yield problems with a table that is neither a node nor a group: its keys belong to a missing node."""
     is_group = any(isinstance(member, Table) and "use" in member.items for member in item.items.values())
     if not is_group:
         near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
@@ -203,7 +201,7 @@ def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Prob
 
 
 def _locate_first_value(item: Table) -> Position:
-    """Return the position of the table, or of its first value if the command line made the table."""
+    """Return the table's position, or its first value's position if the command line made the table."""
     leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
     return item.position if item.layer.text is not None or leaf is None else leaf.position
 
@@ -228,7 +226,7 @@ def _check_unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterat
 
 
 def _find_references(data: Any) -> Iterator[str]:
-    """Yield the names of the variables used in a tree of values."""
+    """Yield all variable names used in a value tree."""
     stack = [data]
     while stack:
         part = stack.pop()

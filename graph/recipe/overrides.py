@@ -53,7 +53,7 @@ def quote_word(text: str) -> str:
 
 
 def nest_values(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a node as nested tables, as a recipe has them: the node may be a member of a group."""
+    """Return a node's values as nested tables, as a recipe has them: the node may be a member of a group."""
     for part in reversed(name.split(".")):
         values = {part: values}
     return values

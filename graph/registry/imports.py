@@ -31,9 +31,9 @@ class FileSource:
 
 def find_source(text: str) -> Source:
     """
-    Return the components of a package, module, folder or file. Only the parents of a package are imported.
+    Return the components in a package, module, folder or file. Only the parents of a package are imported.
 
-    The parent folder of a folder or file is appended to Python's module path, also for processes which this process
+    The parent folder of a folder or file is appended to Python's module path, also for processes that this process
     starts. Raises LookupError if nothing exists under this name, or if Python finds another module under it.
     """
     is_path = text.endswith(".py") or os.sep in text or text.startswith(".")

@@ -28,11 +28,11 @@ class Source(Protocol):
     """Source of components by name. It imports a component only to load it."""
 
     def names(self) -> list[str]:
-        """Return the names of all components, without importing them."""
+        """Return all component names, without importing components."""
         ...
 
     def candidates(self, use: str) -> list["Candidate"]:
-        """Return the modules which may contain a component with this name: none, one, or several clashing ones."""
+        """Return the modules that may contain a component with this name: none, one, or several clashing ones."""
         ...
 
 
@@ -77,7 +77,7 @@ class PackageSource:
 
     @classmethod
     def of(cls, package: str, prefix: str = "") -> "PackageSource":
-        """Return the source of a package. Only the parents are imported. Raises LookupError if it does not exist."""
+        """Return a package's source. Only the parents are imported. Raises LookupError if it does not exist."""
         parent, _, name = package.rpartition(".")
         spec = importlib.util.find_spec(parent or package)
         if spec is None or not spec.submodule_search_locations:
@@ -128,7 +128,7 @@ class EntryPointSource:
 
 
 def describe_distribution(entry: EntryPoint) -> str:
-    """Return the distribution of an entry point, with its version."""
+    """Return an entry point's distribution, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 
@@ -147,7 +147,7 @@ class Registry:
 
     @classmethod
     def of(cls, package: str) -> "Registry":
-        """Return the registry of a package, without importing the package."""
+        """Return a package's registry, without importing the package."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
     def with_source(self, source: Source) -> "Registry":
@@ -168,7 +168,7 @@ class Registry:
         return (self.own, self.installed, *self.extra)
 
     def names(self) -> list[str]:
-        """Return the names of all components, without importing them."""
+        """Return all component names, without importing components."""
         return list(dict.fromkeys(name for source in self.sources for name in source.names()))
 
     def candidates(self, use: str) -> list[Candidate]:

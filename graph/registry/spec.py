@@ -93,12 +93,12 @@ class Spec:
 
     @cached_property
     def every_fields(self) -> tuple[Field, ...]:
-        """The fields which the container fills with every node of a port."""
+        """The fields that the container fills with every node of a port."""
         return self._select_fields("every")
 
     @cached_property
     def recipe_fields(self) -> tuple[Field, ...]:
-        """The fields which the container fills with the resolved recipe."""
+        """The fields that the container fills with the resolved recipe."""
         return self._select_fields("recipe")
 
     def _select_fields(self, kind: Kind) -> tuple[Field, ...]:

@@ -135,8 +135,8 @@ class Container(Mapping[str, Any]):
     The objects of `roots` and their dependencies, by node name.
 
     `build` constructs them, which is cheap. As a context manager the container also calls `open()` in dependency order
-    and `close()` in reverse order, on objects with these methods. `replacements` are objects for some nodes. They
-    are checked like nodes, but neither opened nor closed. None leaves out a node reached only by optional edges.
+    and `close()` in reverse order, on objects with these methods. `replacements` are objects for some nodes. They are
+    checked like nodes, but neither opened nor closed. None leaves out a node reached only by optional edges.
 
     After a failure, the container calls `on_failure(error)` of open objects before it closes any object. `on_failure`
     may return another exception to raise instead. The container enters the contexts from `stage_context(stage, node)`
@@ -335,7 +335,7 @@ class Container(Mapping[str, Any]):
     def get(self, key: str, default: Any = None) -> Any: ...
     def get(self, key: Any, default: Any = None) -> Any:
         """
-        Return the only object implementing a class or port, typed as such, or the object of a node by name.
+        Return the only object implementing a class or port, typed as such, or a node's object by name.
 
         Raises LookupError if no object or several objects implement the port. Names work as in any mapping.
         """

@@ -30,7 +30,7 @@ def find_raising_node(error: BaseException, objects: Mapping[str, Any], otherwis
 
 def locate_setting(node: Node, message: str, variables: Mapping[str, Leaf]) -> Position | None:
     """
-    Return the position of the setting named in a message, or of the variable used as its value.
+    Return the position where the setting in a message, or the variable used as its value, is written.
 
     Return the node's position if the message names no written setting. Return None for a node of a shipped recipe,
     since the cause is not written there.

@@ -1,4 +1,4 @@
-"""The testing API: build one component, fake a port, check the contract of a port. Public as `drawloom.testing`."""
+"""The testing API: build one component, fake a port, check a port's contract. Public as `drawloom.testing`."""
 
 from drawloom.graph.testing.build import build
 from drawloom.graph.testing.ports import BrokenContractError, Call, check_port, expect, fake

@@ -35,10 +35,10 @@ def fake(*ports: type, **answers: Any) -> Any:
     """
     Return an object implementing all these ports.
 
-    `answers` are values of attributes and return values of methods: a value, or a function of the arguments
-    of the method. Every other value is empty for its annotated type: 0, "", an empty list, another fake for another
-    port, None. `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port,
-    and immediately for names missing in all ports.
+    `answers` are attribute values and return values for methods: a value, or a function with the arguments of the
+    method. Every other value is empty for its annotated type: 0, "", an empty list, another fake for another port,
+    None. `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port, and
+    immediately for names missing in all ports.
     """
     known = {name: port for port in ports for name in find_members(port)}
     unknown = answers.keys() - known.keys()
@@ -123,12 +123,12 @@ def load_contract(port: type) -> list[Property]:
 
 
 def contract_module_name(port: type) -> str:
-    """Return the module with the contracts for a module of ports: `a.contracts.data` for `a.ports.data`."""
+    """Return the contracts module for a ports module: `a.contracts.data` for `a.ports.data`."""
     return re.sub(r"\.ports(?=\.|$)", ".contracts", port.__module__)
 
 
 def _find_properties(module: ModuleType, port: type) -> list[Property]:
-    """Return the public functions of a module whose first parameter is annotated with the port."""
+    """Return a module's public functions whose first parameter is annotated with the port."""
     functions = [item for name, item in vars(module).items() if inspect.isfunction(item) and name[0] != "_"]
     own = [function for function in functions if function.__module__ == module.__name__]
     return [function for function in own if next(iter(typing.get_type_hints(function).values()), None) is port]
@@ -136,7 +136,7 @@ def _find_properties(module: ModuleType, port: type) -> list[Property]:
 
 def check_port(implementation: str | type | Callable[[], Any], port: type, /, **values: Any) -> None:
     """
-    Check an implementation against the contract of a port.
+    Check an implementation against a port's contract.
 
     The implementation is a component (its class or name), which is built with `values` and opened, or a function that
     returns an instance or a context manager for one. Every property receives new instances, which are closed

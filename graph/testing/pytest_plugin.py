@@ -29,7 +29,7 @@ def drawloom_fake() -> Callable[..., Any]:
 
 @pytest.fixture
 def drawloom_check_port() -> Callable[..., None]:
-    """Return `drawloom.testing.check_port`: check an implementation against the contract of a port."""
+    """Return `drawloom.testing.check_port`: check an implementation against a port's contract."""
     from drawloom.graph import testing
 
     return testing.check_port

@@ -37,7 +37,7 @@ def dumps(plain: Any) -> str:
 
 def dump_canonical(plain: Any) -> str:
     """
-    Return a text which is equal only for equal values: true is not 1, 1 is not 1.0, and the order of keys is ignored.
+    Return a text that is equal only for equal values: true is not 1, 1 is not 1.0, and the order of keys is ignored.
     """
     if isinstance(plain, dict):
         return f"{{{', '.join(f'{dump_key(name)} = {dump_canonical(plain[name])}' for name in sorted(plain))}}}"

@@ -110,7 +110,7 @@ def _find_first(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _iterate_levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
-    """Yield the values at every depth of tables and arrays. Not recursive, because the depth may be great."""
+    """Yield the values at every depth in tables and arrays. Not recursive, because the depth may be great."""
     parts: Collection[Any] = data.values()
     while True:
         yield parts

@@ -30,24 +30,19 @@ class SourceMap:
 
     def key(self, path: KeyPath) -> SourceRange | None:
         """
-        Return the range of the last key in a path: in its `[header]`, or where it first appears. None for an array
-        index.
+        Return the range where a path's last key is written: in its `[header]`, or where it first appears. None for an
+        array index.
         """
         entry, known = self._find(path)
         return SourceRange(*entry[0]) if entry[0] and known == len(path) else None
 
     def value(self, path: KeyPath) -> SourceRange | None:
-        """
-        Return the range of the value at a path. For a table it is the `[header]`, or else the key implying the
-        table.
-        """
+        """Return the value's range at a path. For a table it is the `[header]`, or else the key implying the table."""
         entry, known = self._find(path)
         return SourceRange(*entry[1]) if known == len(path) else None
 
     def nearest(self, path: KeyPath) -> SourceRange:
-        """
-        Return the range of the value at the longest prefix of a path in the text, or of the whole text.
-        """
+        """Return the value's range at a path's longest prefix in the text. Default: the whole text."""
         return SourceRange(*self._find(path)[0][1])
 
     def position(self, offset: int) -> tuple[int, int]:
@@ -56,7 +51,7 @@ class SourceMap:
         return line, offset - self._line_starts[line - 1] + 1
 
     def _find(self, path: KeyPath) -> tuple["_Entry", int]:
-        """Return the entry at the longest prefix of a path in the text, and the length of this prefix."""
+        """Return the entry at a path's longest prefix in the text, and the prefix length."""
         entry = self._root
         for known, step in enumerate(path):
             if step not in entry[2]:
@@ -83,7 +78,7 @@ _Slot = tuple[_Inside, str | int, tuple[int, int] | None]
 
 # tomli has accepted the text, so these patterns only distinguish tokens, and validate nothing.
 def _compile_matcher(pattern: str) -> Callable[[str, int], re.Match[str]]:
-    """Compile a pattern which matches at every offset where it is used."""
+    """Compile a pattern that matches at every offset where it is used."""
     return re.compile(pattern).match  # type: ignore[return-value]
 
 
@@ -113,7 +108,7 @@ def _read_document(text: str) -> _Inside:
 
 
 def _read_header(text: str, start: int, top: _Inside) -> tuple[_Inside, int]:
-    """Read `[key]` or `[[key]]`. Return the items of its table, and the offset behind the header."""
+    """Read `[key]` or `[[key]]`. Return its table's items, and the offset behind the header."""
     width = 2 if text.startswith("[[", start) else 1
     (table, name, key), offset = _read_key(text, start + width, top)
     end = offset + width
@@ -165,7 +160,7 @@ def _read_value(text: str, offset: int, slot: _Slot | None) -> int:
 
 
 def _next_slot(text: str, offset: int, containers: list[tuple[_Slot, int, _Inside]]) -> tuple[_Slot | None, int]:
-    """Close the arrays and tables ending here. Return the slot and offset of the next value in an open container."""
+    """Close the arrays and tables ending here. Return slot and offset for the next value in an open container."""
     while containers:
         offset = _blank(text, offset).end()
         if text[offset] == ",":

@@ -1,1 +1,1 @@
-"""Types of settings and ports: conversion of TOML values, names for messages, and port matching."""
+"""Types of settings and ports: conversion from TOML values, names for messages, and port matching."""

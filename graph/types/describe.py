@@ -66,7 +66,7 @@ def describe_type(kind: Any) -> str:
 
 
 def make_placeholder(kind: Any) -> str:
-    """Return the placeholder for a value of this type in a line to complete: ... or ["..."]."""
+    """Return the placeholder for a value in a line to complete: ... or ["..."]."""
     noun, rest = next(iter(_alternatives(kind)))
     if noun != "array":
         return "..."
@@ -74,21 +74,19 @@ def make_placeholder(kind: Any) -> str:
 
 
 def describe_expected(kind: Any) -> str:
-    """Return the start of a message about a value of another type, such as "expected an integer"."""
+    """Start a message about a wrongly typed value, such as "expected an integer"."""
     return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _alternatives(kind))
 
 
 def union_members(union: Any) -> list[Any]:
-    """Return the members of a union except None, or the type itself if it is not a union."""
+    """Return a union's members except None, or the type itself if it is not a union."""
     if typing.get_origin(union) not in (typing.Union, types.UnionType):
         return [union]
     return [member for member in typing.get_args(union) if member is not type(None)]
 
 
 def _alternatives(kind: Any) -> list[tuple[str, str]]:
-    """
-    Return the alternatives of a type as (noun, rest), such as ("array", " of strings"). Literals have an empty noun.
-    """
+    """Return a type's alternatives as (noun, rest), such as ("array", " of strings"). Literals have an empty noun."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in TYPE_NAMES:
         return [(TYPE_NAMES[kind], "")]
@@ -133,7 +131,7 @@ def _join_with_or(words: Iterable[str]) -> str:
 
 
 def find_near_misses(value: Any) -> Iterator[tuple[Any, str]]:
-    """Yield (value, hint) for values of other types which the user probably meant, such as 3 for "3"."""
+    """Yield (value, hint) for values of other types that the user probably meant, such as 3 for "3"."""
     try:
         text = dumps(value)
     except (TypeError, ValueError):  # not a TOML value

@@ -42,7 +42,7 @@ def implements(cls: type, port: Any) -> bool:
 
 @functools.cache
 def implements_any(cls: type, ports: tuple[type, ...]) -> bool:
-    """Return whether a class implements at least one of several ports."""
+    """Return whether a class implements at least one port."""
     return any(implements(cls, port) for port in ports)
 
 
@@ -67,7 +67,7 @@ def _find_mismatches(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -
 
 @functools.cache  # ports do not change
 def find_members(port: type) -> tuple[str, ...]:
-    """Return the members of a Protocol and its bases, in the order in which they are defined."""
+    """Return a Protocol's members, including its bases, in definition order."""
     member_names: dict[str, None] = {}
     for cls in reversed(port.__mro__):
         if getattr(cls, "_is_protocol", False) and cls is not typing.Protocol:
@@ -86,7 +86,7 @@ class _Matcher:
     fits: Fits
 
     def check_type_arguments(self) -> Iterator[str]:
-        """Compare the type arguments of a class derived from the port with the expected ones."""
+        """Compare the type arguments in a class derived from the port with the expected ones."""
         own = find_type_arguments(self.cls, self.port)
         for variable, kind in self.arguments.items():
             if variable in own and not is_assignable(own[variable], kind, self.fits):
@@ -122,7 +122,7 @@ class _Matcher:
             yield reason
 
     def _find_mistyped(self, method: Any, promised: Any) -> str:
-        """Return the first mismatch of types between a method and the port. Empty if all match."""
+        """Return the first type mismatch between a method and the port. Empty if all match."""
         own_types, port_types = _read_type_hints(method), _read_type_hints(promised)
         for parameter, open_kind in port_types.items():
             kind = substitute(open_kind, self.arguments)
@@ -140,7 +140,7 @@ def _has_member(cls: type, member: str) -> bool:
 
 
 def _read_member_type(cls: type, member: str) -> Any:
-    """Return the annotated type of an attribute or property, or Any without annotation."""
+    """Return an attribute's or property's annotated type, or Any without annotation."""
     member_object = inspect.getattr_static(cls, member, None)
     if isinstance(member_object, property):
         return _read_type_hints(member_object.fget).get("return", Any)
@@ -157,7 +157,7 @@ def _read_type_hints(thing: Any) -> dict[str, Any]:
 
 
 def type_name(kind: Any) -> str:
-    """Return the name of a type for messages."""
+    """Return a type's name for messages."""
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 

@@ -1,5 +1,5 @@
 """
-Strict conversion of TOML values to the types of settings, by cattrs. All problems of a value are reported at once.
+Strict conversion of TOML values to the types of settings, by cattrs. All problems with a value are reported at once.
 """
 
 import math
@@ -83,9 +83,7 @@ class Values:
         return converter
 
     def _union(self, value: Any, kind: Any) -> Any:
-        """
-        Convert a value to the first accepting member type, int before float. Otherwise raise the closest error.
-        """
+        """Convert a value to the first accepting member type, int before float. Otherwise raise the closest error."""
         if value is None and type(None) in typing.get_args(kind):
             return None
         inside: list[Exception] = []
@@ -204,7 +202,7 @@ def _structure_choice(value: Any, kind: Any) -> Any:
 
 
 def _list_choices(kind: Any) -> list[tuple[Any, Any]]:
-    """Return the members of an Enum or a Literal as (TOML value, member)."""
+    """Return Enum members or Literal choices as (TOML value, member)."""
     if _is_literal(kind):
         return [(choice, choice) for choice in typing.get_args(kind)]
     return [(member.value, member) for member in kind]

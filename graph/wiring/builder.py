@@ -44,7 +44,7 @@ class GraphBuilder:
         edges.report_unnamed()
 
     def problems(self) -> Iterator[Problem]:
-        """Yield all problems of nodes and other tables."""
+        """Yield all problems with nodes and other tables."""
         yield from self.incomplete
         for node in self.nodes.values():
             yield from node.problems
@@ -80,7 +80,7 @@ class EdgeResolver:
     _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
 
     def resolve_all(self, node: Node) -> None:
-        """Resolve the edges of a node and of its inline nodes."""
+        """Resolve a node's edges, and the edges in its inline nodes."""
         items = node.table.items
         for field in node.spec.edges:
             item = items.get(field.name)
@@ -99,7 +99,7 @@ class EdgeResolver:
                 self._connect_list(node, field, item)
 
     def _substitute(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
-        """Return the value of an edge, with a variable substituted."""
+        """Return an edge's value, with a variable substituted."""
         if not isinstance(item, Leaf):
             return item
         value = item.value
@@ -232,7 +232,7 @@ class EdgeResolver:
             self._report_ambiguous(node, field, fitting)
 
     def _find_candidates(self, field: Field) -> list[str]:
-        """Return the nodes with their own tables which implement a field's port."""
+        """Return the nodes with their own tables that implement a field's port."""
         # Cached: matching is slow, and many nodes have an edge with the same port.
         if field.ports not in self._fitting:
             nodes = [node for node in self.nodes.values() if not node.owner]
@@ -271,6 +271,6 @@ class EdgeResolver:
 
 
 def _describe_misfit(node: Node, field: Field) -> str:
-    """Return the component of a node, and why it does not implement a field's port."""
+    """Return a node's component, and why it does not implement a field's port."""
     why = " and ".join(reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2])
     return f"[{node.name}] is {node.spec.use!r}: it {why}"

@@ -45,7 +45,7 @@ class Graph:
         return attrs.evolve(graph, problems=tuple(sort_problems(problems)))
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
-        """Return the graph of the same recipe with other values merged over it."""
+        """Return the graph for this recipe with other values merged over it."""
         return Graph.of(self.recipe.with_values(data, source), self.registry, self.root)
 
     @property
@@ -130,9 +130,7 @@ class Graph:
         return list(valid)
 
     def restrict_to(self, roots: Iterable[str]) -> "Graph":
-        """
-        Return the graph of `roots` and their dependencies, with their problems. Other nodes may be unknown.
-        """
+        """Return the graph for `roots` and their dependencies, with their problems. Other nodes may be unknown."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
         # An edge may be missing because its target table could not become a node.
         broken = not all(self.is_complete(node) for node in nodes.values())
@@ -170,7 +168,7 @@ class Graph:
         return True
 
     def _walk_on(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
-        """Return the next node of a depth-first walk, after leaving the nodes whose needs are done."""
+        """Return the next node in a depth-first walk, after leaving the nodes whose needs are done."""
         while trail:
             last = next(reversed(trail))
             for need in trail[last]:
@@ -193,15 +191,13 @@ class Graph:
                 yield from _check_constraints(node, self.view(node.name))
 
     def _edge_position(self, name: str, target: str) -> Position:
-        """Return the position of the edge from one node to another."""
+        """Return the position where an edge between two nodes is written."""
         node = self.nodes[name]
         paths = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
         return node.position_of(next((path for path in paths if path), ()))
 
     def is_complete(self, node: Node) -> bool:
-        """
-        Return whether a node and its neighbours are valid. Constraints rely on valid settings and edges.
-        """
+        """Return whether a node and its neighbours are valid. Constraints rely on valid settings and edges."""
         # A wired edge may be missing because its target table could not become a node.
         has_invalid_tables = not self.recipe.nodes.keys() <= self.nodes.keys()
         missing = any(
@@ -217,7 +213,7 @@ class Graph:
         Return whether a node is unused on purpose.
 
         Either an edit removed a reference to the node, or a later layer replaced one, or only extended recipes write
-        the node: this recipe need not remove nodes which its bases keep for other recipes.
+        the node: this recipe need not remove nodes that its bases keep for other recipes.
         """
         layers = {id(layer): number for number, layer in enumerate(self.recipe.layers)}
         written = {id(leaf.layer) for leaf in iterate_leaves(node.table)}
@@ -255,7 +251,7 @@ class Graph:
 
 
 def _collect_references(value: Any) -> set[Any]:
-    """Return the references in the value of an edge."""
+    """Return the references in an edge's value."""
     return {part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)}
 
 
@@ -293,7 +289,7 @@ class MemberSequence:
 
 def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """
-    Check the order of a sequence edge as a dataflow: values are written before they are read, and changed in time.
+    Check the order in a sequence edge as a dataflow: values are written before they are read, and changed in time.
     """
     first = {target: number for number, target in reversed([*enumerate(edge.targets)])}  # a duplicate is a problem
     members = [Member(name, first[name], nodes[name].spec.traits.flow) for name in dict.fromkeys(edge.targets)]

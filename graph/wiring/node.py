@@ -31,8 +31,8 @@ class Node:
     """
     A table with `use`: its component, converted settings, edges and problems.
 
-    For an inline node without its own table, `owner` names the enclosing node. Only the builder adds
-    settings, edges and problems; all other code reads them.
+    For an inline node without its own table, `owner` names the enclosing node. Only the builder adds settings, edges
+    and problems; all other code reads them.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Node:
         return self.table.use.position if self.table.use else self.table.position
 
     def position_of(self, path: KeyPath, *, key: bool = False) -> Position:
-        """Return the position of a setting, an edge or a part of one, or of the node if it is not written."""
+        """Return the position of a setting, an edge or a part of one. Default: the node's position."""
         if path and path[0] in self.table.items:
             return locate(self.table, path, key=key)
         return self.position
@@ -91,11 +91,11 @@ class Node:
         key: bool = False,
         position: Position | None = None,
     ) -> None:
-        """Add a problem with a setting or edge of this node, or with the node itself."""
+        """Add a problem with a setting, an edge, or the node itself."""
         self.problems.append(Problem(code, text, hint, self.name, position or self.position_of(path, key=key)))
 
     def add_bug(self, failure: str, error: Exception) -> None:
-        """Add a problem for the author of the component, not for the author of the recipe."""
+        """Add a problem for the component's author, not for the recipe's author."""
         self.add_problem(
             "DL206",
             f"{self.spec.use!r}: {failure}: {type(error).__name__}: {error}",
@@ -128,7 +128,7 @@ class NodeView:
         return self._node.settings
 
     def neighbours(self, edge: str) -> "list[NodeView]":
-        """Return the target nodes of an edge, in order."""
+        """Return an edge's target nodes, in order."""
         targets = self._node.edges.get(edge)
         return [NodeView(self._nodes[name], self._nodes) for name in targets.targets] if targets else []
 
@@ -138,12 +138,12 @@ class NodeView:
         return [*found.keys] if found else []
 
     def problem(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
-        """Make a problem with a setting or edge of this node, or with a part of one: ("phases", 2, "to")."""
+        """Make a problem with a setting or edge, or with a part of one: ("phases", 2, "to")."""
         path = (key,) if isinstance(key, str) else key
         return Problem("DL401", text, hint, self._node.name, self._node.position_of(path))
 
     def warning(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
-        """Make a warning about an allowed value which is probably a mistake."""
+        """Make a warning about an allowed value that is probably a mistake."""
         return attrs.evolve(self.problem(key, text, hint), code="DL402", warning=True)
 
 

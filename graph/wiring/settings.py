@@ -25,7 +25,7 @@ class SettingsResolver:
     values: Values = attrs.field(factory=Values)
 
     def resolve(self, node: Node) -> None:
-        """Fill in the settings of a node. Invalid values become problems of the node."""
+        """Fill in a node's settings. Invalid values become problems."""
         items = node.table.items
         for key, item in items.items():
             field = node.spec.fields.get(key)
@@ -71,7 +71,7 @@ class SettingsResolver:
             node.set(field.name, value)
 
     def _variable_position(self, item: Leaf | Table) -> Position | None:
-        """Return the position of the variable written as the whole value, or None."""
+        """Return the variable's position if the whole value is a variable, or None."""
         name = item.value if isinstance(item, Leaf) and isinstance(item.value, str) else ""
         variable = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
         return variable.position if variable else None
@@ -115,7 +115,7 @@ class SettingsResolver:
         return INVALID_VALUE
 
     def variable(self, node: Node, text: str, path: KeyPath) -> Any:
-        """Return the value of a variable, written `$vars.name`, or INVALID_VALUE if it does not exist."""
+        """Return a variable's value, written `$vars.name`, or INVALID_VALUE if it does not exist."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
             name = text.removeprefix(VARIABLE)
