@@ -12,13 +12,13 @@ from drawloom.graph.component import (
     setting,
     wired,
 )
-from drawloom.graph.problems import Place, Problem, RecipeError, UserError
+from drawloom.graph.problems import Position, Problem, RecipeError, UserError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
 __all__ = [
     "Every",
     "Ordered",
-    "Place",
+    "Position",
     "Problem",
     "RecipeError",
     "ResolvedRecipe",

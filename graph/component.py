@@ -1,7 +1,7 @@
 """
-The vocabulary that components import: `@component`, `setting` and its bounds, `@port`, and fields of special kinds.
+The vocabulary for components: `@component`, `setting` and its bounds, `@port`, and special field types.
 
-A component is an attrs class. A field whose type is a port is an edge, every other field is a setting.
+A component is an attrs class. A field whose type is a port is an edge; every other field is a setting.
 """
 
 import typing
@@ -28,12 +28,12 @@ def setting(
     alias: str | None = None,
 ) -> Any:
     """
-    A field that a recipe sets.
+    Declare a field that a recipe sets.
 
-    `impact` says what it means to resume with another value: safe (training computes the same), changes_training (it
-    continues, but computes something else), incompatible (the saved state no longer fits); the component's own if left
-    out. `check` takes the value and returns why it is invalid, or None. `alias` is the name in recipes and in the
-    constructor, for a field whose own name is taken by a method or property of the component.
+    `impact` is the effect of another value on a resumed run: safe (training computes the same), changes_training
+    (training continues with other results) or incompatible (saved state no longer fits). Default: the impact of the
+    component. `check` receives the value and returns why it is invalid, or None. `alias` is the name in recipes and in
+    the constructor, for a field whose own name clashes with a method or property.
     """
     default = attrs.Factory(factory) if factory is not None else default
     meta = {"impact": impact, "check": check, "doc": doc}
@@ -42,7 +42,7 @@ def setting(
 
 def wired(*, default: None) -> Any:
     """
-    An optional edge that is found by type, as a required one is; None only if no node fits.
+    Declare an optional edge, found by type like a required edge, and None only if no node fits.
 
     `tokenizer: Tokenizer | None = wired(default=None)`. Other optional edges are None unless the recipe writes them.
     """
@@ -50,7 +50,7 @@ def wired(*, default: None) -> Any:
 
 
 def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
-    # Recipes are checked before anything is built; this serves components that are built directly, as in tests.
+    # For components built without a recipe, as in tests. A recipe is checked before anything is built.
     def validate(_owner: Any, field: Any, value: Any) -> None:
         if reason := check(value):
             raise ValueError(f"{field.alias}: {reason}")
@@ -60,7 +60,7 @@ def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
 
 @attrs.frozen
 class Bound:
-    """A check of a number against its bounds, which the JSON Schema reads too. Values that are no numbers pass."""
+    """Check of a number against bounds, which also appear in the JSON Schema. Values of other types pass."""
 
     at_least: float | None = None
     above: float | None = None
@@ -82,22 +82,22 @@ class Bound:
 
 
 def at_least(bound: float) -> Bound:
-    """A check: `bound` or more."""
+    """Return a check for `bound` or more."""
     return Bound(at_least=bound)
 
 
 def above(bound: float) -> Bound:
-    """A check: more than `bound`."""
+    """Return a check for more than `bound`."""
     return Bound(above=bound)
 
 
 def between(low: float, high: float) -> Bound:
-    """A check: in the half-open interval [low, high)."""
+    """Return a check for the half-open interval [low, high)."""
     return Bound(at_least=low, below=high)
 
 
 _PORTS: "weakref.WeakKeyDictionary[type, bool]" = weakref.WeakKeyDictionary()
-"""Whether each port is named. An attribute of a runtime_checkable Protocol would be one of its members."""
+"""Ports with their `named` flags. Stored here, because an attribute of a Protocol would be one of its members."""
 
 
 @overload
@@ -106,10 +106,10 @@ def port(cls: type[T], /) -> type[T]: ...
 def port(*, named: bool = False) -> Callable[[type[T]], type[T]]: ...
 def port(cls: Any = None, /, *, named: bool = False) -> Any:
     """
-    Mark a class, most often a Protocol, as an interface between components.
+    Mark a class, usually a Protocol, as an interface between components.
 
-    A component's field of this type is an edge. `named` says that the names of nodes that implement the port matter
-    (they are keys of saved state), so that such a node needs a table of its own and can't be written inline.
+    A component field of this type is an edge. With `named`, nodes implementing the port need their own tables and can't
+    be written inline, because their names are keys of saved state.
     """
 
     def mark(cls: type[T]) -> type[T]:
@@ -120,27 +120,30 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
 
 
 def is_port(kind: object) -> bool:
-    """Whether fields of this type are edges: true for ports, and for component classes themselves."""
+    """Return whether fields of this type are edges: true for ports, and for component classes themselves."""
     kind = typing.get_origin(kind) or kind
-    # vars, not hasattr: a subclass of a component is not marked by it.
+    # vars, not hasattr: a subclass does not inherit the mark.
     return isinstance(kind, type) and (kind in _PORTS or "__component__" in vars(kind))
 
 
 def is_named(kind: type) -> bool:
-    """Whether nodes that implement this port need a table, and so a name, of their own."""
+    """Return whether nodes implementing this port need their own tables, and so names."""
     return _PORTS.get(kind, False)
 
 
 class Every(dict[str, P]):
     """
-    All built nodes that implement a port, by node name; the container fills it after building.
+    All built nodes implementing a port, by node name. The container fills it after building.
 
-    It is no edge, so it makes no cycle: a checkpointer takes every stateful node, and some of those use it.
+    It is not an edge, so it makes no cycle: a checkpointer sees every stateful node, and stateful nodes may use it.
     """
 
 
 class Ordered(tuple[P, ...]):
-    """Members of a sequence edge, in the recipe's order; what each reads, writes and changes is checked."""
+    """
+    Members in a sequence edge, in the recipe's order. Checks compare the values read, written and changed by the
+    members.
+    """
 
     names: tuple[str, ...]
 
@@ -152,7 +155,7 @@ class Ordered(tuple[P, ...]):
 
 @attrs.frozen
 class Flow:
-    """The values that a member of a sequence edge reads, writes and changes in place."""
+    """Values read, written and changed in place by a member of a sequence edge."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -161,7 +164,7 @@ class Flow:
 
 @attrs.frozen
 class Traits:
-    """The arguments of `@component`, kept on the class as `__component__`."""
+    """Arguments of `@component`, stored on the class as `__component__`."""
 
     impact: Impact
     flow: Flow
@@ -196,48 +199,49 @@ def component(
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
 
-    Members of a sequence edge declare which values they read, write and change in place; a value whose name ends in
-    "?" is read only if some member writes it. `impact` is what it means to resume with this node added, removed,
-    swapped or with other settings: see `setting`. `needs` maps modules that the component imports when it opens to
-    what `pip install` takes: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, with what they need, are
-    built and opened before those of the component's other edges, whatever the order of its fields.
+    Members of a sequence edge declare the values they read, write and change in place. A value named with a final "?"
+    is read only if some member writes it. `impact` is the effect on a resumed run when this node is added, removed,
+    swapped or changed: see `setting`. `needs` maps modules imported when the component opens to arguments for `pip
+    install`: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, and their dependencies, are built and
+    opened before the nodes of all other edges, whatever the order of fields.
 
     `check` calls these class methods, if the class has them, without building the component:
 
-    - `constraints(node)` yields problems that involve several settings, or settings of neighbours;
-    - `notes(node)` yields lines that `explain` shows for the node, and so does `draw` with the focus on it;
-    - `resume_impact(node, key)` returns what it means to resume with another value of a key, alone or with the reason
+    - `constraints(node)` yields problems involving several settings, or settings of neighbours;
+    - `notes(node)` yields lines about the node for `explain`, and for `draw` with the focus on it;
+    - `resume_impact(node, key)` returns the effect of another value of a key on a resumed run, alone or with the reason
       as a tuple, or None;
-    - `in_folder(settings, given, folder)` returns the settings with which a run uses the run folder that its recipe was
-      read from; `given` are the keys that overlays or the command line set.
+    - `in_folder(settings, written, folder)` returns settings that let a run use the folder from which its recipe was
+      read; `written` lists the keys that overlays or the command line set.
 
-    The container calls `open()`, `close()` and `on_failure(error)` of objects that have them. It opens and closes other
-    objects in the contexts that their `stage_context(stage, node)` returns. `run --dry-run` opens those with
-    `preview()`, which returns what they say of a run before its first step. Before it opens the first node, it calls
-    `check_machine()` of all that have it, as `check` does: it raises a UserError if this machine lacks a file or device
-    that the settings name. It reads little, leaves nothing open, and uses other nodes only as they are before `open`.
+    The container calls `open()`, `close()` and `on_failure(error)` of objects with these methods. It opens and closes
+    other objects in the contexts that their `stage_context(stage, node)` returns. `run --dry-run` opens objects with
+    `preview()`, which returns a description of the run before its first step. Before the container opens the first
+    node, it calls every `check_machine()`, and so does `check`: the method raises a UserError if this machine lacks a
+    file or device named in the settings. It reads little, leaves nothing open, and uses other nodes only in their state
+    before `open`.
     """
 
     def make(cls: type[T]) -> type[T]:
-        # No slots, so that components may use cached_property; equality by identity, since fields hold tensors.
-        made = attrs.define(cls, slots=False, eq=False, kw_only=True, repr=False)
+        # No slots, so that components may use cached_property; equality by identity, since fields contain tensors.
+        attrs_class = attrs.define(cls, slots=False, eq=False, kw_only=True, repr=False)
         if "__repr__" not in vars(cls):
-            made.__repr__ = _short_repr  # type: ignore[method-assign]
+            attrs_class.__repr__ = _short_repr  # type: ignore[method-assign]
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
-        made.__component__ = Traits(impact, flow, dict(needs or {}), opens_first)  # type: ignore[attr-defined]
-        return made
+        attrs_class.__component__ = Traits(impact, flow, dict(needs or {}), opens_first)  # type: ignore[attr-defined]
+        return attrs_class
 
     return make if cls is None else make(cls)
 
 
 def _short_repr(self: Any) -> str:
-    """The class and plain settings of a component: its edges lead to all of a run."""
-    given = {field.name: getattr(self, field.name, None) for field in attrs.fields(type(self)) if field.init}
-    plain = [f"{name}={value!r}" for name, value in given.items() if isinstance(value, str | int | float)]
-    return f"{type(self).__name__}({', '.join(plain)})"
+    """Return a component's class and plain settings, without edges, which lead to all objects in a run."""
+    values = {field.name: getattr(self, field.name, None) for field in attrs.fields(type(self)) if field.init}
+    settings = [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str | int | float)]
+    return f"{type(self).__name__}({', '.join(settings)})"
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
 def inherited(cls: type[T]) -> type[T]:
-    """Let components inherit the fields of a class that is none itself."""
+    """Let components inherit the fields of a class that is not a component."""
     return attrs.define(cls, slots=False, eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Problems of recipes as data, how they are printed, and did-you-mean suggestions for their hints."""
+"""Problems of recipes as data, their printed form, and did-you-mean suggestions for hints."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 import attrs
 
 KeyPath = tuple[str | int, ...]
-"""The way to a value: keys of tables and, inside arrays, indices from 0."""
+"""Path to a value: keys of tables and, inside arrays, indices from 0."""
 
 
 @attrs.frozen(order=True)
-class Place:
-    """A position in a recipe: a file with a line and a column (both from 1, in code points), or the command line."""
+class Position:
+    """Position in a recipe: a file with line and column (both from 1, in code points), or the command line."""
 
     source: str
     line: int = 0
@@ -21,136 +21,142 @@ class Place:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
 
-COMMAND_LINE = Place("command line")
+COMMAND_LINE = Position("command line")
 
 
 @attrs.frozen
 class Problem:
     """
-    One thing that is wrong with a recipe: `text` is what is there and why it is invalid, `hint` what to write instead.
+    A mistake in a recipe: `text` is the faulty part and why it is invalid, `hint` is the remedy.
 
-    `code` is explained in docs/problems.md. `path` leads from the node, or from a setting's value while only that is
-    known, to the part that is wrong.
+    docs/problems.md explains every `code`. `path` leads to the faulty part from the node, or from the value of a
+    setting before the node is known.
     """
 
     code: str
     text: str
     hint: str = ""
     node: str = ""
-    place: Place | None = None
+    position: Position | None = None
     warning: bool = False
     path: KeyPath = ()
 
     def as_data(self) -> dict[str, str | int | bool]:
-        """The problem for `--format json`; line and column are 0 if it has no place in a file."""
-        place = self.place or Place("")
+        """Return the problem for `--format json`. Line and column are 0 without a position in a file."""
+        position = self.position or Position("")
         return {
             "code": self.code,
             "warning": self.warning,
-            "source": place.source,
-            "line": place.line,
-            "column": place.column,
+            "source": position.source,
+            "line": position.line,
+            "column": position.column,
             "node": self.node,
             "text": self.text,
             "hint": self.hint,
         }
 
     def __str__(self) -> str:
-        where = f"{self.place}: " if self.place else ""
-        kind = "warning: " if self.warning else ""
+        prefix = f"{self.position}: " if self.position else ""
+        severity = "warning: " if self.warning else ""
         node = f"[{self.node}] " if self.node else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{where}{kind}{node}{self.text}{hint} ({self.code})"
+        return f"{prefix}{severity}{node}{self.text}{hint} ({self.code})"
 
 
 class RecipeError(Exception):
-    """A recipe is invalid; `problems` lists everything that is wrong with it."""
+    """Error for an invalid recipe. `problems` lists every mistake."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = in_order(problems)
+        self.problems = sort_problems(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
 class UserError(Exception):
-    """An error at run time that the user can fix: printed as it is, without a traceback."""
+    """Run-time error for the user to fix, printed without a traceback."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.at = ""
+        self.prefix = ""
 
-    def set_node(self, place: Place | None, node: str) -> None:
-        """Prefix the message with the node that raised it, and with the place where the reason is written, if any."""
-        self.at = f"{place}: [{node}] " if place else f"[{node}] "
+    def set_node(self, position: Position | None, node: str) -> None:
+        """Prefix the message with the raising node, and with the position of the cause, if known."""
+        self.prefix = f"{position}: [{node}] " if position else f"[{node}] "
 
     def __str__(self) -> str:
-        return f"{self.at}{super().__str__()}"
+        return f"{self.prefix}{super().__str__()}"
 
 
 class ReportedError(UserError):
-    """An error that is printed already, once for several processes; uncaught, it ends a process silently."""
+    """Error already printed, once for several processes. Uncaught, it ends a process silently."""
 
 
-def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Problems sorted by file, line and column without duplicates; those without a place come last."""
-    last = Place("\U0010ffff")
-    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or last)
+def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems sorted by file, line and column without duplicates. Problems without a position come last."""
+    last = Position("\U0010ffff")
+    return sorted(dict.fromkeys(problems), key=lambda problem: problem.position or last)
 
 
-MANY, TOO_MANY = 120, 1000
-"""From MANY known names on, only those one edit away are suggested, and from TOO_MANY on none: difflib takes quadratic
-time, and a recipe with thousands of problems must still be reported within seconds."""
+MAX_FUZZY_CANDIDATES, MAX_CANDIDATES = 120, 1000
+"""With MAX_FUZZY_CANDIDATES known names only names one edit away are suggested, with MAX_CANDIDATES none: difflib takes
+quadratic time, and thousands of problems must be reported within seconds."""
 
-LONGEST = 60
+MAX_COMPARED_LETTERS = 60
 """Letters of a name that are compared."""
 
-SHORT = 3
-"""Letters of a name that is not taken for one with another letter."""
+MAX_SHORT_NAME = 3
+"""Letters of a short name, which another letter makes a different name."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_-."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint with the known name nearest to `name`, or else with all known names if they are few."""
+    """Return a hint with the known name nearest to `name`, or else with all known names if they are few."""
     known = list(known)
-    near = nearest(name, known)
+    near = find_nearest(name, known)
     if near is not None:
         return f"did you mean {near!r}?"
     if known and len(known) <= 12:
-        return "there is " + ", ".join(sorted(known))
+        return "available: " + ", ".join(sorted(known))
     return ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def find_nearest(name: str, known: Iterable[str]) -> str | None:
     """
-    The known name that is most similar to `name`, ignoring case; None if none is similar.
+    Return the known name most similar to `name`, ignoring case, or None if none is similar.
 
-    One word is compared with the last ones of dotted names, too: `optim.adamw` is near to `adamw`. Of short words one
-    with another letter is another word: `cpu` is not near to `gpu`, but to `cup`.
+    A single word is also compared with the last words of dotted names: `optim.adamw` is near to `adamw`. For short
+    words a replaced letter makes another word: `cpu` is near to `cup`, but not to `gpu`.
     """
     known = list(known)
-    if len(known) >= TOO_MANY:
+    if len(known) >= MAX_CANDIDATES:
         return None
-    if ends := sorted(each for each in known if each.endswith(f".{name}")):
+    if ends := sorted(candidate for candidate in known if candidate.endswith(f".{name}")):
         return ends[0]
-    name = name.casefold()[:LONGEST]
-    # Sorted, so that of equally similar names the same is suggested on every machine.
+    name = name.casefold()[:MAX_COMPARED_LETTERS]
+    # Sorted, so that every machine suggests the same among equally similar names.
     folded = {candidate.casefold(): candidate for candidate in sorted(known)}
     if name in folded:
         return folded[name]
-    if len(name) <= SHORT:
+    if len(name) <= MAX_SHORT_NAME:
         folded = {
-            each: known for each, known in folded.items() if len(each) != len(name) or sorted(each) == sorted(name)
+            candidate: known
+            for candidate, known in folded.items()
+            if len(candidate) != len(name) or sorted(candidate) == sorted(name)
         }
-    near = difflib.get_close_matches(name, folded, n=1, cutoff=0.6) if len(folded) < MANY else _one_edit(name, folded)
+    near = (
+        difflib.get_close_matches(name, folded, n=1, cutoff=0.6)
+        if len(folded) < MAX_FUZZY_CANDIDATES
+        else _find_one_edit_away(name, folded)
+    )
     return folded[near[0]] if near else None
 
 
-def _one_edit(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that differ from this one by one letter inserted, deleted, replaced or swapped."""
-    cuts = [(name[:at], name[at:]) for at in range(len(name) + 1)]
+def _find_one_edit_away(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names with one letter inserted, deleted, replaced or swapped."""
+    cuts = [(name[:index], name[index:]) for index in range(len(name) + 1)]
     near = {name, *(head + tail[1:] for head, tail in cuts)}
     near |= {head + tail[1] + tail[0] + tail[2:] for head, tail in cuts if len(tail) > 1}
-    # With `skipped` the letter replaces one, without it is inserted.
+    # With skipped = 1 the letter replaces another one, with 0 it is inserted.
     near |= {head + letter + tail[skipped:] for head, tail in cuts for letter in LETTERS for skipped in (0, 1)}
     return sorted(near.intersection(known))

@@ -1,4 +1,4 @@
-"""A project, its components and shipped recipes; and a recipe as Python and the command line use it."""
+"""A project with its components and shipped recipes, and the recipe class of the Python API and the command line."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge
-from drawloom.graph.recipe.overrides import nested, read_overrides
-from drawloom.graph.registry.imports import source_of
+from drawloom.graph.recipe.overrides import nest_values, read_overrides
+from drawloom.graph.registry.imports import find_source
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 from drawloom.graph.wiring.graph import Graph
@@ -26,7 +26,7 @@ from drawloom.graph.wiring.graph import Graph
 
 @attrs.frozen
 class Project:
-    """A registry of components, a folder of recipes, and the name of the node that a run is built for."""
+    """A registry of components, a folder of recipes, and the name of the root node of a run."""
 
     registry: Registry
     recipes: Path
@@ -34,20 +34,20 @@ class Project:
 
     @classmethod
     def of(cls, package: str) -> "Project":
-        """The project of a package that holds the folders `components` and `recipes`."""
+        """Return a package's project, based on the folders `components` and `recipes`."""
         registry = Registry.of(f"{package}.components")
         return cls(registry, registry.folder.parent / "recipes")
 
-    def importing(self, packages: Sequence[str]) -> "Project":
+    def with_imports(self, packages: Sequence[str]) -> "Project":
         """
-        A project that also knows the components of these packages, or folders and files, which `--import` names.
+        Return a project with additional components from these packages, folders or files, as with `--import`.
 
         Raises UserError if one does not exist.
         """
         registry = self.registry
         for package in packages:
             try:
-                registry = registry.with_source(source_of(package))
+                registry = registry.with_source(find_source(package))
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
@@ -60,17 +60,17 @@ class Project:
         unsaved: Mapping[Path, str] | None = None,
     ) -> MergedRecipe:
         """
-        A recipe by path or shipped name, with overlays and then `node.key=value` words merged over it.
+        Load a recipe by path or shipped name, and merge overlays and then `node.key=value` words over it.
 
-        `unsaved` has texts that are read in place of files, by resolved path. Raises RecipeError if a file can't be
-        read or is not TOML; other problems are in the recipe's `problems`.
+        `unsaved` maps resolved paths to texts replacing the files. Raises RecipeError if a file can't be read or is not
+        TOML. Other problems are in the recipe's `problems`.
         """
         values = read_overrides(words)
         layers = read_layers(recipe, overlays, RecipeFolder(self.recipes), unsaved)
         return merge(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
 
-    def in_its_folder(self, recipe: MergedRecipe) -> MergedRecipe:
-        """A recipe that was read from a run folder as the recipe of a run there, wherever the folder was moved to."""
+    def relocate(self, recipe: MergedRecipe) -> MergedRecipe:
+        """Return a recipe from a run folder with settings for this folder, wherever the folder was moved to."""
         lock = os.path.join(recipe.source, LOCK)
         if not os.path.isfile(lock):
             return recipe
@@ -78,52 +78,52 @@ class Project:
             leaves = {key: item for key, item in table.items.items() if isinstance(item, Leaf)}
             component = self.registry.find(str(leaves["use"].value)) if "use" in leaves else None
             if in_folder := getattr(getattr(component, "cls", None), "in_folder", None):
-                given = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
-                values = in_folder({key: leaf.value for key, leaf in leaves.items()}, given, recipe.source)
-                recipe = recipe.with_values(nested(name, values), recipe.source) if values else recipe
+                written = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
+                values = in_folder({key: leaf.value for key, leaf in leaves.items()}, written, recipe.source)
+                recipe = recipe.with_values(nest_values(name, values), recipe.source) if values else recipe
         return recipe
 
-    def usual(self) -> dict[str, list[str]]:
-        """The names of nodes in the shipped recipes, each with the components that it uses there."""
-        found: dict[str, list[str]] = {}
+    def common_components(self) -> dict[str, list[str]]:
+        """Return the node names in the shipped recipes, with the components used there."""
+        components: dict[str, list[str]] = {}
         for name in RecipeFolder(self.recipes).names:
             for node, table in serialize_recipe(self.load(name)).items():
-                uses = found.setdefault(node, [])
+                uses = components.setdefault(node, [])
                 uses += [] if table["use"] in uses else [table["use"]]
-        return {node: uses for node, uses in found.items() if "." not in node}
+        return {node: uses for node, uses in components.items() if "." not in node}
 
-    def shipped(self) -> Iterator[Graph]:
-        """The graphs of the shipped recipes, with their problems: some are overlays."""
+    def shipped_graphs(self) -> Iterator[Graph]:
+        """Return the graphs of the shipped recipes, with their problems: some recipes are overlays."""
         return (self.graph(self.load(name), root="") for name in RecipeFolder(self.recipes).names)
 
     def graph(self, recipe: MergedRecipe, root: str | None = None) -> Graph:
-        """The checked graph of a recipe, with its problems."""
+        """Return a recipe's checked graph, with its problems."""
         return Graph.of(recipe, self.registry, self.root if root is None else root)
 
     def container(
-        self, graph: Graph, *roots: str, accept_changes: bool = False, given: Mapping[str, Any] | None = None
+        self, graph: Graph, *roots: str, accept_changes: bool = False, replacements: Mapping[str, Any] | None = None
     ) -> Container:
         """
-        A container for what the roots need, with objects `given` for some nodes.
+        Return a container for the roots and their dependencies, with `replacements` for some nodes.
 
-        Raises RecipeError if the recipe has errors: with roots only those of the nodes that they need.
+        Raises RecipeError if the recipe has errors. With roots, only errors of the needed nodes count.
         """
         for name in roots:
             if name not in graph.nodes:
-                graph.or_error()  # its table may be what is wrong
+                graph.require_valid()  # the problem may be its table
                 hint = did_you_mean(name, graph.nodes)
                 raise UserError(f"there is no node [{name}] to open; {hint}".rstrip("; "), exit_code=2)
-        (graph.restricted_to(roots) if roots else graph).or_error()
+        (graph.restrict_to(roots) if roots else graph).require_valid()
         resolved = resolve(graph, accept_changes=accept_changes)
-        return Container(graph, list(roots or (self.root,)), resolved, dict(given or {}))
+        return Container(graph, list(roots or (self.root,)), resolved, dict(replacements or {}))
 
 
 @attrs.frozen(eq=False, repr=False)
 class Recipe:
     """
-    A recipe with everything that it extends: to be checked, explained, drawn, resolved, and opened as objects.
+    A recipe with all its bases, to check, explain, draw, resolve, and open as objects.
 
-    It is immutable: `with_values` makes another. Nothing is built before `open`.
+    It is immutable: `with_values` returns another recipe. Nothing is built before `open`.
     """
 
     merged: MergedRecipe
@@ -142,15 +142,15 @@ class Recipe:
         project: Project | None = None,
     ) -> "Recipe":
         """
-        A recipe by path, shipped name or run folder, with overlays and then `values` merged over it.
+        Load a recipe by path, shipped name or run folder, and merge overlays and then `values` over it.
 
-        Values are written as on the command line: "optimizer.lr=1e-3". `imports` names packages, folders or files
-        whose components may be used, too. One overlay or import need not be in a list. Raises RecipeError if a file
-        can't be read or is not TOML.
+        Values are written as on the command line: "optimizer.lr=1e-3". `imports` names packages, folders or files with
+        more components. A single overlay or import need not be in a list. Raises RecipeError if a file can't be read or
+        is not TOML.
         """
         if wrong := [value for value in values if not isinstance(value, str)]:
-            raise TypeError(f'{wrong[0]!r} is no value; write each as a string of its own, such as "optimizer.lr=1e-3"')
-        project = (project or Project.of("drawloom")).importing([imports] if isinstance(imports, str) else imports)
+            raise TypeError(f'{wrong[0]!r} is not a string; write one string per value, such as "optimizer.lr=1e-3"')
+        project = (project or Project.of("drawloom")).with_imports([imports] if isinstance(imports, str) else imports)
         merged = [overlays] if isinstance(overlays, str | Path) else overlays
         return cls(project.load(str(name), [str(overlay) for overlay in merged], values), project)
 
@@ -159,15 +159,15 @@ class Recipe:
         """
         Return a recipe from nested dicts, as tomllib returns them: `{"extends": "first_run", "trainer": {"steps": 9}}`.
 
-        They are read like a file at the path `source`, which problems name: `extends`, `unset` and `edit` work, and
-        the path of a base is relative to its folder. Raises RecipeError if a base can't be read.
+        The dicts are read like a file at the path `source`, which appears in problems: `extends`, `unset` and `edit`
+        work, and the path of a base is relative to the folder of `source`. Raises RecipeError if a base can't be read.
         """
         project = project or Project.of("drawloom")
         return cls(merge(source, read_bases(Layer(source, dict(data)), RecipeFolder(project.recipes))), project)
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
         """
-        Return another recipe: this one with the values of nested dicts merged over it, called `source` in problems.
+        Return a recipe with values from nested dicts merged over this one. Problems show `source` as their origin.
 
         Values merge like an overlay: `{"trainer": {"steps": 9}}` sets one value, `{"unset": ["clip"]}` removes a node,
         `{"edit": {"trainer": {"phases": {"remove": "@clip"}}}}` edits a list. `extends` is a problem.
@@ -177,21 +177,21 @@ class Recipe:
     @cached_property
     def graph(self) -> Graph:
         """Its nodes and edges, with all problems."""
-        return self.project.graph(self.project.in_its_folder(self.merged))
+        return self.project.graph(self.project.relocate(self.merged))
 
     def check(self, *, elsewhere: bool = False) -> list[Problem]:
         """
-        Check everything, as `drawloom check`, and return the warnings. Raises RecipeError with every error.
+        Check the recipe like `drawloom check`, and return the warnings. Raises RecipeError with every error.
 
-        `elsewhere` leaves out whether this machine has the files and devices that a run needs.
+        `elsewhere` skips the check for files and devices needed on this machine.
         """
-        problems = [*self.graph.problems, *([] if elsewhere else self._lacks())]
+        problems = [*self.graph.problems, *([] if elsewhere else self._check_machine())]
         if errors := [problem for problem in problems if not problem.warning]:
             raise RecipeError(errors)
         return problems
 
-    def _lacks(self) -> list[Problem]:
-        """What this machine lacks for a run, as far as the nodes of the recipe are valid."""
+    def _check_machine(self) -> list[Problem]:
+        """Return what this machine lacks for a run, as far as the nodes of the recipe are valid."""
         root = self.project.root
         valid = self.graph.valid_nodes([root]) if root in self.graph.nodes else []
         container = Container(self.graph, valid, ResolvedRecipe("", ""))
@@ -199,49 +199,55 @@ class Recipe:
         return container.check_machine()
 
     def explain(self, target: str = "") -> str:
-        """Where a value such as "optimizer.lr", a node, or the whole recipe comes from, and what is connected why."""
-        return explain(self.graph.or_error(), target, self.project.root)
+        """
+        Explain a value such as "optimizer.lr", a node, or the whole recipe: where values come from, why nodes are
+        connected.
+        """
+        return explain(self.graph.require_valid(), target, self.project.root)
 
     def draw(self, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
-        """What is built for a run, or around the node `focus`, as text; with `step`, the dataflow of one step."""
+        """
+        Draw a run's nodes, or the surroundings of the node `focus`. With `step`, draw the dataflow in a training step.
+        """
         title = Path(self.merged.source).stem
-        return draw(self.graph.or_error(), title, self.project.root, format, focus, step=step)
+        return draw(self.graph.require_valid(), title, self.project.root, format, focus, step=step)
 
     def resolved(self) -> str:
-        """The resolved recipe as TOML: every setting and edge, each with where it comes from."""
-        return resolve(self.graph.or_error()).text
+        """Return the resolved recipe as TOML: every setting and edge, with its origin in a comment."""
+        return resolve(self.graph.require_valid()).text
 
     def preview(self) -> str:
         """
-        What a run says before its first step, without the run: one text for each node with a method `preview`.
+        Return a description of the run before its first step: one text per node with a method `preview`.
 
-        Opens these nodes, all that would fill their `Every` fields, and what these need.
+        Opens these nodes, the nodes for their `Every` fields, and all dependencies.
         """
-        graph = self.graph.or_error()
+        graph = self.graph.require_valid()
         needed = graph.topological_order([self.project.root])
-        speaking = [name for name in needed if hasattr(graph.nodes[name].spec.cls, "preview")]
-        ports = {port for name in speaking for field in graph.nodes[name].spec.every_fields for port in field.ports}
-        counted = [name for port in ports for name in graph.implementers(port) if name in needed]
-        with self.open([*counted, *speaking]) as opened:
-            return "\n".join(opened[name].preview() for name in speaking)
+        previewed = [name for name in needed if hasattr(graph.nodes[name].spec.cls, "preview")]
+        ports = {port for name in previewed for field in graph.nodes[name].spec.every_fields for port in field.ports}
+        members = [name for port in ports for name in graph.implementers(port) if name in needed]
+        with self.open([*members, *previewed]) as opened:
+            return "\n".join(opened[name].preview() for name in previewed)
 
     def changes_since(self, old: "Recipe") -> list[RecipeChange]:
-        """What differs from an older recipe or run to this one, and its impact on a run that resumes."""
-        # Without a root: recipes of runs and parts of recipes are compared alike, and unused nodes count.
+        """Return the differences from an older recipe or run to this one, with their impact on a resumed run."""
+        # Without a root, so that partial recipes can be compared, and unused nodes count.
         return diff(old.merged, self.project.graph(self.merged, root=""))
 
     def open(
         self,
         only: str | Sequence[str] = (),
-        given: Mapping[str, Any] | None = None,
+        replacements: Mapping[str, Any] | None = None,
         *,
         accept_changes: bool = False,
     ) -> Container:
         """
-        A context manager that opens what a run needs, or the node or nodes `only` and what they need.
+        Return a context manager for opening the nodes of a run, or the node or nodes `only` and their dependencies.
 
-        Objects in `given` replace nodes by name. `accept_changes` resumes a run whose recipe has changed. Raises
-        RecipeError if one of these nodes has errors, and TypeError if a given object does not implement the ports.
+        `replacements` maps node names to objects replacing these nodes. `accept_changes` resumes a run even if its
+        recipe has changed. Raises RecipeError if one of these nodes has errors, and TypeError if a replacement does not
+        implement the node's ports.
         """
         roots = [only] if isinstance(only, str) else only
-        return self.project.container(self.graph, *roots, given=given, accept_changes=accept_changes)
+        return self.project.container(self.graph, *roots, replacements=replacements, accept_changes=accept_changes)

@@ -23,12 +23,12 @@ from drawloom.graph.types.port_match import implements
 Schema = dict[str, Any]
 
 VARIABLE: Schema = {"type": "string", "pattern": r"^\$vars\."}
-"""A variable may replace any whole value."""
+"""Schema of a variable, which may replace any whole value."""
 
 TEXT = r"^([^@$]|@@|\$\$|$)"
-"""A literal string: neither a reference to a node nor a variable; a leading @ or $ is doubled."""
+"""Pattern of a literal string: neither a reference to a node nor a variable. A leading @ or $ is doubled."""
 
-SIMPLE: dict[Any, Schema] = {
+SIMPLE_TYPES: dict[Any, Schema] = {
     str: {"type": "string", "pattern": TEXT},
     Path: {"type": "string", "pattern": TEXT, "minLength": 1},
     bool: {"type": "boolean"},
@@ -44,15 +44,15 @@ SIMPLE: dict[Any, Schema] = {
 
 
 def setting_schema(kind: Any, check: Any = None) -> Schema:
-    """The schema of a setting: a value of its type, or a variable."""
-    return {"anyOf": [type_schema(kind) | _bounds(check), VARIABLE]}
+    """Return a setting's schema: a value of its type, or a variable."""
+    return {"anyOf": [type_schema(kind) | _bounds_schema(check), VARIABLE]}
 
 
 def type_schema(kind: Any) -> Schema:
-    """The schema of the values of a type, of which parts may be variables."""
+    """Return the schema for a type's values. Parts of a value may be variables."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind in SIMPLE:
-        return dict(SIMPLE[kind])
+    if kind in SIMPLE_TYPES:
+        return dict(SIMPLE_TYPES[kind])
     if origin is Literal:
         return {"enum": list(inner)}
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -60,44 +60,44 @@ def type_schema(kind: Any) -> Schema:
     if union_members(kind) != [kind]:
         return {"anyOf": [type_schema(member) for member in union_members(kind)]}
     if (origin or kind) in (list, tuple, Sequence):
-        return _array(origin, inner)
+        return _array_schema(origin, inner)
     if (origin or kind) in (dict, Mapping):
         return {"type": "object", "additionalProperties": setting_schema(inner[1]) if inner else {}}
-    return _table(kind) if attrs.has(kind) else {}
+    return _table_schema(kind) if attrs.has(kind) else {}
 
 
-def _array(origin: Any, inner: tuple[Any, ...]) -> Schema:
+def _array_schema(origin: Any, inner: tuple[Any, ...]) -> Schema:
     if origin is tuple and inner[-1:] != (...,):
         items = [setting_schema(kind) for kind in inner]
         return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
     return {"type": "array", "items": setting_schema(inner[0]) if inner else {}}
 
 
-def _table(cls: type) -> Schema:
+def _table_schema(cls: type) -> Schema:
     fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
-    inside = {field.alias: _field(field) for field in fields}
+    inside = {field.alias: _field_schema(field) for field in fields}
     required = [field.alias for field in fields if field.default is attrs.NOTHING]
     return {"type": "object", "properties": inside, "required": required, "additionalProperties": False}
 
 
-def _field(field: "attrs.Attribute[Any]") -> Schema:
+def _field_schema(field: "attrs.Attribute[Any]") -> Schema:
     schema = setting_schema(field.type, field.metadata.get("check"))
-    return schema | described(field.metadata.get("doc", ""), field.default)
+    return schema | describe_key(field.metadata.get("doc", ""), field.default)
 
 
-def described(doc: str, default: Any) -> Schema:
-    """The description and default of a key, which editors show."""
-    made = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
-    known = default is not attrs.NOTHING and made is not None
-    return ({"description": doc} if doc else {}) | ({"default": _as_json(made)} if known else {})
+def describe_key(doc: str, default: Any) -> Schema:
+    """Return a key's description and default, which editors show."""
+    value = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+    has_value = default is not attrs.NOTHING and value is not None
+    return ({"description": doc} if doc else {}) | ({"default": _to_json(value)} if has_value else {})
 
 
-def _as_json(value: Any) -> Any:
-    """A default as JSON; values that JSON does not have become strings."""
+def _to_json(value: Any) -> Any:
+    """Convert a default to JSON. Values without a JSON form become strings."""
     return json.loads(json.dumps(serialize_value(value), default=str))
 
 
-def _bounds(check: Any) -> Schema:
+def _bounds_schema(check: Any) -> Schema:
     if not isinstance(check, Bound):
         return {}
     keys = {"minimum": check.at_least, "exclusiveMinimum": check.above, "exclusiveMaximum": check.below}
@@ -105,7 +105,7 @@ def _bounds(check: Any) -> Schema:
 
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest draft that TOML plugins of editors read."""
+"""The newest draft that TOML plugins for editors support."""
 
 NODE_NAME = f"^{NAME.pattern}$"
 
@@ -115,7 +115,7 @@ _OTHER: Schema = {
     "properties": {"use": False},
     "additionalProperties": {"if": {"type": "object", "required": ["use"]}, "then": NODE},
 }
-"""A table that is merged over a node of another file, or a group of nodes."""
+"""A table that is merged over a node in another file, or a group of nodes."""
 
 TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "else": _OTHER, "anyOf": [NODE, True]}
 """A top-level table. `if` lets validators name the wrong key; editors read `anyOf` for completion."""
@@ -124,83 +124,84 @@ EDITS: Schema = {
     "type": "object",
     "properties": {
         "remove": {"not": {"type": "object"}, "description": "elements of the list to remove"},
-        "before": {"type": "object", "description": "elements to insert, by the element before which they go"},
-        "after": {"type": "object", "description": "elements to insert, by the element after which they go"},
+        "before": {"type": "object", "description": "elements to insert, keyed by the element that follows them"},
+        "after": {"type": "object", "description": "elements to insert, keyed by the element that precedes them"},
     },
     "additionalProperties": {"$ref": "#/definitions/edits"},
 }
-"""The edits of a list, or of the lists in a node of a group, whose names can't be told apart without the recipe."""
+"""Edits of a list, or of the lists in a grouped node. Without the recipe, the names can't be told apart."""
 
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
-def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
+def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
-    The schema of a recipe file.
+    Return the schema for a recipe file.
 
-    No setting is required, since another file may have it. A table without `use` may be merged over any node of another
-    file, so that all its keys are valid; editors offer those of `usual`, the components that nodes of a name use most
-    often.
+    No setting is required, because another file may set it. A table without `use` may be merged over any node in
+    another file, so all its keys are valid. Editors offer the keys of `common`: the components that nodes of this name
+    often use.
     """
-    found = [registry.find(use) for use in registry.names()]
-    specs = [spec for spec in found if not isinstance(spec, Problem)]
+    components_or_problems = [registry.find(use) for use in registry.names()]
+    specs = [spec for spec in components_or_problems if not isinstance(spec, Problem)]
     node = {
         "type": "object",
         "required": ["use"],
         "properties": {"use": {"enum": [spec.use for spec in specs]}},
-        "anyOf": [*map(_ref, specs), True],
-        "allOf": [{"if": {"properties": {"use": {"const": spec.use}}}, "then": _ref(spec)} for spec in specs],
+        "anyOf": [*map(_make_ref, specs), True],
+        "allOf": [{"if": {"properties": {"use": {"const": spec.use}}}, "then": _make_ref(spec)} for spec in specs],
     }
-    components = {spec.use: _component(spec, specs) for spec in specs}
+    components = {spec.use: _component_schema(spec, specs) for spec in specs}
     return {
         "$schema": DIALECT,
         "title": "A drawloom recipe",
         "type": "object",
-        "properties": _directives() | {name: _usual(components, uses) for name, uses in (usual or {}).items()},
+        "properties": _directives_schema()
+        | {name: _common_schema(components, uses) for name, uses in (common or {}).items()},
         "propertyNames": {"pattern": NODE_NAME},
         "additionalProperties": TABLE,
         "definitions": {"node": node, "edits": EDITS} | components,
     }
 
 
-def _usual(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
-    """A table with any keys, for which editors offer those of the usual components."""
-    known = [components[use] for use in uses if use in components]
-    offered = [{"description": table["description"], "properties": table["properties"]} for table in known]
-    return TABLE | {"anyOf": [*offered, *TABLE["anyOf"]]}
+def _common_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
+    """Return the schema for a table with any keys. Editors offer the common components' keys for it."""
+    schemas = [components[use] for use in uses if use in components]
+    offers = [{"description": table["description"], "properties": table["properties"]} for table in schemas]
+    return TABLE | {"anyOf": [*offers, *TABLE["anyOf"]]}
 
 
-def _directives() -> Schema:
+def _directives_schema() -> Schema:
     names = {"type": "array", "items": {"type": "string"}}
     return {
-        "format": {"const": FORMAT, "description": "the number of the recipe format; resolved recipes carry it"},
+        "format": {"const": FORMAT, "description": "the version of the recipe format, written in resolved recipes"},
         "extends": {
             "anyOf": [{"type": "string"}, names],
             "description": "recipes that this one is merged over, left to right",
         },
-        "unset": names | {"description": "nodes and keys of the recipes below to remove"},
+        "unset": names | {"description": "nodes and keys to remove from the extended recipes"},
         "edit": {
             "type": "object",
             "additionalProperties": {"type": "object", "additionalProperties": {"$ref": "#/definitions/edits"}},
-            "description": "edits of lists of the recipes below, as in [edit.trainer.phases]",
+            "description": "edits of lists in the extended recipes, as in [edit.trainer.phases]",
         },
         "vars": {
             "type": "object",
             "additionalProperties": {"not": {"type": "object"}},
-            "description": 'values to use in several places, as "$vars.name"',
+            "description": 'values to use several times, written "$vars.name"',
         },
     }
 
 
-def _ref(spec: Spec) -> Schema:
+def _make_ref(spec: Spec) -> Schema:
     return {"$ref": f"#/definitions/{spec.use}"}
 
 
-def _component(spec: Spec, specs: list[Spec]) -> Schema:
-    """A node of a component, with the keys of the component and no others."""
+def _component_schema(spec: Spec, specs: list[Spec]) -> Schema:
+    """Return the schema for a component's node, with exactly the component's keys."""
     doc = inspect.cleandoc(spec.cls.__doc__ or "")
-    written = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
-    keys = {field.name: _key(field, specs) for field in written}
+    fields = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
+    keys = {field.name: _key_schema(field, specs) for field in fields}
     return {
         "type": "object",
         "title": spec.use,
@@ -211,10 +212,10 @@ def _component(spec: Spec, specs: list[Spec]) -> Schema:
     }
 
 
-def _key(field: Field, specs: list[Spec]) -> Schema:
+def _key_schema(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
-        return setting_schema(field.type, field.check) | described(field.doc, field.default)
-    description = {"description": f"leads to {field.target}"}
+        return setting_schema(field.type, field.check) | describe_key(field.doc, field.default)
+    description = {"description": f"edge to {field.target}"}
     fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
         # Editors expand nested `properties` without limit, so inline nodes only list the names of components.
@@ -222,7 +223,7 @@ def _key(field: Field, specs: list[Spec]) -> Schema:
         return {
             "anyOf": [REFERENCE, VARIABLE, {"type": "object", "required": ["use"], "properties": names}]
         } | description
-    target = {"anyOf": [REFERENCE, VARIABLE, *map(_ref, fitting)]}
+    target = {"anyOf": [REFERENCE, VARIABLE, *map(_make_ref, fitting)]}
     if field.kind == "mapping":
         return {"type": "object", "additionalProperties": target} | description
     return {"anyOf": [{"type": "array", "items": target}, VARIABLE]} | description

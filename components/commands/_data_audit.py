@@ -31,13 +31,13 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     """
     recorded, damage = _recorded(run)
     recipe = Recipe.load(run, project=project)
-    graph = recipe.graph.or_error()
+    graph = recipe.graph.require_valid()
     rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
         raise UserError(f"[{data}] is not a data.loader, so the rows that it should have given are unknown", 2)
     # the rows of a step are the same on any number of ranks
     one_rank = fake(Mesh, size=1, index=0)
-    with recipe.with_values({data: {"workers": 0}}).open(data, given={mesh: one_rank}) as objects:
+    with recipe.with_values({data: {"workers": 0}}).open(data, replacements={mesh: one_rank}) as objects:
         loader: Loader = objects[data]
         if (checkpoint := newest(run)) is not None:
             objects[rows].load_state_dict(load_node(checkpoint, rows))

@@ -11,7 +11,7 @@ from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.stream import row_shares, row_sources
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset
-from drawloom.graph.cli.terminal import printable
+from drawloom.graph.cli.terminal import escape_control_characters
 
 LENGTHS = "length: least, median, mean, most"
 COLOURS = ("cyan", "yellow")
@@ -82,7 +82,7 @@ def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer |
         source = sources[number] if number < len(sources) else "padding" if sources else f"document {number}"
         first, last = batch.positions[0][places[0]], batch.positions[0][places[-1]]
         console.print(
-            f"[{places[0]}:{places[-1] + 1}] {printable(source)}, positions {first} to {last}, "
+            f"[{places[0]}:{places[-1] + 1}] {escape_control_characters(source)}, positions {first} to {last}, "
             f"weights add up to {weights[places].sum():g}",
             style="bold",
         )
@@ -109,4 +109,4 @@ def _pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[str]:
             yield "<end>"
         else:
             text = (decode or tokenizer.decode)([token])
-            yield printable("".join(VISIBLE.get(letter, letter) for letter in text))
+            yield escape_control_characters("".join(VISIBLE.get(letter, letter) for letter in text))

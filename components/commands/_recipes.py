@@ -37,7 +37,7 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
     """
     names = graph.implementers(port)
     if not names:
-        graph.or_error()
+        graph.require_valid()
     if len(names) != 1:
         which = f" ({', '.join(f'[{name}]' for name in names)})" if names else ""
         raise UserError(f"{holder} has {len(names)} nodes that are a {port.__name__}{which}; one is required", 2)

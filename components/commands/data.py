@@ -40,7 +40,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _show(options: argparse.Namespace, recipe: Recipe) -> None:
-    graph = recipe.graph.or_error()
+    graph = recipe.graph.require_valid()
     name, tokenizers = only(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
     with recipe.open([name, *tokenizers]) as objects:
         rows = objects[name]

@@ -21,7 +21,7 @@ from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
-from drawloom.graph.recipe.overrides import nested
+from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
 
 READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.parquet", "arrow": "data.parquet"}
@@ -104,7 +104,7 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
         if has_pairs(graph.nodes[name].spec.cls):
             changes[name] = {"use": "loss.next_token"}
     for name, values in changes.items():
-        recipe = recipe.with_values(nested(name, values), "--corpus")
+        recipe = recipe.with_values(nest_values(name, values), "--corpus")
     return recipe
 
 

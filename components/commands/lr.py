@@ -136,7 +136,7 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     """The learning rate of each optimizer, and the rows of a step if they change."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
-        graph.or_error()
+        graph.require_valid()
         raise UserError(f"[{root}] has no steps and phases to draw", 2)
     total, phases = graph.nodes[root].settings["steps"], graph.nodes[root].edges["phases"].targets
     steps = _drawn(total)
@@ -145,7 +145,7 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     writers = [name for name in phases if "lr" in _writes(graph.nodes[name])]
     optimizers = [name for name in writers if "lr" in graph.nodes[name].settings]
     if not optimizers:
-        graph.restricted_to(writers).or_error()  # a rate that is wrong is no setting
+        graph.restrict_to(writers).require_valid()  # a rate that is wrong is no setting
         raise UserError("no phase of the recipe has a setting lr to draw", 2)
     # Built, but not opened: what opens needs the devices and data of the run.
     built = recipe.open([*factors, *sizes, *optimizers])

@@ -50,7 +50,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _only(recipe: Recipe, kind: type) -> str:
-    graph = recipe.graph.or_error()
+    graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
     if len(names) != 1:
         what = f"the recipe has {len(names)} nodes that are a {kind.__name__}, and one is required"

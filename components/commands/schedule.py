@@ -29,7 +29,7 @@ from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.terminal import print_text
-from drawloom.graph.problems import nearest
+from drawloom.graph.problems import find_nearest
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
@@ -157,9 +157,11 @@ def _is_recipe(name: str, project: Project) -> bool:
 def _near(name: str, project: Project) -> str | None:
     """The schedule that a name is near to, if it is that of no recipe, nor near to one."""
     folder = RecipeFolder(project.recipes)
-    if Path(name).exists() or _is_recipe(name, project) or nearest(name, folder.names):
+    if Path(name).exists() or _is_recipe(name, project) or find_nearest(name, folder.names):
         return None
-    return nearest(name, [each.removeprefix(FOLDER) for each in project.registry.names() if each.startswith(FOLDER)])
+    return find_nearest(
+        name, [each.removeprefix(FOLDER) for each in project.registry.names() if each.startswith(FOLDER)]
+    )
 
 
 def _of_file(options: argparse.Namespace, project: Project) -> Summary:

@@ -33,7 +33,7 @@ class Nodes:
     @classmethod
     def of(cls, recipe: Recipe) -> "Nodes":
         """The nodes that a run of this recipe uses; RecipeError if it has errors."""
-        graph = recipe.graph.or_error()
+        graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))
 
     def only(self, port: type) -> str:

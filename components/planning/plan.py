@@ -288,7 +288,7 @@ class Planner:
         mesh = self.mesh.at(index)
         given = {**self.objects, self.nodes.mesh: mesh}
         container = self.nodes.recipe.project.container(
-            self.nodes.recipe.graph, self.nodes.stages, *self.nodes.memory_users, given=given
+            self.nodes.recipe.graph, self.nodes.stages, *self.nodes.memory_users, replacements=given
         )
         container.build()
         stages = container[self.nodes.stages]

@@ -40,7 +40,7 @@ HOMES = {
     "Container": "graph.runtime.container",
     "ResolvedRecipe": "graph.recipe.lockfile",
     "Problem": "graph.problems",
-    "Place": "graph.problems",
+    "Position": "graph.problems",
     "RecipeError": "graph.problems",
     "UserError": "graph.problems",
 }

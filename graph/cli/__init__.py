@@ -1,1 +1,1 @@
-"""The command line: commands, exit codes, and the project that they work on."""
+"""The command line: commands, exit codes, and the project of the commands."""

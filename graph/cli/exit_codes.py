@@ -1,4 +1,4 @@
-"""Exit codes, and the console of a process, which prints problems and failures once for several processes."""
+"""Exit codes, and a console printing problems and failures once for several processes."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,28 +10,30 @@ from drawloom.graph.problems import Problem
 OK, FAILED, INVALID = 0, 1, 2
 
 STOPPED = 128
-"""Added to the number of a signal, as shells report a process that a signal ended."""
+"""Base of exit codes for signals: a shell adds the signal number when a signal ended a process."""
 
 INTERRUPTED = STOPPED + 2
-"""Of SIGINT, by Ctrl-C."""
+"""Exit code after SIGINT from Ctrl-C."""
 
-MOST = 200
-"""Problems that are printed at most: more would scroll the first ones away."""
+MAX_PROBLEMS_SHOWN = 200
+"""Problems that are printed; more would scroll the first ones away."""
 
 
 def format_problems(problems: Iterable[Problem]) -> str:
-    """Problems as text, one a line."""
+    """Return problems as text, one per line."""
     problems = list(problems)
-    lines = [str(problem) for problem in problems[:MOST]]
-    return "\n".join([*lines, f"and {len(problems) - MOST} more"] if len(problems) > MOST else lines)
+    lines = [str(problem) for problem in problems[:MAX_PROBLEMS_SHOWN]]
+    return "\n".join(
+        [*lines, f"and {len(problems) - MAX_PROBLEMS_SHOWN} more"] if len(problems) > MAX_PROBLEMS_SHOWN else lines
+    )
 
 
-def shortage(error: Exception) -> str:
-    """What an error says that this machine lacks, memory or threads; empty if it is another error."""
+def describe_shortage(error: Exception) -> str:
+    """Return a message about a lack of memory or threads on this machine. Empty for other errors."""
     text = str(error).strip()
-    # torch raises a RuntimeError for memory of the CPU, and an OutOfMemoryError for that of a GPU.
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if memory or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
+    # torch raises a RuntimeError for CPU memory, and an OutOfMemoryError for GPU memory.
+    lacks_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if lacks_memory or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return f"not enough memory: {text or 'an allocation failed'}; use a smaller model or batch"
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return "no more threads can be started; raise the limit of processes (`ulimit -u`, or pids.max of the cgroup)"
@@ -45,22 +47,21 @@ def _always(_text: str) -> bool:
 @attrs.frozen
 class Console:
     """
-    Prints problems and failures on stderr, once if several processes run the same command.
+    Printer of problems and failures on stderr. Several processes with the same command print them once.
 
-    `warns`: this process prints what all processes find, such as warnings. `is_first(text)` returns whether this
-    process is the first that fails, and so the one that prints the reason.
+    `warns` is true if this process prints shared findings, such as warnings. `is_first(text)` returns whether this
+    process is the first to fail, and so prints the reason.
     """
 
     warns: bool = True
     is_first: Callable[[str], bool] = _always
 
     def warn(self, problems: Iterable[Problem]) -> None:
-        """Print warnings on stderr."""
         if self.warns and (text := format_problems(problems)):
             print_text(text, "stderr")
 
     def fail(self, text: str, exit_code: int) -> int:
-        """Print why the command fails on stderr; the exit code."""
+        """Print on stderr why the command fails, and return the exit code."""
         if self.is_first(text):
             print_text(text, "stderr")
         return exit_code

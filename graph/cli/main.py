@@ -1,4 +1,4 @@
-"""The command line: the commands of any graph, and those that a package adds in `components/commands`."""
+"""The command line: the commands for any graph, and the commands in a package's folder `components/commands`."""
 
 import argparse
 import importlib
@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS, add_packages
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_shortage, format_problems
 from drawloom.graph.cli.terminal import discard, print_text
-from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, nearest
+from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, find_nearest
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -21,10 +21,12 @@ FLAG = re.compile(r"--[\w-]+(\.(@?[\w-]+|\*))+(=|$)")
 
 
 def main(arguments: Sequence[str] | None = None, project: Project | None = None, console: Console | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     console = console or Console()
     try:
-        return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console)
+        return _run_command(
+            sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console
+        )
     except RecipeError as error:
         return console.fail(format_problems(error.problems), INVALID)
     except ReportedError as error:
@@ -39,36 +41,38 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         discard("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
-        if reason := shortage(error):
+        if reason := describe_shortage(error):
             return console.fail(reason, FAILED)
         if console.is_first(repr(error)):
             raise
         return FAILED
 
 
-def _command(arguments: Sequence[str], project: Project, console: Console) -> int:
+def _run_command(arguments: Sequence[str], project: Project, console: Console) -> int:
     if not _has_current_folder():
         raise UserError("the current folder has been removed; change to another one")
     rest, words = split_words(arguments)
-    parser = _parser(project, rest)
-    _suggest(parser, rest)
+    parser = _make_parser(project, rest)
+    _check_arguments(parser, rest)
     options = parser.parse_args(rest)
     options.words, options.console = words, console
     if words and not hasattr(options, "overlay"):
-        raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
-    return int(options.main(options, project.importing(getattr(options, "imports", ()))))
+        raise RecipeError(
+            [Problem("DL110", f"the command {options.command} accepts no overrides such as {words[0]!r}")]
+        )
+    return int(options.main(options, project.with_imports(getattr(options, "imports", ()))))
 
 
-def _suggest(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
-    """Refuse two slips of which argparse would not say what was meant."""
+def _check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Refuse two typing errors for which argparse prints no useful hint."""
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     if arguments and arguments[0][:1] != "-" and commands and arguments[0] not in commands:
-        near = nearest(arguments[0], commands)
-        hint = f"did you mean {near!r}?" if near else f"there is {', '.join(commands)}"
+        near = find_nearest(arguments[0], commands)
+        hint = f"did you mean {near!r}?" if near else f"available: {', '.join(commands)}"
         parser.error(f"there is no command {arguments[0]!r}; {hint}")
     if "=" in arguments[1:-1]:
-        at = arguments.index("=", 1)
-        parser.error(f"write {arguments[at - 1]}={arguments[at + 1]}, without spaces")
+        index = arguments.index("=", 1)
+        parser.error(f"write {arguments[index - 1]}={arguments[index + 1]}, without spaces")
 
 
 def _has_current_folder() -> bool:
@@ -79,13 +83,13 @@ def _has_current_folder() -> bool:
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments for argparse, and the overrides a.b=c, --a.b=c and --a.b c among them, all as a.b=c."""
+    """Split the arguments for argparse from overrides a.b=c, --a.b=c and --a.b c, and return overrides as a.b=c."""
     rest: list[str] = []
     words: list[str] = []
-    ahead = iter(arguments)
-    for word in ahead:
+    remaining = iter(arguments)
+    for word in remaining:
         if FLAG.match(word):
-            value = "" if "=" in word else "".join(f"={value}" for value in islice(ahead, 1))
+            value = "" if "=" in word else "".join(f"={value}" for value in islice(remaining, 1))
             words.append((word + value).removeprefix("--") if "=" in word or value else word)
         elif OVERRIDE.match(word):
             words.append(word)
@@ -95,17 +99,17 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are printed like all others, by one process of several."""
+    """Argument parser whose errors are printed once for several processes."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UserError; argparse requires that this does not return."""
+        """Raise a UserError, since argparse requires a method without return."""
         if message.startswith("unrecognized arguments"):
-            message += "; values are set by node.key=value, such as trainer.steps=10"
+            message += "; set values with node.key=value, such as trainer.steps=10"
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", INVALID)
 
 
-def _parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
+def _make_parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="drawloom", description="Train language models from recipes of components.")
     package = importlib.import_module(project.registry.package.partition(".")[0])
     version = f"%(prog)s {getattr(package, '__version__', '')}".rstrip()
     parser.add_argument("--version", action="version", version=version)
@@ -115,16 +119,16 @@ def _parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentPars
         add(command)
         command.set_defaults(main=function)
     for name in sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py")):
-        _add_module(commands, project, name, imported=bool(arguments) and name.replace("_", "-") == arguments[0])
+        _add_module(commands, project, name, is_called=bool(arguments) and name.replace("_", "-") == arguments[0])
     return parser
 
 
-def _add_module(commands: Any, project: Project, name: str, *, imported: bool) -> None:
-    """Add a command of the package; its module is imported only if it is the command that is called."""
+def _add_module(commands: Any, project: Project, name: str, *, is_called: bool) -> None:
+    """Add a command of the package. Its module is imported only if the command is called."""
     path = project.registry.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
-    if imported:
+    if is_called:
         module = importlib.import_module(f"{project.registry.package}.commands.{name}")
         module.add_arguments(command)
         add_packages(command)

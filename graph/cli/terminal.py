@@ -1,4 +1,4 @@
-"""Prints text on standard output and standard error: no control characters, and no traceback if a stream fails."""
+"""Print text on standard output and standard error without control characters, and without a traceback on failure."""
 
 import os
 import re
@@ -15,20 +15,20 @@ Stream = Literal["stdout", "stderr"]
 CONTROL = re.compile("(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def printable(text: str) -> str:
-    """Text in which control characters are escaped as in Python: ESC is `\\x1b`."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def escape_control_characters(text: str) -> str:
+    """Escape control characters as in Python: ESC becomes `\\x1b`."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None:
     """
-    Print text from anywhere, such as a model or the name of a file.
+    Print text from any source, such as a model or a file name.
 
-    If standard output fails, raises BrokenPipeError if its reader has closed it, as `head` does, and UserError if not;
-    later output is discarded. A failure of standard error is ignored, because there is no place to tell it.
+    If standard output fails, raises BrokenPipeError if its reader closed it, as `head` does, and otherwise UserError.
+    Later output is discarded. A failure of standard error is ignored, because no stream is left to report it.
     """
     try:
-        print(printable(text), end=end, file=getattr(sys, stream), flush=True)
+        print(escape_control_characters(text), end=end, file=getattr(sys, stream), flush=True)
     except OSError as error:
         discard(stream)
         if stream == "stdout" and isinstance(error, BrokenPipeError):
@@ -38,6 +38,6 @@ def print_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None
 
 
 def discard(stream: Stream) -> None:
-    """Connect a stream to /dev/null; if not, what its buffer holds would fail again when Python exits."""
+    """Connect a stream to /dev/null. Otherwise its buffered text would fail again when Python exits."""
     with suppress(OSError, ValueError), open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), getattr(sys, stream).fileno())

@@ -1,1 +1,1 @@
-"""Graphs as pictures: Mermaid and DOT as text for other programs, SVG by a layout of our own."""
+"""Graphs as pictures: Mermaid and DOT as text for other programs, SVG with our own layout."""

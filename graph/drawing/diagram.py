@@ -11,20 +11,20 @@ from drawloom.graph.wiring.node import Node
 
 @attrs.frozen
 class Box:
-    """A node: its name, and the component that it uses."""
+    """A node: its name and component."""
 
     name: str
     use: str
 
     @property
     def subject(self) -> str:
-        """The first part of the component's name, which gives the box its colour."""
+        """The first part of the component's name, which determines the colour of the box."""
         return self.use.partition(".")[0]
 
 
 @attrs.frozen
 class Arrow:
-    """An arrow between two boxes; its labels are fields, or values that are passed on."""
+    """An arrow between two boxes. Its labels are fields or passed values."""
 
     source: str
     target: str
@@ -37,7 +37,7 @@ class Arrow:
 
 @attrs.frozen
 class Diagram:
-    """Boxes in reading order, arrows, sequences that keep their order, and the box that the diagram is about."""
+    """Boxes in reading order, arrows, sequences with a fixed order, and the box in focus."""
 
     title: str
     boxes: tuple[Box, ...]
@@ -47,69 +47,69 @@ class Diagram:
 
     @property
     def caption(self) -> str:
-        """A line below the title: how many nodes and arrows, and what an arrow means."""
-        counted = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._counts())
-        return f"{counted}; an arrow leads from a node to what it needs, in the colour of that"
+        """A line below the title: the numbers of nodes and arrows, and the meaning of an arrow."""
+        counts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._counts())
+        return f"{counts}; an arrow leads from a node to a node that it needs, in the colour of the latter"
 
     def _counts(self) -> tuple[tuple[int, str], tuple[int, str]]:
         return (len(self.boxes), "node"), (len(self.arrows), "arrow")
 
     @property
     def subjects(self) -> list[str]:
-        """The subjects of the boxes, each once, in order."""
+        """The subjects of the boxes without duplicates, in order."""
         return list(dict.fromkeys(box.subject for box in self.boxes))
 
 
-def boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
-    """A box for each of these nodes."""
+def make_boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
+    """Return a box for every node name."""
     return tuple(Box(name, graph.nodes[name].spec.use) for name in names)
 
 
-def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
-    """Everything that `root` needs; with a `focus`, what it needs and its users. The graph must be acyclic."""
+def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
+    """Draw `root` and its dependencies or, with a `focus`, its dependencies and users. The graph must be acyclic."""
     users = graph.users(focus) if focus else []
     below = _walk(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
-    arrows = tuple(Arrow(source, target, _fields(graph, source, target)) for source, target in leads)
-    return Diagram(title, boxes(graph, [*users, *below]), arrows, tuple(_sequences(graph, below)), focus)
+    arrows = tuple(Arrow(source, target, _find_fields(graph, source, target)) for source, target in leads)
+    return Diagram(title, make_boxes(graph, [*users, *below]), arrows, tuple(_find_sequences(graph, below)), focus)
 
 
 def _walk(graph: Graph, root: str) -> list[str]:
-    """A node and everything that it needs, in depth-first order of the edges."""
-    found: dict[str, None] = {}
+    """Return a node and all its dependencies, in depth-first order."""
+    visited: dict[str, None] = {}
     stack = [root]
     while stack:
         name = stack.pop()
-        if name not in found:
-            found[name] = None
+        if name not in visited:
+            visited[name] = None
             stack += reversed(graph.needs(name))
-    return list(found)
+    return list(visited)
 
 
-def _sequences(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+def _find_sequences(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for node in (graph.nodes[name] for name in names):
         yield from (edge.targets for field, edge in node.edges.items() if node.spec.fields[field].kind == "ordered")
 
 
-def _fields(graph: Graph, source: str, target: str) -> tuple[str, ...]:
+def _find_fields(graph: Graph, source: str, target: str) -> tuple[str, ...]:
     return tuple(field for field, edge in graph.nodes[source].edges.items() if target in edge.targets)
 
 
 @attrs.frozen
 class Thread:
-    """A value of the dataflow. `touches`: member index to writes, changes or reads, the strongest of them."""
+    """A value of the dataflow. `touches` maps a member index to its strongest access: writes, changes or reads."""
 
     value: str
     touches: dict[int, str]
 
     @property
-    def written(self) -> bool:
-        """Whether some member writes it; an optional read may have no writer."""
+    def is_written(self) -> bool:
+        """Whether a member writes it; an optional read may have no writer."""
         return "writes" in self.touches.values()
 
     @property
     def title(self) -> str:
-        return self.value if self.written else f"{self.value} (not written)"
+        return self.value if self.is_written else f"{self.value} (not written)"
 
 
 @attrs.frozen
@@ -121,7 +121,7 @@ class SequenceDrawing:
     threads: tuple[Thread, ...]
 
     def diagram(self) -> Diagram:
-        """An arrow from each member to those that read or change what it wrote or changed last."""
+        """Draw an arrow from a member writing or changing a value to the members using this version."""
         values: dict[tuple[str, str], list[str]] = {}
         for thread in self.threads:
             last = ""
@@ -134,24 +134,24 @@ class SequenceDrawing:
         return Diagram(self.title, self.members, arrows)
 
 
-def _sequence_edges(node: Node) -> list[str]:
-    """The sequence edges of a node that have members."""
+def _find_sequence_edges(node: Node) -> list[str]:
+    """Return a node's non-empty sequence edges."""
     return [key for key, edge in node.edges.items() if node.spec.fields[key].kind == "ordered" and edge.targets]
 
 
-def step_of(graph: Graph, title: str, name: str) -> SequenceDrawing:
-    """The dataflow of a node's sequence edge; UserError if it has none."""
+def make_sequence_drawing(graph: Graph, title: str, name: str) -> SequenceDrawing:
+    """Return the dataflow in a node's sequence edge. Raises UserError if the node has none."""
     node = graph.nodes[name]
-    fields = _sequence_edges(node)
+    fields = _find_sequence_edges(node)
     if not fields:
-        having = [each.name for each in graph.nodes.values() if _sequence_edges(each)]
-        hint = f"; name {' or '.join(f'[{each}]' for each in having)} by --focus" if having else ""
+        choices = [other for other, node in graph.nodes.items() if _find_sequence_edges(node)]
+        hint = f"; choose {' or '.join(f'[{choice}]' for choice in choices)} with --focus" if choices else ""
         raise UserError(f"[{name}] has no sequence edge{hint}", 2)
     targets = node.edges[fields[0]].targets
-    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
+    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", make_boxes(graph, targets), _make_threads(graph, targets))
 
 
-def _threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:
+def _make_threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:
     touches: dict[str, dict[int, str]] = {}
     for number, name in enumerate(members):
         flow = graph.nodes[name].spec.traits.flow

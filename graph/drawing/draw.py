@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
-from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, step_of, wiring
-from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring
-from drawloom.graph.inspect.explain import notes_of
+from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, make_sequence_drawing, make_wiring_diagram
+from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring
+from drawloom.graph.inspect.explain import read_notes
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.wiring.graph import Graph
 
@@ -14,21 +14,24 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def draw_tree(graph: Graph, root: str) -> str:
-    """The nodes that `root` needs as a tree, one a line; what a node needs is drawn at its first place only."""
+    """
+    Draw `root` and its dependencies as a tree, one node per line. Dependencies appear only at a node's first
+    occurrence.
+    """
     seen: set[str] = set()
     lines: list[str] = []
     stack: list[tuple[str, str, str, str]] = [(root, "", "", "")]
     while stack:
         name, label, branch, indent = stack.pop()
-        again = name in seen and bool(graph.needs(name))
-        lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if again else ''}")
-        if not again:
+        is_repeated = name in seen and bool(graph.needs(name))
+        lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if is_repeated else ''}")
+        if not is_repeated:
             seen.add(name)
-            stack += reversed(_children(graph, name, indent))
+            stack += reversed(_list_children(graph, name, indent))
     return "\n".join(lines)
 
 
-def _children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str, str]]:
+def _list_children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str, str]]:
     edges = [(target, field) for field, edge in graph.nodes[name].edges.items() for target in edge.targets]
     ends = [number == len(edges) - 1 for number in range(len(edges))]
     return [
@@ -38,11 +41,11 @@ def _children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str,
 
 
 def draw_step_text(step: SequenceDrawing) -> str:
-    """The members of a sequence in order, numbered from 1, each with what it reads, changes and writes."""
-    return "\n".join([step.title, *_lines(step)]) + "\n"
+    """List a sequence's members in order, numbered from 1, with the values read, changed and written."""
+    return "\n".join([step.title, *_format_members(step)]) + "\n"
 
 
-def _lines(step: SequenceDrawing) -> Iterator[str]:
+def _format_members(step: SequenceDrawing) -> Iterator[str]:
     for number, box in enumerate(step.members):
         yield f"{number + 1:3d}. [{box.name}] {box.use}"
         for verb in ("reads", "changes", "writes"):
@@ -54,22 +57,25 @@ def _lines(step: SequenceDrawing) -> Iterator[str]:
 ENTITIES = str.maketrans(
     {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;", "|": "#124;", "\n": " "}
 )
-"""Characters that end a label or are markup, as entities of Mermaid."""
+"""Characters that would end a label or act as markup, as entities for Mermaid."""
 
 
 def draw_mermaid(diagram: Diagram) -> str:
-    """A flowchart from left to right; nodes are numbered, since names such as `end` are keywords of Mermaid."""
+    """Draw a flowchart from left to right. Nodes are numbered, because names such as `end` are keywords in Mermaid."""
     numbers = {box.name: f"n{number}" for number, box in enumerate(diagram.boxes)}
     lines = ["flowchart LR"]
-    lines += [f'  {numbers[box.name]}["{_safe(box.name)}<br><i>{_safe(box.use)}</i>"]' for box in diagram.boxes]
+    lines += [
+        f'  {numbers[box.name]}["{_escape_mermaid(box.name)}<br><i>{_escape_mermaid(box.use)}</i>"]'
+        for box in diagram.boxes
+    ]
     for arrow in diagram.arrows:
-        lines.append(f'  {numbers[arrow.source]} -->|"{_safe(arrow.label)}"| {numbers[arrow.target]}')
+        lines.append(f'  {numbers[arrow.source]} -->|"{_escape_mermaid(arrow.label)}"| {numbers[arrow.target]}')
     if diagram.focus:
         lines.append(f"  style {numbers[diagram.focus]} stroke-width:3px")
     return "\n".join(lines) + "\n"
 
 
-def _safe(text: str) -> str:
+def _escape_mermaid(text: str) -> str:
     return text.translate(ENTITIES)
 
 
@@ -78,24 +84,24 @@ ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def draw_dot(diagram: Diagram) -> str:
-    """A directed graph from left to right, boxes in the colours of their subjects."""
-    fills = colours(diagram.subjects)
+    """Draw a directed graph from left to right, with boxes in their subjects' colours."""
+    fills = assign_colours(diagram.subjects)
     lines = [
-        f"digraph {_quoted(diagram.title)} {{",
+        f"digraph {_quote(diagram.title)} {{",
         "  rankdir=LR",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]',
         '  edge [fontname="Helvetica", fontsize=9]',
     ]
     for box in diagram.boxes:
-        more = ", penwidth=3" if box.name == diagram.focus else ""
+        style = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
-        lines.append(f'  {_quoted(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{more}]')
+        lines.append(f'  {_quote(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
     for arrow in diagram.arrows:
-        lines.append(f"  {_quoted(arrow.source)} -> {_quoted(arrow.target)} [label={_quoted(arrow.label)}]")
+        lines.append(f"  {_quote(arrow.source)} -> {_quote(arrow.target)} [label={_quote(arrow.label)}]")
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return f'"{text.translate(ESCAPES)}"'
 
 
@@ -104,10 +110,11 @@ PICTURES: dict[Format, Callable[[Diagram], str]] = {"mermaid": draw_mermaid, "do
 
 def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
     """
-    A valid graph as text in a format, with a newline at the end.
+    Draw a valid graph as text in a format, with a newline at the end.
 
-    It is the wiring of what `root` needs, or of the node `focus`; with `step`, the dataflow of the sequence edge of one
-    of them. Raises UserError if there is no such format, node or sequence.
+    The drawing shows `root` and its dependencies, or the surroundings of the node `focus`. With `step`, it shows the
+    dataflow of the sequence edge of `focus` or `root`. Raises UserError for an unknown format or node, or without a
+    sequence.
     """
     if format not in FORMATS:
         raise UserError(f"there is no format {format!r}; {did_you_mean(format, FORMATS)}", 2)
@@ -117,18 +124,18 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
     if step:
         return _draw_step(graph, title, focus or root, format)
     if format == "tree":
-        return _tree(graph, focus or root, focus)
-    return PICTURES[format](wiring(graph, f"{title}: [{focus}]" if focus else title, root, focus))
+        return _draw_tree(graph, focus or root, focus)
+    return PICTURES[format](make_wiring_diagram(graph, f"{title}: [{focus}]" if focus else title, root, focus))
 
 
 def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
-    step = step_of(graph, title, name)
+    step = make_sequence_drawing(graph, title, name)
     if format == "tree":
         return draw_step_text(step)
     return draw_step(step) if format == "svg" else PICTURES[format](step.diagram())
 
 
-def _tree(graph: Graph, root: str, focus: str) -> str:
-    used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
-    notes = notes_of(graph, graph.nodes[focus]) if focus else ()
-    return "\n".join([*used, *notes, draw_tree(graph, root)]) + "\n"
+def _draw_tree(graph: Graph, root: str, focus: str) -> str:
+    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
+    notes = read_notes(graph, graph.nodes[focus]) if focus else ()
+    return "\n".join([*users, *notes, draw_tree(graph, root)]) + "\n"

@@ -1,10 +1,10 @@
 """
-Layered layout: boxes in columns, so that every arrow leads to the right and few arrows cross.
+Layered layout: boxes in columns, with all arrows leading to the right and few crossings.
 
-After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
-column is the length of the longest path to it, an arrow over several columns bends in those between, and each column is
-sorted by the barycenter of its neighbours. Arrows to the same box share their bends, so that they merge on the way.
-Graphviz does not merge them, and its output differs between versions; for it there is `--format dot`.
+After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): the column
+of a box is the length of the longest path to it, an arrow over several columns bends in the columns between, and a
+column is sorted by the barycenters of its neighbours. Arrows to the same box share their bends and so merge on the way.
+Graphviz does not merge arrows, and its output differs between versions; `--format dot` is for Graphviz.
 """
 
 from bisect import bisect_right, insort
@@ -17,11 +17,11 @@ import attrs
 from drawloom.graph.drawing.diagram import Box, Diagram
 
 SWEEPS = 12
-"""Passes of sorting columns; later ones rarely remove a crossing."""
+"""Passes that sort columns; later passes rarely remove a crossing."""
 
-BROADEST = 0.64
+MAX_LETTER_WIDTH = 0.64
 """Average width of a letter as a share of its height, in the broadest font that a viewer may substitute."""
-BOLD = 1.12
+BOLD_FACTOR = 1.12
 
 Columns = list[list["ArrowPoint"]]
 
@@ -32,12 +32,14 @@ class ArrowPoint:
 
     box: str
     column: int
-    bend: bool = False
+    is_bend: bool = False
 
 
 @attrs.frozen
 class Layering:
-    """Columns from left to right, each from top to bottom; `pieces` are the segments between stops, each once."""
+    """
+    Columns from left to right, each from top to bottom. `pieces` are the segments between points, without duplicates.
+    """
 
     columns: Columns
     pieces: tuple[tuple[ArrowPoint, ArrowPoint], ...]
@@ -45,18 +47,22 @@ class Layering:
 
     @property
     def neighbours(self) -> dict[ArrowPoint, list[ArrowPoint]]:
-        """The stops on both sides of each."""
-        found: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
+        """The points on both sides of every point."""
+        neighbours: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
         for left, right in self.pieces:
-            found[left].append(right)
-            found[right].append(left)
-        return found
+            neighbours[left].append(right)
+            neighbours[right].append(left)
+        return neighbours
 
 
-def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()) -> Layering:
-    """Columns with few crossings, of boxes in reading order and acyclic arrows; sequences keep their order."""
-    depth = depths(names, arrows)
-    ways = {arrow: _way(*arrow, depth) for arrow in arrows}
+def layer_boxes(
+    names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()
+) -> Layering:
+    """
+    Arrange boxes in columns with few crossings. Boxes are in reading order, arrows acyclic; sequences keep their order.
+    """
+    depth = compute_depths(names, arrows)
+    ways = {arrow: _route_arrow(*arrow, depth) for arrow in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
     stops = dict.fromkeys(
         [ArrowPoint(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece]
@@ -64,90 +70,96 @@ def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Se
     columns: Columns = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for stop in stops:
         columns[stop.column].append(stop)
-    return Layering(_fewest_crossings(columns, pieces, sequences), pieces, ways)
+    return Layering(_minimize_crossings(columns, pieces, sequences), pieces, ways)
 
 
-def depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The number of arrows on the longest path to each box."""
-    found = dict.fromkeys(names, 0)
+def compute_depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Count the arrows on the longest path to every box."""
+    depths = dict.fromkeys(names, 0)
     waiting = Counter(target for _, target in arrows)
     leads: dict[str, list[str]] = defaultdict(list)
     for source, target in arrows:
         leads[source].append(target)
-    ready = [name for name in found if not waiting[name]]
+    ready = [name for name in depths if not waiting[name]]
     while ready:
         name = ready.pop()
         for target in leads[name]:
-            found[target] = max(found[target], found[name] + 1)
+            depths[target] = max(depths[target], depths[name] + 1)
             waiting[target] -= 1
             ready += [] if waiting[target] else [target]
-    return found
+    return depths
 
 
-def _way(source: str, target: str, depth: Mapping[str, int]) -> tuple[ArrowPoint, ...]:
-    bends = [ArrowPoint(target, column, bend=True) for column in range(depth[source] + 1, depth[target])]
+def _route_arrow(source: str, target: str, depth: Mapping[str, int]) -> tuple[ArrowPoint, ...]:
+    bends = [ArrowPoint(target, column, is_bend=True) for column in range(depth[source] + 1, depth[target])]
     return (ArrowPoint(source, depth[source]), *bends, ArrowPoint(target, depth[target]))
 
 
-def _fewest_crossings(
+def _minimize_crossings(
     columns: Columns, pieces: Sequence[tuple[ArrowPoint, ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
-    """The order with the fewest crossings of SWEEPS passes, which sort columns by their left or right neighbours."""
+    """
+    Return the order with the fewest crossings among SWEEPS passes, which sort columns by left or right neighbours.
+    """
     lefts: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
     rights: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
     for left, right in pieces:
         lefts[right].append(left)
         rights[left].append(right)
-    columns = [_in_order(column, sequences) for column in columns]
-    best, least = columns, crossings(columns, pieces)
+    columns = [_restore_sequences(column, sequences) for column in columns]
+    best, fewest = columns, count_crossings(columns, pieces)
     for sweep in range(SWEEPS):
         columns = (
-            _sweep(columns, lefts, sequences) if sweep % 2 == 0 else _sweep(columns[::-1], rights, sequences)[::-1]
+            _sort_by_neighbours(columns, lefts, sequences)
+            if sweep % 2 == 0
+            else _sort_by_neighbours(columns[::-1], rights, sequences)[::-1]
         )
-        if (now := crossings(columns, pieces)) < least:
-            best, least = columns, now
+        if (count := count_crossings(columns, pieces)) < fewest:
+            best, fewest = columns, count
     return best
 
 
-def _sweep(
+def _sort_by_neighbours(
     columns: Columns, toward: Mapping[ArrowPoint, list[ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
     swept: Columns = []
-    place: dict[ArrowPoint, float] = {}
+    height: dict[ArrowPoint, float] = {}
     for column in columns:
-        own = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
-        wish = {stop: _mean([place[other] for other in toward.get(stop, ())], own[stop]) for stop in column}
-        swept.append(_in_order(sorted(column, key=wish.__getitem__), sequences))
-        place |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
+        own_height = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
+        wished_height = {
+            stop: _mean_or([height[other] for other in toward.get(stop, ())], own_height[stop]) for stop in column
+        }
+        swept.append(_restore_sequences(sorted(column, key=wished_height.__getitem__), sequences))
+        height |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
     return swept
 
 
-def _in_order(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> list[ArrowPoint]:
-    """A column whose members of a sequence are in its order, at the positions that they had together."""
+def _restore_sequences(column: list[ArrowPoint], sequences: Sequence[Sequence[str]]) -> list[ArrowPoint]:
+    """Sort the members of every sequence within their positions in a column."""
     column = list(column)
     for sequence in sequences:
         rank = {name: number for number, name in enumerate(sequence)}
-        places = [number for number, stop in enumerate(column) if stop.box in rank and not stop.bend]
-        members = sorted((column[number] for number in places), key=lambda stop: rank[stop.box])
-        for number, stop in zip(places, members, strict=True):
+        slots = [number for number, stop in enumerate(column) if stop.box in rank and not stop.is_bend]
+        members = sorted((column[number] for number in slots), key=lambda stop: rank[stop.box])
+        for number, stop in zip(slots, members, strict=True):
             column[number] = stop
     return column
 
 
-def _mean(numbers: Sequence[float], otherwise: float) -> float:
+def _mean_or(numbers: Sequence[float], otherwise: float) -> float:
     return sum(numbers) / len(numbers) if numbers else otherwise
 
 
-def crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
-    """How many pairs of pieces cross."""
-    place = {stop: number for column in columns for number, stop in enumerate(column)}
+def count_crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
+    """Count the crossings between segments."""
+    row = {stop: number for column in columns for number, stop in enumerate(column)}
     gaps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for left, right in pieces:
-        gaps[left.column].append((place[left], place[right]))
-    return sum(_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
+        gaps[left.column].append((row[left], row[right]))
+    return sum(_count_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
 
 
-def _inversions(numbers: Iterable[int]) -> int:
+def _count_inversions(numbers: Iterable[int]) -> int:
     seen: list[int] = []
     count = 0
     for number in numbers:  # O(n log n) comparisons; a large graph has thousands of segments in a gap
@@ -158,9 +170,10 @@ def _inversions(numbers: Iterable[int]) -> int:
 
 def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
     """
-    Positions nearest to the wishes in least squares, in this order and without overlap; `rooms` are the heights.
+    Return positions nearest to the wishes in least squares, in the same order and without overlap. `rooms` are the
+    heights.
 
-    By pooling adjacent violators (Ayer and others, 1955).
+    The algorithm pools adjacent violators (Ayer and others, 1955).
     """
     offsets = [0.0] if rooms else []
     for above, below in pairwise(rooms):
@@ -178,17 +191,17 @@ def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
 
 NAME, USE = 12.5, 10.0
 TITLE, CAPTION = 15.0, 11.0
-"""Sizes of text, in pixels."""
+"""Text sizes in pixels."""
 BOX, BETWEEN, BEND = 36.0, 10.0, 14.0
-"""Heights in pixels: of a box, of the gap between two boxes, of a bend."""
+"""Heights of a box, of the gap between two boxes, and of a bend, in pixels."""
 GAP, PADDING = 104.0, 10.0
 LEFT, TOP, BOTTOM = 20.0, 60.0, 20.0
 STRAIGHTENING_SWEEPS = 10
 
 
 @attrs.frozen
-class Placed:
-    """The coordinates of a layout in pixels: `xs` and `widths` of columns, `ys` of the middles of stops."""
+class PlacedDiagram:
+    """Coordinates of a layout in pixels: `xs` and `widths` of columns, `ys` of the middles of points."""
 
     layering: Layering
     xs: Sequence[float]
@@ -198,56 +211,58 @@ class Placed:
     height: float
 
     def left(self, stop: ArrowPoint) -> tuple[float, float]:
-        """The point at which arrows enter a stop."""
+        """Return the coordinates where arrows enter a point."""
         return self.xs[stop.column], self.ys[stop]
 
     def right(self, stop: ArrowPoint) -> tuple[float, float]:
-        """The point at which arrows leave a stop."""
+        """Return the coordinates where arrows leave a point."""
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
-def place(diagram: Diagram) -> Placed:
-    """Coordinates for each box and bend, without overlaps and with nearly straight arrows."""
+def place_boxes(diagram: Diagram) -> PlacedDiagram:
+    """Compute coordinates for every box and bend, without overlaps and with nearly straight arrows."""
     arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
-    layering = layer([box.name for box in diagram.boxes], arrows, diagram.sequences)
+    layering = layer_boxes([box.name for box in diagram.boxes], arrows, diagram.sequences)
     boxes = {box.name: box for box in diagram.boxes}
-    widths = [max(_width(boxes[stop.box]) for stop in column if not stop.bend) for column in layering.columns]
+    widths = [max(_box_width(boxes[stop.box]) for stop in column if not stop.is_bend) for column in layering.columns]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
-    ys = _heights(layering)
-    highest = min((ys[stop] - _room(stop) / 2 for stop in ys), default=0.0)
+    ys = _place_stops(layering)
+    highest = min((ys[stop] - _stop_height(stop) / 2 for stop in ys), default=0.0)
     ys = {stop: y - highest + TOP for stop, y in ys.items()}
-    lowest = max((ys[stop] + _room(stop) / 2 for stop in ys), default=TOP)
-    titles = max(width_of(diagram.title, TITLE, bold=True), width_of(diagram.caption, CAPTION))
+    lowest = max((ys[stop] + _stop_height(stop) / 2 for stop in ys), default=TOP)
+    titles = max(estimate_width(diagram.title, TITLE, bold=True), estimate_width(diagram.caption, CAPTION))
     width = max(xs[-1] + widths[-1] if xs else 0.0, LEFT + titles) + LEFT
-    return Placed(layering, xs, widths, ys, width, lowest + BOTTOM)
+    return PlacedDiagram(layering, xs, widths, ys, width, lowest + BOTTOM)
 
 
-def _width(box: Box) -> float:
-    return max(width_of(box.name, NAME, bold=True), width_of(box.use, USE)) + 2 * PADDING
+def _box_width(box: Box) -> float:
+    return max(estimate_width(box.name, NAME, bold=True), estimate_width(box.use, USE)) + 2 * PADDING
 
 
-def _room(stop: ArrowPoint) -> float:
-    return BEND if stop.bend else BOX + BETWEEN
+def _stop_height(stop: ArrowPoint) -> float:
+    return BEND if stop.is_bend else BOX + BETWEEN
 
 
-def _heights(layering: Layering) -> dict[ArrowPoint, float]:
-    """Middles of stops: columns are moved towards the mean of their neighbours, from left to right and back."""
+def _place_stops(layering: Layering) -> dict[ArrowPoint, float]:
+    """
+    Return the points' middle heights. Columns move towards the mean of their neighbours, from left to right and back.
+    """
     ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
-        ys |= _settle(column, [0.0] * len(column))
+        ys |= _place_column(column, [0.0] * len(column))
     neighbours = layering.neighbours
     for sweep in range(STRAIGHTENING_SWEEPS):
         columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
         for column in columns:
             near = [[ys[other] for other in neighbours.get(stop, [])] or [ys[stop]] for stop in column]
-            ys |= _settle(column, [sum(some) / len(some) for some in near])
+            ys |= _place_column(column, [sum(heights) / len(heights) for heights in near])
     return ys
 
 
-def _settle(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict[ArrowPoint, float]:
-    return dict(zip(column, spread(wishes, [_room(stop) for stop in column]), strict=True))
+def _place_column(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict[ArrowPoint, float]:
+    return dict(zip(column, spread(wishes, [_stop_height(stop) for stop in column]), strict=True))
 
 
-def width_of(text: str, size: float, *, bold: bool = False) -> float:
-    """An upper bound of the width of a text in pixels, in any font."""
-    return len(text) * size * BROADEST * (BOLD if bold else 1.0)
+def estimate_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Return an upper bound for a text's width in pixels, in any font."""
+    return len(text) * size * MAX_LETTER_WIDTH * (BOLD_FACTOR if bold else 1.0)

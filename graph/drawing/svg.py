@@ -1,4 +1,4 @@
-"""Draws the wiring of a graph, and the dataflow of a step, as SVG documents."""
+"""Draw a graph's wiring, and the dataflow of a step, as SVG documents."""
 
 import colorsys
 import html
@@ -18,9 +18,9 @@ from drawloom.graph.drawing.layout import (
     TITLE,
     USE,
     ArrowPoint,
-    Placed,
-    place,
-    width_of,
+    PlacedDiagram,
+    estimate_width,
+    place_boxes,
 )
 
 INK, GREY = "#1a1a1a", "#6b6b6b"
@@ -29,33 +29,39 @@ FONT = "Helvetica, Arial, sans-serif"
 
 @attrs.frozen
 class Colour:
-    """One hue: `strong` for lines, `pale` for areas behind text."""
+    """A hue: `strong` for lines, `pale` for areas behind text."""
 
     strong: str
     pale: str
 
 
-def colours(names: Sequence[str]) -> dict[str, Colour]:
-    """A hue for each name, spread over the colour wheel; neighbours in the list get distant hues."""
-    # A stride without common factor with the number of names visits every hue once.
+def assign_colours(names: Sequence[str]) -> dict[str, Colour]:
+    """Assign a hue to every name, spread over the colour wheel. Neighbours in the list get distant hues."""
+    # A stride coprime to the number of names visits every hue once.
     stride = next(step for step in (5, 7, 11, 13, 1) if step == 1 or len(names) % step)
     hues = [(0.58 + stride * number / max(1, len(names))) % 1 for number in range(len(names))]
-    return {name: Colour(_hex(hue, 0.40, 0.55), _hex(hue, 0.94, 0.60)) for name, hue in zip(names, hues, strict=True)}
+    return {
+        name: Colour(_format_hex(hue, 0.40, 0.55), _format_hex(hue, 0.94, 0.60))
+        for name, hue in zip(names, hues, strict=True)
+    }
 
 
-def _hex(hue: float, lightness: float, saturation: float) -> str:
+def _format_hex(hue: float, lightness: float, saturation: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
 
 
-def text(x: float, y: float, words: str, size: float, colour: str = INK, more: str = "") -> str:
-    """A text element whose left end (or the `text-anchor` in `more`) is at x, with its baseline at y."""
-    return f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{colour}"{more}>{safe(words)}</text>'
+def text_element(x: float, y: float, words: str, size: float, colour: str = INK, attributes: str = "") -> str:
+    """Return a text element with its left end (or the `text-anchor` in `attributes`) at x, and its baseline at y."""
+    style = f'font-size="{trim(size)}" fill="{colour}"{attributes}'
+    return f'<text x="{trim(x)}" y="{trim(y)}" {style}>{escape_xml(words)}</text>'
 
 
-def haloed(x: float, y: float, words: str, size: float, colour: str, more: str = "") -> Iterator[str]:
-    """Text over lines: first its outline in white, as an element: not all renderers know `paint-order`."""
-    yield text(x, y, words, size, "none", more + HALO)
-    yield text(x, y, words, size, colour, more)
+def draw_text_with_halo(
+    x: float, y: float, words: str, size: float, colour: str, attributes: str = ""
+) -> Iterator[str]:
+    """Yield a text over lines, preceded by its outline in white: not all renderers support `paint-order`."""
+    yield text_element(x, y, words, size, "none", attributes + HALO)
+    yield text_element(x, y, words, size, colour, attributes)
 
 
 BOLD_TEXT = ' font-weight="bold"'
@@ -64,27 +70,40 @@ END = ' text-anchor="end"'
 HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" aria-hidden="true"'
 
 
-def document(title: str, width: float, height: float, body: Iterable[str]) -> str:
-    """An SVG document on white."""
-    size = f'viewBox="0 0 {n(width)} {n(height)}" width="{n(width)}" height="{n(height)}"'
+def svg_document(title: str, width: float, height: float, body: Iterable[str]) -> str:
+    """Return an SVG document with a white background."""
+    size = f'viewBox="0 0 {trim(width)} {trim(height)}" width="{trim(width)}" height="{trim(height)}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">',
-        f"<title>{safe(title)}</title>",
-        f'<rect width="{n(width)}" height="{n(height)}" fill="#fff"/>',
+        f"<title>{escape_xml(title)}</title>",
+        f'<rect width="{trim(width)}" height="{trim(height)}" fill="#fff"/>',
         *body,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def safe(words: str) -> str:
-    """Text escaped for XML; characters that XML can't hold become U+FFFD."""
+def escape_xml(words: str) -> str:
+    """Escape text for XML. Characters not allowed in XML become U+FFFD."""
     return html.escape("".join(letter if letter.isprintable() else "\ufffd" for letter in words))
 
 
-def n(number: float) -> str:
-    """A number with at most one decimal."""
+def trim(number: float) -> str:
+    """Format a number with at most one decimal."""
     return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
+
+
+def point(x: float, y: float) -> str:
+    """Return a pair of coordinates for a path."""
+    return f"{trim(x)} {trim(y)}"
+
+
+def box_element(x: float, y: float, width: float, fill: str, stroke: str, stroke_width: float) -> str:
+    """Return a rectangle with a box's height and its top left corner at (x, y)."""
+    return (
+        f'<rect x="{trim(x)}" y="{trim(y)}" width="{trim(width)}" height="{trim(BOX)}" rx="5" fill="{fill}" '
+        f'stroke="{stroke}" stroke-width="{stroke_width}"/>'
+    )
 
 
 LABEL = 9.0
@@ -99,29 +118,29 @@ Label = tuple[str, str, float, float, str]
 
 
 def draw_wiring(diagram: Diagram) -> str:
-    """An SVG document."""
-    placed = place(diagram)
-    return document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
+    """Draw a diagram as an SVG document."""
+    placed = place_boxes(diagram)
+    return svg_document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
 
 
 @attrs.define(eq=False)
 class _WiringDrawing:
-    """Draws a diagram at the coordinates of its layout."""
+    """A diagram at the coordinates of its layout."""
 
     diagram: Diagram
-    placed: Placed
+    placed: PlacedDiagram
     colours: Mapping[str, Colour] = attrs.field(init=False)
     stops: Mapping[str, ArrowPoint] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        hues = colours(self.diagram.subjects)
+        hues = assign_colours(self.diagram.subjects)
         self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
-        self.stops = {stop.box: stop for stop in self.placed.ys if not stop.bend}
+        self.stops = {stop.box: stop for stop in self.placed.ys if not stop.is_bend}
 
     def lines(self) -> Iterator[str]:
-        yield text(LEFT, 26, self.diagram.title, TITLE, more=BOLD_TEXT)
-        yield text(LEFT, 44, self.diagram.caption, CAPTION, GREY)
-        yield from self._roads()
+        yield text_element(LEFT, 26, self.diagram.title, TITLE, attributes=BOLD_TEXT)
+        yield text_element(LEFT, 44, self.diagram.caption, CAPTION, GREY)
+        yield from self._segments()
         yield from self._labels()
         for box in self.diagram.boxes:
             yield from self._box(box)
@@ -129,79 +148,75 @@ class _WiringDrawing:
     def _box(self, box: Box) -> Iterator[str]:
         (x, y), colour = self.placed.left(self.stops[box.name]), self.colours[box.name]
         width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
-        yield (
-            f'<rect x="{n(x)}" y="{n(y - BOX / 2)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="{colour.pale}" '
-            f'stroke="{colour.strong}" stroke-width="{3 if thick else 1.2}"/>'
-        )
-        yield text(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
-        yield text(x + PADDING, y + 11.5, box.use, USE, GREY)
+        yield box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
+        yield text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
+        yield text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
 
-    def _roads(self) -> Iterator[str]:
-        """Every segment once, titled with the arrows that share it."""
-        takers: dict[tuple[ArrowPoint, ArrowPoint], list[Arrow]] = {}
+    def _segments(self) -> Iterator[str]:
+        """Yield every segment once, titled with the arrows sharing it."""
+        arrows_by_piece: dict[tuple[ArrowPoint, ArrowPoint], list[Arrow]] = {}
         for arrow in self.diagram.arrows:
             way = self.placed.layering.ways[arrow.source, arrow.target]
             for piece in pairwise(way):
-                takers.setdefault(piece, []).append(arrow)
-        for (start, end), arrows in takers.items():
+                arrows_by_piece.setdefault(piece, []).append(arrow)
+        for (start, end), arrows in arrows_by_piece.items():
             colour = self.colours[end.box].strong
-            names = safe("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
+            names = escape_xml("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
             path = self._path(start, end)
             yield (
                 f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.3" stroke-opacity="0.75">'
                 f"<title>{names}</title></path>"
             )
-            if not end.bend:
+            if not end.is_bend:
                 x, y = self.placed.left(end)
-                yield f'<path d="M{n(x)} {n(y)}l{n(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
+                yield f'<path d="M{trim(x)} {trim(y)}l{trim(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
 
     def _path(self, start: ArrowPoint, end: ArrowPoint) -> str:
-        """A line through a column and a curve through the gap to the next."""
-        begin = self.placed.left(start) if start.bend else self.placed.right(start)
+        """Return a line through a column and a curve through the gap to the next column."""
+        begin = self.placed.left(start) if start.is_bend else self.placed.right(start)
         (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
-        to_x -= 0 if end.bend else HEAD
+        to_x -= 0 if end.is_bend else HEAD
         bend = (to_x - x) / 2
-        return (
-            f"M{n(begin[0])} {n(begin[1])}H{n(x)}C{n(x + bend)} {n(y)} {n(to_x - bend)} {n(to_y)} {n(to_x)} {n(to_y)}"
-        )
+        curve = f"C{point(x + bend, y)} {point(to_x - bend, to_y)} {point(to_x, to_y)}"
+        return f"M{point(*begin)}H{trim(x)}{curve}"
 
     def _labels(self) -> Iterator[str]:
-        """Names of fields, where all arrows at a point have the same and it overlaps no other."""
-        taken: list[Area] = []
-        for label, box, x, y, more in [*self._where_arrows_end(), *self._where_arrows_begin()]:
-            width = width_of(label, LABEL)
-            left = x - width if more == END else x
+        """Yield names of fields at points where all arrows have the same field, unless they overlap other names."""
+        occupied: list[Area] = []
+        for label, box, x, y, anchor in [*self._where_arrows_end(), *self._where_arrows_begin()]:
+            width = estimate_width(label, LABEL)
+            left = x - width if anchor == END else x
             area = (left, y - LABEL, left + width, y + LABEL / 3)  # with descenders
-            if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in taken):
-                taken.append(area)
-                yield from haloed(x, y, label, LABEL, self.colours[box].strong, more)
+            if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in occupied):
+                occupied.append(area)
+                yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, anchor)
 
     def _where_arrows_end(self) -> Iterator[Label]:
-        for stop, labels in self._meeting(1).items():
+        for stop, labels in self._labels_by_stop(1).items():
             if len(labels) == 1:
                 (x, y), (label, box) = self.placed.left(stop), labels[0]
-                yield label, box, x - (2 if stop.bend else HEAD + 4), y - 3, END
+                yield label, box, x - (2 if stop.is_bend else HEAD + 4), y - 3, END
 
     def _where_arrows_begin(self) -> Iterator[Label]:
-        ends = self._meeting(1)
-        for stop, labels in self._meeting(0).items():
-            if len(labels) == 1 and all(len(found) > 1 for found in ends.values() if labels[0] in found):
+        ends = self._labels_by_stop(1)
+        for stop, labels in self._labels_by_stop(0).items():
+            if len(labels) == 1 and all(len(others) > 1 for others in ends.values() if labels[0] in others):
                 (x, y), (label, box) = self.placed.right(stop), labels[0]
                 yield label, box, x + 5, y - 4, ""
 
-    def _meeting(self, place: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
-        """The labels of the arrows by their first or second stop, each with its target box, without duplicates."""
+    def _labels_by_stop(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
+        """Return arrow labels by first or second point, with target boxes, without duplicates."""
         found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
-            here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][place], [])
+            here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][stop_index], [])
             label = (arrow.label, arrow.target)
             here += [label] if label not in here else []
         plain = {stop: [(label, box) for label, box in labels] for stop, labels in found.items()}
         return {stop: labels for stop, labels in plain.items() if labels[0][0] != labels[0][1].rpartition(".")[2]}
 
 
-def _overlap(one: Area, other: Area) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlap(area: Area, other: Area) -> bool:
+    return area[0] < other[2] and other[0] < area[2] and area[1] < other[3] and other[1] < area[3]
 
 
 HEADER, ROW, SPACING, LEGEND = 48.0, 32.0, 12.0, 46.0
@@ -210,14 +225,14 @@ RADIUS = 5.5
 
 
 def draw_step(step: SequenceDrawing) -> str:
-    """An SVG document."""
+    """Draw a step's dataflow as an SVG document."""
     drawing = _StepDrawing(step)
-    return document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
+    return svg_document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
 
 
 @attrs.define(eq=False)
 class _StepDrawing:
-    """Draws a step: columns are members, rows are values."""
+    """A step as a table: columns are members, rows are values."""
 
     step: SequenceDrawing
     middles: list[float] = attrs.field(init=False)
@@ -226,8 +241,10 @@ class _StepDrawing:
 
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
-        self.margin = max((width_of(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
-        self.widths = [max(width_of(b.name, NAME, bold=True), width_of(b.use, USE)) + 2 * PADDING for b in boxes]
+        self.margin = max((estimate_width(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
+        self.widths = [
+            max(estimate_width(b.name, NAME, bold=True), estimate_width(b.use, USE)) + 2 * PADDING for b in boxes
+        ]
         starts = [sum(self.widths[:number]) + SPACING * number for number in range(len(boxes))]
         self.middles = [
             LEFT + self.margin + start + width / 2 for start, width in zip(starts, self.widths, strict=True)
@@ -239,8 +256,8 @@ class _StepDrawing:
 
     @property
     def width(self) -> float:
-        legend = LEFT + self.margin + 3 * 36 + width_of("writeschangesreads", 11)
-        return max(self.right, legend, LEFT + width_of(self.step.title, TITLE, bold=True)) + LEFT
+        legend = LEFT + self.margin + 3 * 36 + estimate_width("writeschangesreads", 11)
+        return max(self.right, legend, LEFT + estimate_width(self.step.title, TITLE, bold=True)) + LEFT
 
     @property
     def bottom(self) -> float:
@@ -248,10 +265,10 @@ class _StepDrawing:
         return HEADER + BOX + ROW * (len(self.step.threads) + 0.5)
 
     def lines(self) -> Iterator[str]:
-        yield text(LEFT, 26, self.step.title, TITLE, more=BOLD_TEXT)
-        hues = colours([thread.value for thread in self.step.threads])
+        yield text_element(LEFT, 26, self.step.title, TITLE, attributes=BOLD_TEXT)
+        hues = assign_colours([thread.value for thread in self.step.threads])
         for x in self.middles:
-            yield f'<path d="M{n(x)} {n(HEADER + BOX)}V{n(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
+            yield f'<path d="M{trim(x)} {trim(HEADER + BOX)}V{trim(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
         for number in range(len(self.middles)):
             yield from self._header(number)
         for row, thread in enumerate(self.step.threads):
@@ -260,35 +277,32 @@ class _StepDrawing:
 
     def _header(self, number: int) -> Iterator[str]:
         box, x, width = self.step.members[number], self.middles[number], self.widths[number]
-        yield (
-            f'<rect x="{n(x - width / 2)}" y="{n(HEADER)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="#f4f4f4" '
-            f'stroke="{GREY}" stroke-width="1.2"/>'
-        )
-        yield text(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
-        yield text(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
+        yield box_element(x - width / 2, HEADER, width, "#f4f4f4", GREY, 1.2)
+        yield text_element(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
+        yield text_element(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
 
     def _thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
         first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
-        yield from haloed(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
-        yield f'<path d="M{n(first)} {n(y)}H{n(last)}" stroke="{colour.strong}" stroke-width="3"/>'
+        yield from draw_text_with_halo(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
+        yield f'<path d="M{trim(first)} {trim(y)}H{trim(last)}" stroke="{colour.strong}" stroke-width="3"/>'
         for number, verb in thread.touches.items():
             words = f"{self.step.members[number].name} {verb} {thread.value}"
-            yield _mark(verb, self.middles[number], y, colour.strong, words)
+            yield _draw_mark(verb, self.middles[number], y, colour.strong, words)
 
     def _legend(self) -> Iterator[str]:
         x, y = LEFT + self.margin, self.bottom + 24
         for verb in ("writes", "changes", "reads"):
-            yield _mark(verb, x + RADIUS, y, GREY, verb)
-            yield text(x + 18, y + 4, verb, 11, GREY)
-            x += 36 + width_of(verb, 11)
+            yield _draw_mark(verb, x + RADIUS, y, GREY, verb)
+            yield text_element(x + 18, y + 4, verb, 11, GREY)
+            x += 36 + estimate_width(verb, 11)
 
 
-def _mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
-    """The mark of what a member does to a value, with a tooltip."""
-    tip, size = f"<title>{safe(words)}</title>", RADIUS + 1.5
+def _draw_mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
+    """Draw the mark for a member's access to a value, with a tooltip."""
+    tip, size = f"<title>{escape_xml(words)}</title>", RADIUS + 1.5
     if verb == "changes":
-        shape = f"M{n(x - size)} {n(y)}L{n(x)} {n(y - size)}L{n(x + size)} {n(y)}L{n(x)} {n(y + size)}z"
+        shape = f"M{point(x - size, y)}L{point(x, y - size)}L{point(x + size, y)}L{point(x, y + size)}z"
         return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
     inside, line = (colour, "#fff") if verb == "writes" else ("#fff", colour)
     colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'
-    return f'<circle cx="{n(x)}" cy="{n(y)}" r="{n(RADIUS)}" {colours_of}>{tip}</circle>'
+    return f'<circle cx="{trim(x)}" cy="{trim(y)}" r="{trim(RADIUS)}" {colours_of}>{tip}</circle>'

@@ -1,1 +1,1 @@
-"""Output for people and files: explanations, listings, differences, and recipes written out."""
+"""Output for users and files: explanations, listings, differences, and recipes as text."""

@@ -1,4 +1,4 @@
-"""The resolved recipe of a graph, and what differs between two recipes: node by node, key by key."""
+"""The resolved recipe of a graph, and the differences between two recipes by node and key."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,63 +11,63 @@ from drawloom.graph.component import Impact
 from drawloom.graph.drawing.draw import draw
 from drawloom.graph.inspect.serialize import (
     Plain,
+    describe_provenance,
+    find_variable,
     flatten,
-    provenance,
     serialize_graph,
     serialize_recipe,
-    variable,
 )
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
-from drawloom.graph.toml.emit import canonical, dump_key, dumps
+from drawloom.graph.toml.emit import dump_canonical, dump_key, dumps
 from drawloom.graph.toml.parsing import parse
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
-WIDTH = 60
-"""The widest line after which the provenances of a table are aligned in one column."""
+MAX_ALIGNED_WIDTH = 60
+"""Longest line that counts for aligning the provenance comments of a table in one column."""
 
 
 def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
-    """The resolved recipe of a valid graph."""
+    """Return a valid graph's resolved recipe."""
     return ResolvedRecipe(
         lambda: recipe_text(graph),
         lambda: recipe_hash(serialize_graph(graph)),
         accept_changes,
-        lambda older: changes_since(older, graph),
+        lambda older: compare_text(older, graph),
         lambda step: draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step),
     )
 
 
 def recipe_text(graph: Graph) -> str:
     """
-    Every node with every setting and edge, as TOML 1.0 that reads back as the same graph.
+    Write every node with every setting and edge, as TOML 1.0 from which the same graph can be read.
 
-    A comment on each line says where it came from, so that a run folder records which values were chosen and which were
-    defaults. Comments are not part of the hash.
+    A comment on every line says where the value came from: so a run folder records which values were chosen and which
+    are defaults. Comments are not part of the hash.
     """
     lines = [f"format = {FORMAT}"]
     for name, table in serialize_graph(graph).items():
         written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
-        width = max(len(line) for key, line in written.items() if len(line) <= WIDTH or key == "use")
+        width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
         lines += [f"{line:{width}}  # {_comment(graph, graph.nodes[name], key)}" for key, line in written.items()]
-    # Groups without members are written, so that "@group.*" still refers to something.
+    # Empty groups are written, so that "@group.*" stays a valid reference.
     empty = [name for name, members in graph.recipe.groups.items() if not members]
     lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
     return "\n".join(lines) + "\n"
 
 
 def _comment(graph: Graph, node: Node, key: str) -> str:
-    # A file name may hold a newline or a control character, which must not end or break the comment.
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in provenance(graph, node, key))
+    # A file name may contain a newline or a control character, which must not end the comment.
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in describe_provenance(graph, node, key))
 
 
 def recipe_hash(plain: Plain) -> str:
-    """SHA-256 of serialized nodes in hexadecimal, independent of the order of nodes and of their keys."""
-    return hashlib.sha256(canonical(plain).encode()).hexdigest()
+    """Return the hexadecimal SHA-256 of serialized nodes, independent of their order and the order of their keys."""
+    return hashlib.sha256(dump_canonical(plain).encode()).hexdigest()
 
 
 IMPACTS: tuple[Impact, ...] = ("safe", "changes_training", "incompatible")
@@ -75,21 +75,21 @@ IMPACTS: tuple[Impact, ...] = ("safe", "changes_training", "incompatible")
 ABSENT = "absent"
 
 
-def changes_since(older: str, graph: Graph) -> list[RecipeChange]:
-    """Differences from `older`, the text of a resolved recipe, to `graph`. Raises ValueError if that is not TOML."""
+def compare_text(older: str, graph: Graph) -> list[RecipeChange]:
+    """Return differences from `older`, a resolved recipe's text, to `graph`. Raises ValueError if it is not TOML."""
     try:
         recipe = MergedRecipe.of(parse(older))
     except RecipeError as error:
         problem = error.problems[0]
-        raise ValueError(f"line {problem.place.line if problem.place else 0}: {problem.text}") from error
-    return changes(serialize_recipe(recipe), graph)
+        raise ValueError(f"line {problem.position.line if problem.position else 0}: {problem.text}") from error
+    return compare_graph(serialize_recipe(recipe), graph)
 
 
-def changes(old: Plain, graph: Graph) -> list[RecipeChange]:
+def compare_graph(old: Plain, graph: Graph) -> list[RecipeChange]:
     """
-    Differences from the nodes `old` to `graph`.
+    Return differences from the nodes `old` to `graph`.
 
-    Only the written values are compared, since the components of `old` may have changed or be gone.
+    Only the written values are compared, because the components of `old` may have changed or no longer exist.
     """
     return list(_Comparison(flatten(old), flatten(serialize_graph(graph)), graph).changes())
 
@@ -104,62 +104,62 @@ class _Comparison:
         for name in {**self.old, **self.new}:
             old, new = self.old.get(name), self.new.get(name)
             if old is None or new is None:
-                yield RecipeChange(name, "", _use(old), _use(new), self._impact([name]))
+                yield RecipeChange(name, "", _show_use(old), _show_use(new), self._impact([name]))
             elif old["use"] != new["use"]:
-                yield RecipeChange(name, "use", _use(old), _use(new), self._impact([name]))
+                yield RecipeChange(name, "use", _show_use(old), _show_use(new), self._impact([name]))
             else:
                 yield from self._keys(name, old, new)
 
     def _keys(self, name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[RecipeChange]:
         for key in {**old, **new}:
             before, after = old.get(key), new.get(key)
-            if before is None or after is None or canonical(before) != canonical(after):
-                moved = is_edge(before) or is_edge(after)
+            if before is None or after is None or dump_canonical(before) != dump_canonical(after):
+                is_edge = is_edge_value(before) or is_edge_value(after)
                 own, why = self._own_impact(name, key)
-                impact = own or (self._edge_impact(before, after) if moved else self._setting_impact(name, key))
-                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=moved, why=why)
+                impact = own or (self._edge_impact(before, after) if is_edge else self._setting_impact(name, key))
+                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=is_edge, why=why)
 
     def _own_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
-        """The impact that the component itself gives to a change of one of its keys, if it does, and why."""
+        """Return impact and reason according to the component itself for a changed key, or (None, "")."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
-        found = resume_impact(self.graph.view(name), key) if resume_impact else None
-        return found if isinstance(found, tuple) else (found, "")
+        impact = resume_impact(self.graph.view(name), key) if resume_impact else None
+        return impact if isinstance(impact, tuple) else (impact, "")
 
     def _setting_impact(self, name: str, key: str) -> Impact:
         field = self.graph.nodes[name].spec.fields.get(key)
         return field.impact if field else "changes_training"
 
     def _edge_impact(self, before: Any, after: Any) -> Impact:
-        old, new = targets(before), targets(after)
+        old, new = edge_targets(before), edge_targets(after)
         reordered = [target for target in old if target in new] != [target for target in new if target in old]
-        # The order of phases and of listeners can matter, whatever their components say.
+        # The order of phases and listeners can matter, whatever impact their components declare.
         return "changes_training" if reordered else self._impact(set(old) ^ set(new))
 
     def _impact(self, names: Iterable[str]) -> Impact:
-        """The impact of adding, removing or swapping nodes: the greatest of their components."""
+        """Return the impact of adding, removing or swapping nodes: the greatest impact of their components."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
-        found = [self.graph.registry.find(use) for use in uses]
-        impacts = [spec.traits.impact for spec in found if not isinstance(spec, Problem)]
+        specs = [self.graph.registry.find(use) for use in uses]
+        impacts = [spec.traits.impact for spec in specs if not isinstance(spec, Problem)]
         greatest: Impact = max(impacts, key=IMPACTS.index, default="changes_training")
-        # A component that no longer exists can't say what it meant.
-        return greatest if len(impacts) == len(found) else "changes_training"
+        # The impact of a component that no longer exists is unknown.
+        return greatest if len(impacts) == len(specs) else "changes_training"
 
 
-def is_edge(part: Any) -> bool:
-    """Whether a serialized value is an edge."""
+def is_edge_value(part: Any) -> bool:
+    """Return whether a serialized value is an edge."""
     if isinstance(part, str):
         return part[:1] == "@" and part[:2] != "@@"
     members = list(part.values()) if isinstance(part, dict) else part
-    return isinstance(members, list) and bool(members) and all(isinstance(m, str) and is_edge(m) for m in members)
+    return isinstance(members, list) and bool(members) and all(isinstance(m, str) and is_edge_value(m) for m in members)
 
 
-def targets(edge: Any) -> list[str]:
-    """The nodes that a serialized edge leads to."""
+def edge_targets(edge: Any) -> list[str]:
+    """Return the target nodes of a serialized edge."""
     members = list(edge.values()) if isinstance(edge, dict) else edge if isinstance(edge, list) else [edge]
     return [member.removeprefix("@") for member in members if isinstance(member, str)]
 
 
-def _use(node: Mapping[str, Any] | None) -> str:
+def _show_use(node: Mapping[str, Any] | None) -> str:
     return ABSENT if node is None else str(node["use"])
 
 
@@ -169,35 +169,40 @@ def _show(part: Any) -> str:
 
 def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
     """
-    Differences from a recipe to a graph and, if neither is resolved, cosmetic ones in how they are written.
+    Return differences from a recipe to a graph and, if neither is resolved, cosmetic differences in how they are
+    written.
 
     The components of a resolved old recipe may have changed since. Raises RecipeError if the new recipe has errors, or
-    the old one has and is not resolved.
+    if an unresolved old recipe has errors.
     """
-    new.or_error()
+    new.require_valid()
     if old.is_resolved:
-        return changes(serialize_recipe(old), new)
-    graph = Graph.of(old, new.registry).or_error()
-    cosmetic = [] if new.recipe.is_resolved else list(_cosmetic(graph, new))
-    return changes(serialize_graph(graph), new) + cosmetic
+        return compare_graph(serialize_recipe(old), new)
+    graph = Graph.of(old, new.registry).require_valid()
+    cosmetic = [] if new.recipe.is_resolved else list(_find_cosmetic_changes(graph, new))
+    return compare_graph(serialize_graph(graph), new) + cosmetic
 
 
-def _cosmetic(old: Graph, new: Graph) -> Iterator[RecipeChange]:
+def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:
     before, after = serialize_graph(old), serialize_graph(new)
-    both = [name for name in before if name in after]
-    for name in both:
+    common = [name for name in before if name in after]
+    for name in common:
         for key in before[name]:
-            if key != "use" and key in after[name] and canonical(before[name][key]) == canonical(after[name][key]):
-                was, is_now = (_how(graph, graph.nodes[name], key) for graph in (old, new))
-                if was != is_now:
-                    yield RecipeChange(name, key, was, is_now, "cosmetic")
-    if both != [name for name in after if name in before]:
-        yield RecipeChange("", "", "tables", "the same in another order", "cosmetic")
+            if (
+                key != "use"
+                and key in after[name]
+                and dump_canonical(before[name][key]) == dump_canonical(after[name][key])
+            ):
+                old_writing, new_writing = (_describe_writing(graph, graph.nodes[name], key) for graph in (old, new))
+                if old_writing != new_writing:
+                    yield RecipeChange(name, key, old_writing, new_writing, "cosmetic")
+    if common != [name for name in after if name in before]:
+        yield RecipeChange("", "", "tables", "same tables in another order", "cosmetic")
 
 
-def _how(graph: Graph, node: Node, key: str) -> str:
-    """How a value is written: by which variable, literally, or not at all."""
+def _describe_writing(graph: Graph, node: Node, key: str) -> str:
+    """Return how a recipe writes a value: as a variable, literally, or not at all."""
     item = node.table.items.get(key)
-    if isinstance(item, Leaf) and variable(graph, item):
+    if isinstance(item, Leaf) and find_variable(graph, item):
         return str(item.value)
     return "left out" if item is None else "written"

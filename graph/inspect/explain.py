@@ -1,50 +1,50 @@
-"""`drawloom explain`: where values come from, why nodes are connected, and which nodes use which."""
+"""`drawloom explain`: the origin of values, the reason for connections, and the users of nodes."""
 
 import inspect
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from drawloom.graph.inspect.serialize import provenance, serialize_value, variable
+from drawloom.graph.inspect.serialize import describe_provenance, find_variable, serialize_value
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
-from drawloom.graph.recipe.layers import Leaf, Table, leaves
+from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
-from drawloom.graph.types.describe import describe_type, toml_or_python
+from drawloom.graph.types.describe import describe_type, dump_or_repr
 from drawloom.graph.wiring.graph import Graph
-from drawloom.graph.wiring.node import Node, dotted
+from drawloom.graph.wiring.node import Node, format_path
 
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 
 
 def explain(graph: Graph, target: str, root: str) -> str:
-    """A recipe, a node, a key of a node or a part of its value, explained. Raises UserError for an unknown target."""
+    """Explain a recipe, a node, a key of a node or a part of its value. Raises UserError for an unknown target."""
     if not target:
         return "\n".join(_explain_recipe(graph))
     if target in graph.nodes:
         return "\n".join(_explain_node(graph, graph.nodes[target], root))
     # Longest names first: "a.b.c" may be the key c of the node a.b or a part of the key b of the node a.
     for name in sorted(graph.nodes, key=len, reverse=True):
-        path = _path(target[len(name) :]) if target.startswith(f"{name}.") else ()
+        path = _parse_path(target[len(name) :]) if target.startswith(f"{name}.") else ()
         if path and str(path[0]) in graph.nodes[name].spec.fields:
             return "\n".join(_explain_key(graph, graph.nodes[name], path))
-    raise UserError(f"there is no {target!r} to explain; {_near(graph, target)}".rstrip("; "), 2)
+    raise UserError(f"there is no {target!r} to explain; {_suggest_target(graph, target)}".rstrip("; "), 2)
 
 
 def explain_variable(graph: Graph, name: str) -> str:
-    """The values that were set for a variable, newest first; empty if there is none of that name."""
+    """Return all values set for a variable, newest first. Empty if the variable does not exist."""
     history = graph.recipe.vars[name].history() if name in graph.recipe.vars else ()
-    return "\n".join(f"{VARIABLE}{name} = {dumps(leaf.value)}  {leaf.key_place}" for leaf in history)
+    return "\n".join(f"{VARIABLE}{name} = {dumps(leaf.value)}  {leaf.key_position}" for leaf in history)
 
 
-def _near(graph: Graph, target: str) -> str:
+def _suggest_target(graph: Graph, target: str) -> str:
     name = target.rpartition(".")[0]
     fields = graph.nodes[name].spec.fields if name in graph.nodes else ()
     return did_you_mean(target, [f"{name}.{field}" for field in fields] or graph.nodes)
 
 
-def _path(text: str) -> KeyPath:
+def _parse_path(text: str) -> KeyPath:
     return tuple(int(number) if number else key for number, key in STEP.findall(text))
 
 
@@ -54,112 +54,124 @@ def _explain_recipe(graph: Graph) -> Iterator[str]:
 
 
 def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
-    yield f"[{node.name}] {node.spec.use}, {node.place}"
-    yield from _indented(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
-    if provided := [port.__name__ for port in needed_ports(graph) if port in graph.provides(node.name)]:
-        yield f"  it is a {', a '.join(provided)}"
+    yield f"[{node.name}] {node.spec.use}, {node.position}"
+    yield from _indent(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
+    if provided := [port.__name__ for port in list_needed_ports(graph) if port in graph.provides(node.name)]:
+        yield f"  implements {', '.join(provided)}"
     fields = node.spec.fields.values()
-    yield from _section("settings", [_setting_line(graph, node, f) for f in fields if f.kind == "setting"])
-    yield from _section("edges", [_edge_line(graph, node, f) for f in fields if f.is_edge])
-    yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
-    yield from _section("notes", [*notes_of(graph, node)])
-    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
-    yield from _section("used by", used or ["no node"])
-    yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
+    yield from _format_section("settings", [_format_setting(graph, node, f) for f in fields if f.kind == "setting"])
+    yield from _format_section("edges", [_format_edge(graph, node, f) for f in fields if f.is_edge])
+    yield from _format_section(
+        "filled by the container",
+        [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
+    )
+    yield from _format_section("notes", [*read_notes(graph, node)])
+    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
+    yield from _format_section("used by", users or ["no node"])
+    yield from _format_section(
+        "order", [*describe_build_order(graph, node.name, root), *describe_sequences(graph, node.name)]
+    )
 
 
-def notes_of(graph: Graph, node: Node) -> Iterable[str]:
-    """The notes of the component about a valid node, whose neighbours are valid, too."""
+def read_notes(graph: Graph, node: Node) -> Iterable[str]:
+    """Return a component's notes about a node. Empty unless the node and its neighbours are valid."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and graph.is_complete(node) else ()
 
 
-def _section(title: str, lines: list[str]) -> Iterator[str]:
+def _format_section(title: str, lines: list[str]) -> Iterator[str]:
     if lines:
         yield f"  {title}"
-        yield from _indented(f"  {line}" for line in lines)
+        yield from _indent(f"  {line}" for line in lines)
 
 
-def _indented(lines: Iterable[str]) -> Iterator[str]:
+def _indent(lines: Iterable[str]) -> Iterator[str]:
     return (f"  {line}".rstrip() for line in lines)
 
 
-def _setting_line(graph: Graph, node: Node, field: Field) -> str:
+def _format_setting(graph: Graph, node: Node, field: Field) -> str:
     kind = describe_type(field.type)
-    if field.name not in node.settings:  # an editor explains recipes with problems, too
-        place = f"invalid; {provenance(graph, node, field.name)}" if field.name in node.table.items else "missing"
-        return f"{field.name}  ({kind}; {place})"
-    return f"{field.name} = {_shown(node, field)}  ({kind}; {provenance(graph, node, field.name)})"
+    if field.name not in node.settings:  # an editor also explains recipes with problems
+        origin = (
+            f"invalid; {describe_provenance(graph, node, field.name)}" if field.name in node.table.items else "missing"
+        )
+        return f"{field.name}  ({kind}; {origin})"
+    return (
+        f"{field.name} = {_format_setting_value(node, field)}  ({kind}; {describe_provenance(graph, node, field.name)})"
+    )
 
 
-def _edge_line(graph: Graph, node: Node, field: Field) -> str:
+def _format_edge(graph: Graph, node: Node, field: Field) -> str:
     edge = node.edges.get(field.name)
     leads = ", ".join(f"[{target}]" for target in edge.targets) if edge and edge.targets else "none"
-    return f"{field.name} -> {leads}  ({field.target}; {provenance(graph, node, field.name)})"
+    return f"{field.name} -> {leads}  ({field.target}; {describe_provenance(graph, node, field.name)})"
 
 
-def _filled_line(graph: Graph, field: Field, root: str) -> str:
+def _format_filled_field(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
     fitting = [f"[{name}]" for name in graph.topological_order([root]) if graph.provides(name) & set(field.ports)]
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
-def _shown(node: Node, field: Field) -> str:
-    return _text(serialize_value(node.settings[field.name]))
+def _format_setting_value(node: Node, field: Field) -> str:
+    return _format_value(serialize_value(node.settings[field.name]))
 
 
-def _text(plain: Any) -> str:
-    return "none" if plain is None else toml_or_python(plain)
+def _format_value(plain: Any) -> str:
+    return "none" if plain is None else dump_or_repr(plain)
 
 
 def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     field = node.spec.fields[str(path[0])]
     if field.kind in ("every", "recipe"):
-        yield f"[{node.name}] {field.name} is filled in by the container"
+        yield f"[{node.name}] {field.name} is filled by the container"
         return
-    line = _setting_line(graph, node, field) if field.kind == "setting" else _edge_line(graph, node, field)
+    line = _format_setting(graph, node, field) if field.kind == "setting" else _format_edge(graph, node, field)
     yield f"[{node.name}] {line}"
     if field.doc:
         yield f"  {field.doc}"
     if field.kind == "setting":
-        yield f"  resume impact of another value: {field.impact}"
+        yield f"  impact of another value on a resumed run: {field.impact}"
     item, rest = _descend(node.table.items.get(field.name), path[1:])
-    for leaf in leaves(item) if item else ():
-        yield from _indented(_history(graph, leaf, rest))
+    for leaf in iterate_leaves(item) if item else ():
+        yield from _indent(_format_history(graph, leaf, rest))
     if not field.required and field.kind == "setting" and not path[1:]:
-        yield f"  {_text(serialize_value(field.default_value()))}  default"
+        yield f"  {_format_value(serialize_value(field.default_value()))}  default"
 
 
 def _descend(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
-    """The item reached by following a path through tables, and the rest of the path, inside the value of a leaf."""
+    """Follow a path through tables. Return the item, and the rest of the path inside the value of a leaf."""
     while path and isinstance(item, Table):
         item, path = item.items.get(str(path[0])), path[1:]
     return item, path
 
 
-def _history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
-    """All values that were set for a leaf, newest first, each followed by those of the variable that it refers to."""
-    within = f"{dotted(leaf.path[-1:])}: " if rest else ""
-    for one in leaf.history():
-        if rest and one.elements is not None:  # the same index is another element of the list that was edited
-            yield f"{within}{_part(one.value, rest)}  {one.origin(rest).place}"
+def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
+    """Yield all values set for a leaf, newest first, followed by its variable's values."""
+    prefix = f"{format_path(leaf.path[-1:])}: " if rest else ""
+    for entry in leaf.history():
+        if rest and entry.elements is not None:  # the same index is another element of the list that was edited
+            yield f"{prefix}{_format_part(entry.value, rest)}  {entry.origin(rest).position}"
             return
-        yield f"{within}{_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_place}"
-        yield from _indented(() if rest else _edit_lines(one))
-        behind = variable(graph, one)
-        yield from (f"  {dumps(under.value)}  {under.key_place}" for under in (behind.history() if behind else ()))
+        position = entry.layer.value((*entry.path, *rest)) if rest else entry.key_position
+        yield f"{prefix}{_format_part(entry.value, rest)}  {position}"
+        yield from _indent(() if rest else _format_edits(entry))
+        variable = find_variable(graph, entry)
+        yield from (
+            f"  {dumps(value.value)}  {value.key_position}" for value in (variable.history() if variable else ())
+        )
 
 
-def _edit_lines(leaf: Leaf) -> Iterator[str]:
-    """What an edit made of the list that it overrides."""
+def _format_edits(leaf: Leaf) -> Iterator[str]:
+    """Yield the elements removed from a list or inserted into it by an edit."""
     yield from (f"removed {dumps(value)}" for value in leaf.removed)
     for value, origin in zip(leaf.value, leaf.elements, strict=True) if leaf.elements else ():
         if origin.layer is leaf.layer and origin.path[: len(leaf.path)] == leaf.path:
-            yield f"inserted {dumps(value)}  {origin.place}"
+            yield f"inserted {dumps(value)}  {origin.position}"
 
 
-def _part(plain: Any, path: KeyPath) -> str:
+def _format_part(plain: Any, path: KeyPath) -> str:
     for step in path:
         try:
             plain = plain[step]
@@ -168,38 +180,38 @@ def _part(plain: Any, path: KeyPath) -> str:
     return dumps(plain)
 
 
-# Of ordinals; 11th, 12th and 13th are exceptions.
-ENDS = {1: "st", 2: "nd", 3: "rd"}
+# 11th, 12th and 13th are exceptions.
+ORDINAL_SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 
-def needed_ports(graph: Graph) -> list[type]:
-    """The ports that some node of the graph has edges to, without duplicates."""
+def list_needed_ports(graph: Graph) -> list[type]:
+    """Return the ports needed by edges in the graph, without duplicates."""
     fields = (field for node in graph.nodes.values() for field in node.spec.fields.values())
     return list(dict.fromkeys(port for field in fields for port in field.ports))
 
 
-def place_in_order(graph: Graph, name: str, root: str) -> Iterator[str]:
-    """The position of a node in the order of building."""
+def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
+    """Yield a node's position in the order of building."""
     order = graph.topological_order([root])
     if name not in order:
-        yield f"not built: nothing that [{root}] needs leads to it"
+        yield f"not built: no node that [{root}] needs refers to it"
         return
     needs = ", ".join(f"[{need}]" for need in graph.needs(name))
-    yield f"built {ordinal(order.index(name) + 1)} of {len(order)}{f', after {needs}' if needs else ''}"
+    yield f"built {format_ordinal(order.index(name) + 1)} of {len(order)}{f', after {needs}' if needs else ''}"
 
 
-def places_in_sequences(graph: Graph, name: str) -> Iterator[str]:
-    """The position of a node in each sequence that it is a member of, and the values that pass through it."""
+def describe_sequences(graph: Graph, name: str) -> Iterator[str]:
+    """Yield the node's position in every sequence containing it, and the values passing through the node."""
     for user, keys in graph.incoming(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
-                yield from _in_sequence(graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}")
+                yield from _describe_member(graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}")
 
 
-def _in_sequence(graph: Graph, name: str, members: tuple[str, ...], title: str) -> Iterator[str]:
+def _describe_member(graph: Graph, name: str, members: tuple[str, ...], title: str) -> Iterator[str]:
     flow = graph.nodes[name].spec.traits.flow
     number = members.index(name)
-    yield f"{ordinal(number + 1)} of {len(members)} in {title}"
+    yield f"{format_ordinal(number + 1)} of {len(members)} in {title}"
     before, after = members[:number], members[number + 1 :]
     for value in (*flow.reads, *flow.changes):
         plain = value.removesuffix("?")
@@ -208,16 +220,16 @@ def _in_sequence(graph: Graph, name: str, members: tuple[str, ...], title: str) 
         if writers or value == plain:
             yield f"  {verb} {plain}, written by {' and '.join(writers) or 'no member'}"
     for value in flow.writes:
-        readers = [f"[{other}]" for other in after if _takes(graph, other, value)]
-        yield f"  writes {value}, taken by {' and '.join(readers) or 'no later member'}"
+        readers = [f"[{other}]" for other in after if _uses_value(graph, other, value)]
+        yield f"  writes {value}, consumed by {' and '.join(readers) or 'no later member'}"
 
 
-def _takes(graph: Graph, name: str, value: str) -> bool:
+def _uses_value(graph: Graph, name: str, value: str) -> bool:
     flow = graph.nodes[name].spec.traits.flow
     return bool({value, f"{value}?"} & {*flow.reads, *flow.changes})
 
 
-def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th ..."""
-    end = "th" if number % 100 in (11, 12, 13) else ENDS.get(number % 10, "th")
+def format_ordinal(number: int) -> str:
+    """Return 1st, 2nd, 3rd, 4th ..."""
+    end = "th" if number % 100 in (11, 12, 13) else ORDINAL_SUFFIXES.get(number % 10, "th")
     return f"{number}{end}"

@@ -1,129 +1,133 @@
-"""`drawloom list`: components with their settings, edges and documentation, also by the node that they can be."""
+"""`drawloom list`: components with settings, edges and documentation, also filtered by port or node."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
-from drawloom.graph.registry.registry import Registry, distribution
+from drawloom.graph.registry.registry import Registry, describe_distribution
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.types.describe import describe_type, toml_or_python
+from drawloom.graph.types.describe import describe_type, dump_or_repr
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
 
 def list_components(registry: Registry, subject: str = "") -> str:
-    """All components in one line each, or those of a subject with their settings and edges."""
+    """List all components, one per line, or a subject's components with settings and edges."""
     names = [name for name in registry.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
         known = {name.partition(".")[0] for name in registry.names()} | set(registry.names())
         raise UserError(f"there is no subject {subject!r}; {did_you_mean(subject, known)}".rstrip("; "), 2)
     if subject:
-        return "\n\n".join("\n".join(_long(name, registry.find(name))) for name in names)
+        return "\n\n".join("\n".join(_format_component(name, registry.find(name))) for name in names)
     width = max(map(len, names))
-    return "\n".join(f"{name:{width}}  {_short(registry.find(name))}" for name in names)
+    return "\n".join(f"{name:{width}}  {_summarize(registry.find(name))}" for name in names)
 
 
 def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
     """
-    List the components that implement the port `name`, or that can be the node `name` of these graphs, one a line.
+    List the components implementing the port `name`, or fitting the node `name` in these graphs, one per line.
 
-    A node is known by the edges that lead to it. Of a sequence such as phases only those fit that write and change the
-    same values. A group is named for its members.
+    The incoming edges of a node determine which components fit. In a sequence such as phases, a component must also
+    write and change the same values. A group stands for its members.
     """
-    specs, ports = _specs(registry), {}
-    if not (wanted := [role for graph in graphs for role in roles(graph, name)]):
-        ports = ports_of(specs.values())
+    specs, ports = _collect_specs(registry), {}
+    if not (required_roles := [role for graph in graphs for role in find_roles(graph, name)]):
+        ports = collect_ports(specs.values())
         if name not in ports:
             known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
             hint = did_you_mean(name, known | ports.keys())
             raise UserError(f"no shipped recipe has a node [{name}], and there is no such port; {hint}".rstrip("; "), 2)
-        wanted = [lambda spec: implements(spec.cls, ports[name])]
-    fitting = {use: spec.doc for use, spec in specs.items() if all(role(spec) for role in wanted)}
-    return _table(fitting) or f"no component implements {name}"
+        required_roles = [lambda spec: implements(spec.cls, ports[name])]
+    fitting = {use: spec.doc for use, spec in specs.items() if all(role(spec) for role in required_roles)}
+    return _format_table(fitting) or f"no component implements {name}"
 
 
 def list_ports(registry: Registry) -> str:
-    """List the ports that edges and other fields of components have, each with the components that implement it."""
-    specs = _specs(registry)
+    """List the ports used by component fields, with the components implementing them."""
+    specs = _collect_specs(registry)
     blocks = []
-    for name, port in ports_of(specs.values()).items():
+    for name, port in collect_ports(specs.values()).items():
         doc = (port.__doc__ or "").strip().partition("\n")[0]
         names = [use for use, spec in specs.items() if implements(spec.cls, port)]
         blocks.append("\n".join([f"{name}: {doc}".rstrip(": "), *(f"  {use}" for use in names)]))
     return "\n\n".join(blocks)
 
 
-def ports_of(specs: Iterable[Spec]) -> dict[str, type]:
-    """Return the ports of all fields of these components by name, sorted."""
+def collect_ports(specs: Iterable[Spec]) -> dict[str, type]:
+    """Return the ports of all fields in these components by name, sorted."""
     ports = {port.__name__: port for spec in specs for field in spec.fields.values() for port in field.ports}
     return dict(sorted(ports.items()))
 
 
-def _specs(registry: Registry) -> dict[str, Spec]:
+def _collect_specs(registry: Registry) -> dict[str, Spec]:
     return {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
 
 
-def _table(rows: Mapping[str, str]) -> str:
+def _format_table(rows: Mapping[str, str]) -> str:
     width = max(map(len, rows), default=0)
     return "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows.items())
 
 
-def roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
-    """What a component must be in place of a node: for each edge to it, or to a member of the group."""
+def find_roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
+    """
+    Yield a predicate for components at a node, for every incoming edge, or for the incoming edges of a group's members.
+    """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
             for user, keys in graph.incoming(node.name):
-                yield from (_role(node, graph.nodes[user].spec.fields[key]) for key in keys)
+                yield from (_make_role(node, graph.nodes[user].spec.fields[key]) for key in keys)
 
 
-def _role(node: Node, field: Field) -> Callable[[Spec], bool]:
+def _make_role(node: Node, field: Field) -> Callable[[Spec], bool]:
     flow = node.spec.traits.flow
-    makes = {*flow.writes, *flow.changes}
+    produced = {*flow.writes, *flow.changes}
 
     def fits(spec: Spec) -> bool:
-        same = field.kind != "ordered" or {*spec.traits.flow.writes, *spec.traits.flow.changes} == makes
-        return same and any(implements(spec.cls, port) for port in field.ports)
+        produces_same = field.kind != "ordered" or {*spec.traits.flow.writes, *spec.traits.flow.changes} == produced
+        return produces_same and any(implements(spec.cls, port) for port in field.ports)
 
     return fits
 
 
 def list_plugins(registry: Registry) -> str:
-    """The components of installed distributions, one a line; names that two distributions use are marked."""
+    """List the components from installed distributions, one per line. Names used by two distributions are marked."""
     entries = registry.installed.entries
     if not entries:
         return f"no installed package declares components in the group {registry.installed.group!r}"
     clashing = [name for name in registry.installed.names() if len(registry.candidates(name)) > 1]
-    # Sorted by name below, so that clashing entries are neighbours.
-    rows = [(e.name, distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries]
+    # Sorted by name below, so that clashing entries are adjacent.
+    rows = [
+        (e.name, describe_distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {source:{widths[1]}}  {value}" for name, source, value in sorted(rows))
 
 
-def _short(found: Spec | Problem) -> str:
-    return found.text if isinstance(found, Problem) else found.doc
+def _summarize(spec: Spec | Problem) -> str:
+    return spec.text if isinstance(spec, Problem) else spec.doc
 
 
-def _long(name: str, found: Spec | Problem) -> Iterator[str]:
-    origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
-    yield f"{name}: {_short(found)}{origin}"
-    if isinstance(found, Spec):
-        yield from (f"  {line}" for field in found.fields.values() if (line := field_line(field)))
+def _format_component(name: str, spec: Spec | Problem) -> Iterator[str]:
+    origin = f" ({spec.distribution})" if isinstance(spec, Spec) and spec.distribution else ""
+    yield f"{name}: {_summarize(spec)}{origin}"
+    if isinstance(spec, Spec):
+        yield from (f"  {line}" for field in spec.fields.values() if (line := format_field(field)))
 
 
-def field_line(field: Field) -> str:
-    """A setting with its type, default and documentation, or an edge with its port; empty if the container fills it."""
+def format_field(field: Field) -> str:
+    """Format a setting with type, default and documentation, or an edge with its port. Empty for other fields."""
     if field.kind == "setting":
-        return f"{field.name}: {describe_type(field.type)}{_default(field)}{_doc(field)}"
+        return f"{field.name}: {describe_type(field.type)}{_format_default(field)}{_format_doc(field)}"
     return f"{field.name} -> {field.target}" if field.is_edge else ""
 
 
-def _default(field: Field) -> str:
+def _format_default(field: Field) -> str:
     if field.required:
         return ", required"
     plain = serialize_value(field.default_value())
-    return "" if plain is None else f" = {toml_or_python(plain)}"
+    return "" if plain is None else f" = {dump_or_repr(plain)}"
 
 
-def _doc(field: Field) -> str:
+def _format_doc(field: Field) -> str:
     return f"  ({field.doc})" if field.doc else ""

@@ -1,4 +1,4 @@
-"""Graphs written out as recipes: plain values, and where each value came from."""
+"""Graphs as recipes: plain values, and the origin of every value."""
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -7,31 +7,31 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.recipe.layers import Leaf, Table, leaves
+from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
 Plain = dict[str, dict[str, Any]]
-"""Nodes by name, each with `use`; an edge is "@name", or the table of a node that is written inline."""
+"""Nodes by name, each with `use`. An edge is "@name", or the table of an inline node."""
 
 
 def serialize_graph(graph: Graph) -> Plain:
-    """Every node that has a table of its own, with all its settings and edges."""
+    """Serialize every node with a table of its own, with all settings and edges."""
     return {name: serialize_node(graph, node) for name, node in graph.nodes.items() if not node.owner}
 
 
 def serialize_recipe(recipe: MergedRecipe) -> Plain:
-    """The values that a recipe writes explicitly; for a resolved recipe, all values of its graph."""
-    return {name: _merged(table) for name, table in recipe.nodes.items()}
+    """Serialize a recipe's explicit values. For a resolved recipe these are all values of its graph."""
+    return {name: _serialize_item(table) for name, table in recipe.nodes.items()}
 
 
-def _merged(item: Leaf | Table) -> Any:
-    return {key: _merged(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
+def _serialize_item(item: Leaf | Table) -> Any:
+    return {key: _serialize_item(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
 
 
 def serialize_node(graph: Graph, node: Node) -> dict[str, Any]:
-    """`use`, settings and edges as a recipe writes them, without settings that are None."""
+    """Serialize `use`, settings and edges as a recipe writes them, without None."""
     plain: dict[str, Any] = {"use": node.spec.use}
     for name, field in node.spec.fields.items():
         if field.kind == "setting" and node.settings.get(name) is not None:
@@ -59,9 +59,9 @@ def _serialize_target(graph: Graph, name: str) -> Any:
 
 def serialize_value(value: Any) -> Any:
     """
-    The value of a setting as a recipe writes it, in TOML types; a leading @ or $ of a string is doubled.
+    Convert the value of a setting to TOML types, as a recipe writes it. A leading @ or $ in a string is doubled.
 
-    None stays None, for the caller to leave out; the table of an attrs class omits fields that are None.
+    None stays None, for the caller to leave out. None is omitted from the fields of an attrs class.
     """
     match value:
         case Enum():
@@ -82,7 +82,7 @@ def serialize_value(value: Any) -> Any:
 
 
 def flatten(plain: Mapping[str, Mapping[str, Any]]) -> Plain:
-    """The same nodes, with inline nodes as nodes of their own, under the names that a graph gives them."""
+    """Return the same nodes with inline nodes at the top level, under the names assigned in a graph."""
     flat: Plain = {}
     for name, node in plain.items():
         flat |= _flatten_node(name, node)
@@ -90,29 +90,35 @@ def flatten(plain: Mapping[str, Mapping[str, Any]]) -> Plain:
 
 
 def _flatten_node(name: str, node: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    yield name, {key: part if key == "use" else _lift(part, f"{name}.{key}", found) for key, part in node.items()}
-    for inner, table in found:
+    inline_nodes: list[tuple[str, Mapping[str, Any]]] = []
+    yield (
+        name,
+        {
+            key: part if key == "use" else _lift_inline_nodes(part, f"{name}.{key}", inline_nodes)
+            for key, part in node.items()
+        },
+    )
+    for inner, table in inline_nodes:
         yield from _flatten_node(inner, table)
 
 
-def _lift(part: Any, name: str, found: list[tuple[str, Mapping[str, Any]]]) -> Any:
-    """A value in which each inline node is replaced by "@name"."""
+def _lift_inline_nodes(part: Any, name: str, inline_nodes: list[tuple[str, Mapping[str, Any]]]) -> Any:
+    """Replace every inline node in a value by "@name", and collect the nodes."""
     if isinstance(part, Mapping) and isinstance(part.get("use"), str):
-        found.append((name, part))
+        inline_nodes.append((name, part))
         return f"@{name}"
     if isinstance(part, Mapping):
-        return {key: _lift(inner, f"{name}.{key}", found) for key, inner in part.items()}
+        return {key: _lift_inline_nodes(inner, f"{name}.{key}", inline_nodes) for key, inner in part.items()}
     if isinstance(part, list):
-        return [_lift(inner, f"{name}[{number}]", found) for number, inner in enumerate(part)]
+        return [_lift_inline_nodes(inner, f"{name}[{number}]", inline_nodes) for number, inner in enumerate(part)]
     return part
 
 
-def provenance(graph: Graph, node: Node, key: str) -> str:
+def describe_provenance(graph: Graph, node: Node, key: str) -> str:
     """
-    Where a setting or edge came from: a file, a variable, the command line, a default, or its type.
+    Return the origin of a setting or edge: a file, a variable, the command line, a default, or its type.
 
-    Positions in shipped recipes do not depend on where those are installed. A table has a position for each layer.
+    Positions in shipped recipes are independent of their installation. A table has a position per layer.
     """
     item = node.table.items.get(key)
     if item is None:
@@ -120,16 +126,16 @@ def provenance(graph: Graph, node: Node, key: str) -> str:
         return f"the only {node.spec.fields[key].target}" if edge and not edge.written else "default"
     if key == "use" and node.spec.distribution:
         return f"{node.spec.distribution}; {item.label}"
-    parts = [item] if isinstance(item, Leaf) else [*leaves(item)]
+    parts = [item] if isinstance(item, Leaf) else [*iterate_leaves(item)]
     first_of_layer = {id(leaf.layer): leaf for leaf in reversed(parts)}
-    places = []
+    labels = []
     for leaf in reversed(first_of_layer.values()):
-        behind = variable(graph, leaf)
-        places.append(f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label)
-    return " and ".join(places) or item.label
+        variable = find_variable(graph, leaf)
+        labels.append(f"{leaf.label} {leaf.value} {variable.label}" if variable else leaf.label)
+    return " and ".join(labels) or item.label
 
 
-def variable(graph: Graph, leaf: Leaf) -> Leaf | None:
-    """The variable that is a leaf's whole value, if one is."""
+def find_variable(graph: Graph, leaf: Leaf) -> Leaf | None:
+    """Return the variable written as a leaf's whole value, or None."""
     name = leaf.value if isinstance(leaf.value, str) else ""
     return graph.recipe.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None

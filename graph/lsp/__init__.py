@@ -1,1 +1,1 @@
-"""The language server of recipes: what `check`, `explain` and `list` know, while a recipe is typed."""
+"""The language server for recipes: the knowledge of `check`, `explain` and `list` while the user types."""

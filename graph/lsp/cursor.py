@@ -1,8 +1,8 @@
 """
-What a position in the text of a recipe is: a part of a header, a key or a value, at which path.
+Classify a position in the text of a recipe: a part of a header, a key or a value, with its path.
 
-The text before the position is completed to TOML by a mark and the brackets that are open, and read: so it does not
-matter what comes after it, and whether that is TOML.
+A mark and the closing brackets complete the text before the position to TOML, which is then parsed. So the rest of the
+text does not matter, and need not be TOML.
 """
 
 import re
@@ -18,13 +18,13 @@ Kind = Literal["header", "key", "value"]
 
 _QUOTED = r"\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?"
 KEY = re.compile(rf"{_QUOTED}|[A-Za-z0-9_-]++")
-"""A part of a key, whose quotes may be open still."""
+"""A part of a key, whose closing quote may be missing."""
 
 VALUE = re.compile(rf"{_QUOTED}|[^\s,\[\]{{}}=\"'#]++")
 """A value that is neither an array nor a table."""
 
-TRIES = 5
-"""Lines above the position that are left out because they are not TOML; each try reads the text."""
+MAX_BLANKED_LINES = 5
+"""Lines above the position that are blanked because they are not TOML; every try parses the text."""
 
 _CLOSING = {"[": "]", "{": "}"}
 
@@ -32,10 +32,10 @@ _CLOSING = {"[": "]", "{": "}"}
 @attrs.frozen
 class Cursor:
     """
-    The token at a position, in the range [start, end) of the text, which is empty where one may be typed.
+    The token at a position, in the range [start, end) of the text. The range is empty where a token may be typed.
 
-    `path` leads to the key or value that it is; in a header, or in a dotted key, to the part that it is. `written` is
-    the token without its quotes.
+    `path` leads to the key or value; in a header or a dotted key, to the part at the position. `written` is the token
+    without its quotes.
     """
 
     kind: Kind
@@ -47,59 +47,59 @@ class Cursor:
 
     @classmethod
     def at(cls, text: str, offset: int) -> "Cursor | None":
-        """The token at an offset of a text, or that ends there; None in comments, and where TOML allows no token."""
-        line = text.rfind("\n", 0, offset) + 1
+        """Return the token around an offset or ending there, or None in comments and where TOML allows no token."""
+        line_start = text.rfind("\n", 0, offset) + 1
         for pattern in (KEY, VALUE):
-            start, end = _token(pattern, text, line, offset)
+            start, end = _find_token(pattern, text, line_start, offset)
             token = text[start:end]
-            found = _complete(text, start, line)
-            if found is not None and (found[0] == "value") == (pattern is VALUE):
-                kind, path = found
-                plain = _unquoted(token)
-                path = path if kind == "value" else (*path[:-1], plain)
-                return cls(kind, path, start, end, plain, token.startswith(('"', "'")))
+            context = _classify(text, start, line_start)
+            if context is not None and (context[0] == "value") == (pattern is VALUE):
+                kind, path = context
+                written = _unquote(token)
+                path = path if kind == "value" else (*path[:-1], written)
+                return cls(kind, path, start, end, written, token.startswith(('"', "'")))
         return None
 
 
-def _token(pattern: re.Pattern[str], text: str, line: int, offset: int) -> tuple[int, int]:
-    """The range of the token around an offset; an empty one if there is none."""
-    end = text.find("\n", line)
-    for found in pattern.finditer(text, line, len(text) if end < 0 else end):
-        if found.start() <= offset <= found.end():
-            return found.span()
+def _find_token(pattern: re.Pattern[str], text: str, line_start: int, offset: int) -> tuple[int, int]:
+    """Return the token's range around an offset, or an empty range."""
+    end = text.find("\n", line_start)
+    for match in pattern.finditer(text, line_start, len(text) if end < 0 else end):
+        if match.start() <= offset <= match.end():
+            return match.span()
     return offset, offset
 
 
-def _complete(text: str, start: int, line: int) -> tuple[Kind, KeyPath] | None:
-    """What a token that starts here would be, and its path, which ends in MARK if it is a key."""
+def _classify(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
+    """Return the kind and path for a token starting here. A key's path ends in MARK."""
     before = text[:start]
-    for _ in range(TRIES):
-        opened: list[str] = []
+    for _ in range(MAX_BLANKED_LINES):
+        closers: list[str] = []
         for bracket in BRACKET.finditer(before):
             if bracket[0] in _CLOSING:
-                opened.append(_CLOSING[bracket[0]])
-            elif bracket[0] in "]}" and opened:
-                opened.pop()
-        closing = "".join(reversed(opened))
+                closers.append(_CLOSING[bracket[0]])
+            elif bracket[0] in "]}" and closers:
+                closers.pop()
+        closing = "".join(reversed(closers))
         failures = []
         for mark in ('"\\u0000mark" = 0', '"\\u0000mark"'):
             try:
-                return _find(tomli.loads(f"{before}{mark}{closing}"))
+                return _find_mark(tomli.loads(f"{before}{mark}{closing}"))
             except tomli.TOMLDecodeError as error:
                 failures.append(error.pos)
             except (ValueError, RecursionError):
                 return None
         broken = before.rfind("\n", 0, max(failures)) + 1
-        if broken >= line:
+        if broken >= line_start:
             return None
-        # Its length is kept, so that the position is the same.
+        # The line keeps its length, so that offsets stay valid.
         end = before.find("\n", broken)
         before = before[:broken] + " " * (end - broken) + before[end:]
     return None
 
 
-def _find(tree: Any) -> tuple[Kind, KeyPath] | None:
-    """Where the mark is in a tree."""
+def _find_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
+    """Return the mark's kind and path in a tree, or None."""
     stack: list[tuple[KeyPath, Any]] = [((), tree)]
     while stack:
         path, item = stack.pop()
@@ -114,8 +114,8 @@ def _find(tree: Any) -> tuple[Kind, KeyPath] | None:
     return None
 
 
-def _unquoted(token: str) -> str:
-    """A token without quotes, of which the closing one may be missing."""
+def _unquote(token: str) -> str:
+    """Return a token without quotes. Its closing quote may be missing."""
     if token[:1] not in ("'", '"'):
         return token
     inside = token[1:-1] if len(token) > 1 and token[-1] == token[0] else token[1:]

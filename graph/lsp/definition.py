@@ -1,4 +1,4 @@
-"""Where something is defined: in a recipe below, or in the source of a component."""
+"""Find definitions in an extended recipe, or in the source of a component."""
 
 import inspect
 import re
@@ -7,70 +7,72 @@ from pathlib import Path
 
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
-from drawloom.graph.problems import Place
+from drawloom.graph.problems import Position
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.registry.spec import Field, Spec
 
 
-def definitions(workspace: Workspace, meaning: Meaning) -> list[Place]:
+def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
     """
-    The places that define what a key or value is.
+    Return the positions where a key or value is defined.
 
     A reference leads to its node or the members of its group, a variable to its value, `use` to the component, a base
-    to its file. A node or key leads to the recipe below that has it or, if there is none, to the component.
+    to its file. A node or key leads to the extended recipe with its value or, if there is none, to the component.
     """
     recipe, name = meaning.graph.recipe, meaning.reference
     if meaning.base:
-        return [*_base(workspace, meaning.analysis.path, meaning.base)]
+        return [*_locate_base(workspace, meaning.analysis.path, meaning.base)]
     if meaning.use:
         spec = workspace.project.registry.find(meaning.use)
-        return [source_of(spec)] if isinstance(spec, Spec) else []
+        return [locate_component(spec)] if isinstance(spec, Spec) else []
     if name:
-        return [recipe.nodes[node].place for node in recipe.groups.get(name, [name]) if node in recipe.nodes]
+        return [recipe.nodes[node].position for node in recipe.groups.get(name, [name]) if node in recipe.nodes]
     if meaning.variable:
         leaf = recipe.vars.get(meaning.variable)
         is_own_key = meaning.cursor.kind == "key"
-        return [*_below(meaning, leaf)][:1] or ([leaf.key_place] if not is_own_key else []) if leaf else []
-    return [*_node(meaning)][:1]
+        return (
+            [*_locate_overridden(meaning, leaf)][:1] or ([leaf.key_position] if not is_own_key else []) if leaf else []
+        )
+    return [*_locate_node(meaning)][:1]
 
 
-def _node(meaning: Meaning) -> Iterator[Place]:
-    """Where a node or a key of it is set below, and then its component."""
+def _locate_node(meaning: Meaning) -> Iterator[Position]:
+    """Yield the positions where an extended recipe sets a node or a key of it, and then the component."""
     table, field = meaning.graph.recipe.nodes.get(meaning.node), meaning.field
     if not meaning.path and table is not None and table.layer is not meaning.analysis.own:
-        yield table.place
+        yield table.position
     leaf = table.items.get(str(meaning.path[0])) if table is not None and meaning.path else None
     if isinstance(leaf, Leaf):
-        yield from _below(meaning, leaf)
+        yield from _locate_overridden(meaning, leaf)
     if meaning.spec and not (meaning.path and field is None and meaning.path[0] != "use"):
-        yield field_source(meaning.spec, field) if field else source_of(meaning.spec)
+        yield locate_field(meaning.spec, field) if field else locate_component(meaning.spec)
 
 
-def _below(meaning: Meaning, leaf: Leaf) -> Iterator[Place]:
-    """Where a value is set that this document replaces, newest first."""
-    yield from (one.key_place for one in leaf.history() if one.layer is not meaning.analysis.own)
+def _locate_overridden(meaning: Meaning, leaf: Leaf) -> Iterator[Position]:
+    """Yield the positions where replaced values are written, newest first."""
+    yield from (old.key_position for old in leaf.history() if old.layer is not meaning.analysis.own)
 
 
-def _base(workspace: Workspace, path: Path, name: str) -> Iterator[Place]:
-    found = path.parent / name if name.endswith(".toml") else RecipeFolder(workspace.project.recipes).find(name)
-    if found is not None and found.is_file():
-        yield Place(str(found), 1, 1)
+def _locate_base(workspace: Workspace, path: Path, name: str) -> Iterator[Position]:
+    file = path.parent / name if name.endswith(".toml") else RecipeFolder(workspace.project.recipes).find(name)
+    if file is not None and file.is_file():
+        yield Position(str(file), 1, 1)
 
 
-def source_of(spec: Spec) -> Place:
-    """Where the class of a component is written."""
+def locate_component(spec: Spec) -> Position:
+    """Return the position where a component's class is defined."""
     lines, first = inspect.getsourcelines(spec.cls)
-    at = next(number for number, line in enumerate(lines) if line.lstrip().startswith("class "))
-    return Place(inspect.getsourcefile(spec.cls) or "", first + at, 1)
+    index = next(number for number, line in enumerate(lines) if line.lstrip().startswith("class "))
+    return Position(inspect.getsourcefile(spec.cls) or "", first + index, 1)
 
 
-def field_source(spec: Spec, field: Field) -> Place:
-    """Where a field of a component is written: in its class, or in one that it inherits from."""
+def locate_field(spec: Spec, field: Field) -> Position:
+    """Return the position where a component's field is defined, in its class or a base class."""
     pattern = re.compile(rf"\s+{field.attribute}\s*:")
     for cls in spec.cls.__mro__:
         if field.attribute in inspect.get_annotations(cls):
             lines, first = inspect.getsourcelines(cls)
-            at = next((number for number, line in enumerate(lines) if pattern.match(line)), 0)
-            return Place(inspect.getsourcefile(cls) or "", first + at, 1)
-    return source_of(spec)
+            index = next((number for number, line in enumerate(lines) if pattern.match(line)), 0)
+            return Position(inspect.getsourcefile(cls) or "", first + index, 1)
+    return locate_component(spec)

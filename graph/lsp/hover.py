@@ -1,61 +1,61 @@
-"""What is shown beside the pointer: the texts of `explain` and `list`."""
+"""Texts beside the pointer: the output of `explain` and `list`."""
 
 import inspect
 from collections.abc import Iterator
 
 from drawloom.graph.inspect.explain import explain, explain_variable
-from drawloom.graph.inspect.listing import field_line, list_components
+from drawloom.graph.inspect.listing import format_field, list_components
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import dotted
+from drawloom.graph.wiring.node import format_path
 
 
-def hover(workspace: Workspace, meaning: Meaning) -> str:
-    """The text for a key or value; empty if there is nothing to say."""
+def describe_token(workspace: Workspace, meaning: Meaning) -> str:
+    """Return the text for a key or value, or an empty string."""
     if meaning.use:
-        return component_text(workspace, meaning.use)
+        return describe_component(workspace, meaning.use)
     if meaning.reference:
-        return "\n\n".join(_reference(workspace, meaning))
+        return "\n\n".join(_describe_reference(workspace, meaning))
     if meaning.variable:
         return explain_variable(meaning.graph, meaning.variable)
     if not meaning.node or meaning.spec is None:
         return ""
     if not meaning.path:
-        return _node(workspace, meaning, meaning.node)
+        return _describe_node(workspace, meaning, meaning.node)
     if meaning.path[0] == "use":
-        return component_text(workspace, meaning.spec.use)
+        return describe_component(workspace, meaning.spec.use)
     if meaning.field is None:
         return ""
     if meaning.node not in meaning.graph.nodes:
-        return f"[{meaning.node}] {field_line(meaning.field)}"
-    return explain(meaning.graph, f"{meaning.node}.{dotted(meaning.path)}", workspace.project.root)
+        return f"[{meaning.node}] {format_field(meaning.field)}"
+    return explain(meaning.graph, f"{meaning.node}.{format_path(meaning.path)}", workspace.project.root)
 
 
-def component_text(workspace: Workspace, use: str) -> str:
-    """The docstring of a component, its settings and edges; the problem, if there is no such component."""
-    found = workspace.project.registry.find(use)
-    if isinstance(found, Problem):
-        return f"{found.text}; {found.hint}".rstrip("; ")
-    rest = inspect.cleandoc(found.cls.__doc__ or "").partition("\n")[2].strip()
+def describe_component(workspace: Workspace, use: str) -> str:
+    """Return a component's docstring, settings and edges, or the problem if it does not exist."""
+    spec = workspace.project.registry.find(use)
+    if isinstance(spec, Problem):
+        return f"{spec.text}; {spec.hint}".rstrip("; ")
+    rest = inspect.cleandoc(spec.cls.__doc__ or "").partition("\n")[2].strip()
     return "\n\n".join(filter(None, (list_components(workspace.project.registry, use), rest)))
 
 
-def _node(workspace: Workspace, meaning: Meaning, name: str) -> str:
+def _describe_node(workspace: Workspace, meaning: Meaning, name: str) -> str:
     graph, root = meaning.graph, workspace.project.root
     if name in graph.nodes and root in graph.nodes:
         return explain(graph, name, root)
     spec = graph.nodes[name].spec if name in graph.nodes else meaning.spec
-    return f"[{name}] {component_text(workspace, spec.use)}" if spec else ""
+    return f"[{name}] {describe_component(workspace, spec.use)}" if spec else ""
 
 
-def _reference(workspace: Workspace, meaning: Meaning) -> Iterator[str]:
-    """The port of an edge, and the node that it leads to, or the nodes of a group."""
+def _describe_reference(workspace: Workspace, meaning: Meaning) -> Iterator[str]:
+    """Yield an edge's port, and its target node or group of nodes."""
     if meaning.field:
-        yield f"[{meaning.node}] {field_line(meaning.field)}"
+        yield f"[{meaning.node}] {format_field(meaning.field)}"
     graph, name = meaning.graph, meaning.reference
     if name in graph.nodes:
-        yield _node(workspace, meaning, name)
+        yield _describe_node(workspace, meaning, name)
     elif name in graph.recipe.groups:
         members = [graph.nodes[member] for member in graph.recipe.groups[name] if member in graph.nodes]
         yield "\n".join(f"[{node.name}] {node.spec.use}: {node.spec.doc}" for node in members)

@@ -1,4 +1,4 @@
-"""What a key or value of a recipe means: a node, a setting or edge of it, a component, a variable, a base."""
+"""The meaning of a key or value in a recipe: a node, setting, edge, component, variable or base."""
 
 import attrs
 
@@ -9,16 +9,16 @@ from drawloom.graph.recipe.edits import EDIT
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.wiring.graph import Graph
-from drawloom.graph.wiring.node import dotted
+from drawloom.graph.wiring.node import format_path
 
 
 @attrs.frozen(eq=False)
 class Meaning:
     """
-    A position of a recipe with the node that it is in, and the path inside of it; in an edit those of the edited list.
+    A position in a recipe with its node, and the path inside the node. In an edit, node and path of the edited list.
 
-    `spec` is the component of the node or, of a node that only the base of an overlay has, the one that shipped
-    recipes use there.
+    `spec` is the component of the node. If only the base of an overlay contains the node, `spec` is the component used
+    for it in shipped recipes.
     """
 
     cursor: Cursor
@@ -29,14 +29,14 @@ class Meaning:
 
     @classmethod
     def of(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
-        """The meaning of a token, by what was last known of the recipe."""
+        """Return a token's meaning, based on the last successful analysis of the recipe."""
         path = cursor.path[1:] if cursor.path[:1] == (EDIT,) else cursor.path
         nodes = analysis.graph.nodes
         for length in range(len(path), 0, -1):
-            if (name := dotted(path[:length])) in nodes:
+            if (name := format_path(path[:length])) in nodes:
                 return cls(cursor, analysis, name, path[length:], nodes[name].spec)
         name = str(path[0]) if path else ""
-        specs = [workspace.project.registry.find(use) for use in workspace.usual.get(name, ())]
+        specs = [workspace.project.registry.find(use) for use in workspace.common_components.get(name, ())]
         spec = next((spec for spec in specs if isinstance(spec, Spec)), None)
         return cls(cursor, analysis, name if spec else "", path[1:] if spec else path, spec)
 
@@ -46,24 +46,24 @@ class Meaning:
 
     @property
     def field(self) -> Field | None:
-        """The setting or edge that the position is in."""
+        """The setting or edge at the position."""
         return self.spec.fields.get(str(self.path[0])) if self.spec and self.path else None
 
     @property
     def use(self) -> str:
-        """The component that is named here; empty if none is."""
+        """The name of the component at the position, or an empty string."""
         is_use = self.cursor.kind == "value" and self.cursor.path[-1:] == ("use",)
         return self.cursor.written if is_use else ""
 
     @property
     def reference(self) -> str:
-        """The node or group that is referred to here, without "@" and ".*"; empty if none is."""
+        """The node or group named by the token, without "@" and ".*", or an empty string."""
         written = self.cursor.written
         return written[1:].removesuffix(".*") if self.cursor.quoted and written[:1] == "@" != written[1:2] else ""
 
     @property
     def variable(self) -> str:
-        """The variable that is set or used here; empty if none is."""
+        """The variable set or used at the position, or an empty string."""
         if self.cursor.path[:1] == ("vars",) and self.cursor.kind == "key":
             return self.cursor.written
         written = self.cursor.written if self.cursor.kind == "value" else ""
@@ -71,5 +71,5 @@ class Meaning:
 
     @property
     def base(self) -> str:
-        """The recipe that is extended here; empty if none is."""
+        """The extended recipe at the position, or an empty string."""
         return self.cursor.written if self.cursor.kind == "value" and self.cursor.path[:1] == ("extends",) else ""

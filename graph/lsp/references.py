@@ -1,4 +1,4 @@
-"""Where a node, group or variable is named, in all recipes that are merged with each other; and its new name there."""
+"""Find the names of a node, group or variable in all recipes merged with each other, and rename it there."""
 
 import os
 import re
@@ -17,27 +17,27 @@ from drawloom.graph.recipe.merged import DIRECTIVES, NAME, VARIABLE, MergedRecip
 from drawloom.graph.toml.positions import SourceRange
 
 Symbol = tuple[str, ...]
-"""A name by its parts: a node or group, such as ("metrics", "loss"), or a variable, such as ("vars", "length")."""
+"""The parts of a name: a node or group, such as ("metrics", "loss"), or a variable, such as ("vars", "length")."""
 
 
-def symbol_at(meaning: Meaning, offset: int) -> Symbol | None:
-    """The node, group or variable that is named at an offset; None if none is."""
-    found, recipe = _named(meaning.cursor, offset), meaning.graph.recipe
-    is_variable = found[:1] == ("vars",) and found[1:] and found[1] in recipe.vars
-    is_node = ".".join(found) in {*recipe.nodes, *recipe.groups}
-    return found if is_variable or is_node else None
+def find_symbol(meaning: Meaning, offset: int) -> Symbol | None:
+    """Return the node, group or variable named at an offset, or None."""
+    symbol, recipe = _read_symbol(meaning.cursor, offset), meaning.graph.recipe
+    is_variable = symbol[:1] == ("vars",) and symbol[1:] and symbol[1] in recipe.vars
+    is_node = ".".join(symbol) in {*recipe.nodes, *recipe.groups}
+    return symbol if is_variable or is_node else None
 
 
-def ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
-    """Where a text has the last part of a name: in headers, keys, references, edits and `unset`."""
-    for found in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
-        cursor = Cursor.at(text, found.start())
-        if cursor and _named(cursor, found.start()) == symbol:
-            yield SourceRange(*found.span())
+def find_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
+    """Yield the ranges where a text contains a name's last part: in headers, keys, references, edits and `unset`."""
+    for match in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
+        cursor = Cursor.at(text, match.start())
+        if cursor and _read_symbol(cursor, match.start()) == symbol:
+            yield SourceRange(*match.span())
 
 
-def _named(cursor: Cursor, offset: int) -> Symbol:
-    """The parts of a name up to that at an offset; empty if the token is no name."""
+def _read_symbol(cursor: Cursor, offset: int) -> Symbol:
+    """Return a name's parts up to the part at an offset, or an empty tuple if the token is not a name."""
     written = cursor.written
     if cursor.quoted and written[:1] == "@":
         parts = written[1:].removesuffix(".*").split(".")
@@ -49,7 +49,7 @@ def _named(cursor: Cursor, offset: int) -> Symbol:
         return ()
     else:
         return tuple(map(str, cursor.path[1:] if cursor.path[0] == EDIT else cursor.path))
-    # Names have no escapes, so that the token has as many letters as what is written.
+    # Names have no escapes, so the token and its unquoted text have the same length.
     before = written[: max(offset - cursor.start - 1, 0)]
     return tuple(parts[: before.count(".") + 1])
 
@@ -57,9 +57,9 @@ def _named(cursor: Cursor, offset: int) -> Symbol:
 @attrs.frozen
 class References:
     """
-    The files that name a symbol, and the recipes that they are part of.
+    Files naming a symbol, and the recipes containing these files.
 
-    `unread` are recipes that could not be read, and have the name somewhere.
+    `unread` lists unreadable recipes containing the name.
     """
 
     files: Mapping[Path, list[SourceRange]]
@@ -68,7 +68,7 @@ class References:
 
     @classmethod
     def of(cls, workspace: Workspace, path: Path, symbol: Symbol) -> "References":
-        """All that names what this symbol is in a recipe: in what it extends, what extends that, and so on."""
+        """Find all files naming a recipe's symbol: in its bases, in other recipes extending these, and so on."""
         recipes: dict[Path, MergedRecipe] = {}
         unread = []
         for other in dict.fromkeys((path, *workspace.recipes())):
@@ -76,43 +76,45 @@ class References:
                 recipes[other] = workspace.project.load(os.path.relpath(other), unsaved=workspace.texts)
             except RecipeError:
                 unread += [other] if symbol[-1] in workspace.text(other) else []
-        layers = {other: _files(recipe) for other, recipe in recipes.items()}
-        named = {file: [*ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
-        family, grown = {path}, True
-        while grown:
-            # Two recipes mean the same node if some file that names it is part of both.
-            shared = [other for other in layers if any(named[file] for file in layers[other] & family)]
-            more = {file for other in shared for file in layers[other] if named[file]} - family
-            family, grown = family | more, bool(more)
-        files = {file: named[file] for file in sorted(family) if named[file]}
+        layers = {other: _list_files(recipe) for other, recipe in recipes.items()}
+        named = {file: [*find_ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
+        shared_files, has_grown = {path}, True
+        while has_grown:
+            # Two recipes share a node if a file that names it is part of both.
+            sharing = [other for other in layers if any(named[file] for file in layers[other] & shared_files)]
+            added = {file for other in sharing for file in layers[other] if named[file]} - shared_files
+            shared_files, has_grown = shared_files | added, bool(added)
+        files = {file: named[file] for file in sorted(shared_files) if named[file]}
         return cls(files, [recipes[other] for other in layers if layers[other] & files.keys()], unread)
 
 
-def _files(recipe: MergedRecipe) -> set[Path]:
+def _list_files(recipe: MergedRecipe) -> set[Path]:
     return {Path(layer.source).resolve() for layer in recipe.layers if layer.text is not None}
 
 
 def rename(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mapping[Path, list[SourceRange]]:
-    """Where the new name goes, by file. Raises UserError if the symbol can't be renamed, or not to this name."""
+    """Return ranges for the new name by file. Raises UserError if the symbol can't be renamed to it."""
     old = ".".join(symbol)
     if old == workspace.project.root:
-        raise UserError(f"[{old}] can't be renamed: a run is built for the node of this name")
+        raise UserError(f"[{old}] can't be renamed: a run starts from the node with this name")
     if not NAME.fullmatch(new) or (len(symbol) == 1 and new in (*DIRECTIVES, "vars")):
         raise UserError(f"{new!r} can't be the name of a node; use letters, digits, _ and -, a letter first")
-    found = References.of(workspace, path, symbol)
-    for file in found.files:
+    references = References.of(workspace, path, symbol)
+    for file in references.files:
         if not workspace.owns(file):
-            raise UserError(f"{old!r} can't be renamed: {os.path.relpath(file)} names it, and is not in the workspace")
-    for file in found.unread:
-        raise UserError(f"{old!r} can't be renamed: {os.path.relpath(file)} can't be read, and may name it")
-    for recipe in found.recipes:
-        if new in _siblings(recipe, symbol):
-            raise UserError(f"{old!r} can't be renamed: {recipe.source} has {'.'.join((*symbol[:-1], new))!r} already")
-    return found.files
+            raise UserError(
+                f"{old!r} can't be renamed: {os.path.relpath(file)} also names it, and is outside the workspace"
+            )
+    for file in references.unread:
+        raise UserError(f"{old!r} can't be renamed: {os.path.relpath(file)} can't be read, but may name it")
+    for recipe in references.recipes:
+        if new in _find_siblings(recipe, symbol):
+            raise UserError(f"{old!r} can't be renamed: {recipe.source} already has {'.'.join((*symbol[:-1], new))!r}")
+    return references.files
 
 
-def _siblings(recipe: MergedRecipe, symbol: Symbol) -> Mapping[str, object]:
-    """What is beside a symbol in a recipe, by name."""
+def _find_siblings(recipe: MergedRecipe, symbol: Symbol) -> Mapping[str, object]:
+    """Return the items beside a symbol in a recipe, by name."""
     item: object = recipe.tree
     for part in symbol[:-1]:
         item = item.items.get(part) if isinstance(item, Table) else None

@@ -1,4 +1,4 @@
-"""The language server: requests of editors (LSP 3.17) on standard input and output, answered from the workspace."""
+"""The language server (LSP 3.17): answers requests of editors on standard input and output from the workspace."""
 
 import importlib
 import os
@@ -11,15 +11,15 @@ from pygls.exceptions import JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
-from drawloom.graph.lsp.completion import Kind, completions, replaced
+from drawloom.graph.lsp.completion import Kind, find_replaced_range, list_completions
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.definition import definitions
+from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
-from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import References, Symbol, ranges, rename, symbol_at
+from drawloom.graph.lsp.references import References, Symbol, find_ranges, find_symbol, rename
 from drawloom.graph.lsp.workspace import Workspace
-from drawloom.graph.problems import Place, UserError
+from drawloom.graph.problems import Position, UserError
 from drawloom.graph.project import Project
 
 ICONS: dict[Kind, lsp.CompletionItemKind] = {
@@ -31,11 +31,11 @@ ICONS: dict[Kind, lsp.CompletionItemKind] = {
     "recipe": lsp.CompletionItemKind.File,
 }
 
-WATCHED = "**/*.toml"
+WATCHED_FILES = "**/*.toml"
 
 
 class RecipeServer(LanguageServer):
-    """A language server with the workspace of an editor; documents are sent as a whole, since they are short."""
+    """Language server with the workspace of an editor. Documents are sent as a whole, because they are short."""
 
     def __init__(self, project: Project) -> None:
         package = importlib.import_module(project.registry.package.partition(".")[0])
@@ -45,135 +45,135 @@ class RecipeServer(LanguageServer):
         self.uris: dict[Path, str] = {}
 
     def publish(self, path: Path) -> None:
-        """Check an open document, and send its problems."""
+        """Check an open document and send its problems."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return
-        found = [self._diagnostic(path, one) for one in diagnose(self.recipes, path)]
-        self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(self.uris[path], found))
+        diagnostics = [self._diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipes, path)]
+        self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(self.uris[path], diagnostics))
 
     def publish_dependents(self, path: Path) -> None:
-        """Check the open documents that extend a file."""
+        """Check the open documents extending a file."""
         for other in self.recipes.dependents(path):
             self.publish(other)
 
-    def _diagnostic(self, path: Path, found: Diagnostic) -> lsp.Diagnostic:
-        severity = lsp.DiagnosticSeverity.Warning if found.problem.warning else lsp.DiagnosticSeverity.Error
+    def _diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
+        severity = lsp.DiagnosticSeverity.Warning if diagnostic.problem.warning else lsp.DiagnosticSeverity.Error
         related = []
-        if found.elsewhere is not None and found.elsewhere.line:
-            related = [lsp.DiagnosticRelatedInformation(self.location(found.elsewhere), found.problem.text)]
+        if diagnostic.elsewhere is not None and diagnostic.elsewhere.line:
+            related = [lsp.DiagnosticRelatedInformation(self.location(diagnostic.elsewhere), diagnostic.problem.text)]
         return lsp.Diagnostic(
-            self.range(path, found.start, found.end),
-            found.message,
+            self.range(path, diagnostic.start, diagnostic.end),
+            diagnostic.message,
             severity=severity,
-            code=found.problem.code,
+            code=diagnostic.problem.code,
             source="drawloom",
             related_information=related or None,
         )
 
-    def location(self, place: Place) -> lsp.Location:
-        """A place as editors name it."""
-        path = Path(place.source).resolve()
-        line = self.recipes.text(path).split("\n")[max(place.line - 1, 0) :][:1]
-        column = self.workspace.position_codec.client_num_units("".join(line)[: max(place.column - 1, 0)])
-        position = lsp.Position(max(place.line - 1, 0), column)
-        return lsp.Location(self.uri(path), lsp.Range(position, position))
+    def location(self, position: Position) -> lsp.Location:
+        """Convert a position to a location of the protocol."""
+        path = Path(position.source).resolve()
+        line = self.recipes.text(path).split("\n")[max(position.line - 1, 0) :][:1]
+        column = self.workspace.position_codec.client_num_units("".join(line)[: max(position.column - 1, 0)])
+        start = lsp.Position(max(position.line - 1, 0), column)
+        return lsp.Location(self.uri(path), lsp.Range(start, start))
 
     def uri(self, path: Path) -> str:
-        """The URI of a file: as the editor writes it, if it is open."""
+        """Return a file's URI, as the editor writes it if the file is open."""
         return self.uris.get(path) or from_fs_path(str(path)) or str(path)
 
     def range(self, path: Path, start: int, end: int) -> lsp.Range:
-        """A range of a file, in the units of the editor."""
+        """Convert a range of a file to the units of the editor."""
         text = self.recipes.text(path)
         return lsp.Range(self._position(text, start), self._position(text, end))
 
     def _position(self, text: str, offset: int) -> lsp.Position:
-        # Not by pygls's own lines, which also end at U+2028 and others that are no line ends in TOML.
-        begin = text.rfind("\n", 0, offset) + 1
+        # Not by pygls's lines, which also end at U+2028 and other characters that do not end a line in TOML.
+        line_start = text.rfind("\n", 0, offset) + 1
         return lsp.Position(
-            text.count("\n", 0, offset), self.workspace.position_codec.client_num_units(text[begin:offset])
+            text.count("\n", 0, offset), self.workspace.position_codec.client_num_units(text[line_start:offset])
         )
 
     def offset(self, path: Path, position: lsp.Position) -> int:
-        """The offset of a position in an open document."""
+        """Return a position's offset in an open document."""
         lines = self.recipes.text(path).split("\n")
-        found = self.workspace.position_codec.position_from_client_units(lines, position)
-        return sum(len(line) + 1 for line in lines[: found.line]) + found.character
+        start = self.workspace.position_codec.position_from_client_units(lines, position)
+        return sum(len(line) + 1 for line in lines[: start.line]) + start.character
 
     def meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
-        """What a position in an open recipe means; None if it means nothing, as in other files."""
+        """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return None
         cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
-        return Meaning.of(self.recipes, self.recipes.known(path), cursor) if cursor else None
+        return Meaning.of(self.recipes, self.recipes.find_analysis(path), cursor) if cursor else None
 
     def symbol(self, path: Path, position: lsp.Position) -> Symbol | None:
-        """The node or variable that is named at a position in an open recipe."""
+        """Return the node or variable named at a position in an open recipe, or None."""
         meaning = self.meaning(path, position)
-        return symbol_at(meaning, self.offset(path, position)) if meaning else None
+        return find_symbol(meaning, self.offset(path, position)) if meaning else None
 
 
-def path_of(uri: str) -> Path:
-    """The resolved path of a document."""
+def path_from_uri(uri: str) -> Path:
+    """Return a document's resolved path."""
     return Path(to_fs_path(uri) or uri).resolve()
 
 
 def make_server(project: Project) -> RecipeServer:
-    """The server with all that it answers."""
+    """Return a server with handlers for all supported requests."""
     server = RecipeServer(project)
     server.feature(lsp.INITIALIZE)(initialize)
-    server.feature(lsp.INITIALIZED)(initialized)
+    server.feature(lsp.INITIALIZED)(watch_files)
     server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)(did_open)
     server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)(did_change)
     server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)(did_close)
     server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
-    server.feature(lsp.TEXT_DOCUMENT_HOVER)(hovered)
+    server.feature(lsp.TEXT_DOCUMENT_HOVER)(show_hover)
     server.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=[*"\"'@$.["]))(complete)
-    server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(define)
-    server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(refer)
+    server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(find_definition)
+    server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(list_references)
     server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)(prepare_rename)
     server.feature(lsp.TEXT_DOCUMENT_RENAME)(rename_all)
     return server
 
 
 def initialize(server: RecipeServer, params: lsp.InitializeParams) -> None:
-    """Take the folders of the workspace and the packages of `import` in the options, which the person configures."""
+    """Read the workspace folders, and the packages of `import` in the options from the user's configuration."""
     uris = [folder.uri for folder in params.workspace_folders or ()] or [params.root_uri or ""]
-    folders = tuple(path_of(uri) for uri in uris if uri)
+    folders = tuple(path_from_uri(uri) for uri in uris if uri)
     if folders and folders[0].is_dir():
-        os.chdir(folders[0])  # paths in recipes are relative to where commands are called
+        os.chdir(folders[0])  # paths in recipes are relative to the current directory
     options: Any = params.initialization_options
     packages = options.get("import", []) if isinstance(options, dict) else []
     project = server.recipes.project
     try:
-        project = project.importing([packages] if isinstance(packages, str) else packages)
+        project = project.with_imports([packages] if isinstance(packages, str) else packages)
     except UserError as error:
         server.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Error, str(error)))
     server.recipes = Workspace(project, folders)
 
 
-def initialized(server: RecipeServer, _params: lsp.InitializedParams) -> None:
-    """Ask for changes of files that are not open, which open documents may extend."""
+def watch_files(server: RecipeServer, _params: lsp.InitializedParams) -> None:
+    """Ask for changes of closed files, since open documents may extend them."""
     workspace = server.client_capabilities.workspace
-    watched = workspace and workspace.did_change_watched_files
-    if watched and watched.dynamic_registration:
-        options = lsp.DidChangeWatchedFilesRegistrationOptions([lsp.FileSystemWatcher(WATCHED)])
+    capability = workspace and workspace.did_change_watched_files
+    if capability and capability.dynamic_registration:
+        options = lsp.DidChangeWatchedFilesRegistrationOptions([lsp.FileSystemWatcher(WATCHED_FILES)])
         method = lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES
         server.client_register_capability(lsp.RegistrationParams([lsp.Registration("recipes", method, options)]))
 
 
 def did_open(server: RecipeServer, params: lsp.DidOpenTextDocumentParams) -> None:
-    """Check a document."""
+    """Check a document when it is opened."""
     _update(server, params.text_document.uri, params.text_document.text)
 
 
 def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) -> None:
-    """Check a document, and those that extend it."""
+    """Check a changed document, and the documents extending it."""
     _update(server, params.text_document.uri, params.content_changes[-1].text)
 
 
 def _update(server: RecipeServer, uri: str, text: str) -> None:
-    path = path_of(uri)
+    path = path_from_uri(uri)
     server.uris[path] = uri
     server.recipes.texts[path] = text
     server.publish(path)
@@ -181,8 +181,8 @@ def _update(server: RecipeServer, uri: str, text: str) -> None:
 
 
 def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> None:
-    """Forget a document: others see the file again."""
-    path = path_of(params.text_document.uri)
+    """Forget a closed document. Other documents see the file again."""
+    path = path_from_uri(params.text_document.uri)
     server.recipes.texts.pop(path, None)
     server.recipes.analyses.pop(path, None)
     uri = server.uris.pop(path, params.text_document.uri)
@@ -191,86 +191,92 @@ def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> N
 
 
 def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesParams) -> None:
-    """Check the documents that extend files which were changed outside of the editor."""
-    for path in {other for change in params.changes for other in server.recipes.dependents(path_of(change.uri))}:
+    """Check the documents extending files changed outside the editor."""
+    for path in {other for change in params.changes for other in server.recipes.dependents(path_from_uri(change.uri))}:
         server.publish(path)
 
 
-def hovered(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
+def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
     """Explain the key or value at a position."""
-    path = path_of(params.text_document.uri)
+    path = path_from_uri(params.text_document.uri)
     meaning = server.meaning(path, params.position)
-    text = hover(server.recipes, meaning) if meaning else ""
+    text = describe_token(server.recipes, meaning) if meaning else ""
     if not meaning or not text:
         return None
-    # Preformatted: the columns of the text are aligned.
+    # Preformatted, because the columns of the text are aligned.
     content = lsp.MarkupContent(lsp.MarkupKind.Markdown, f"```text\n{text}\n```")
     return lsp.Hover(content, server.range(path, meaning.cursor.start, meaning.cursor.end))
 
 
 def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
-    """Offer what may be written at a position; editors filter it by what is typed."""
-    path = path_of(params.text_document.uri)
+    """Offer completions at a position. Editors filter them by the typed characters."""
+    path = path_from_uri(params.text_document.uri)
     meaning = server.meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    where = server.range(path, *replaced(meaning, server.offset(path, params.position)))
+    edit_range = server.range(path, *find_replaced_range(meaning, server.offset(path, params.position)))
     items = [
         lsp.CompletionItem(
-            label=one.text.strip('"'),
-            kind=ICONS[one.kind],
-            detail=one.doc,
-            sort_text=f"{'0' if one.preferred else '1'}{number:04}",
-            filter_text=one.text if meaning.cursor.quoted else one.text.strip('"'),
-            text_edit=lsp.TextEdit(where, one.text),
+            label=completion.text.strip('"'),
+            kind=ICONS[completion.kind],
+            detail=completion.doc,
+            sort_text=f"{'0' if completion.preferred else '1'}{number:04}",
+            filter_text=completion.text if meaning.cursor.quoted else completion.text.strip('"'),
+            text_edit=lsp.TextEdit(edit_range, completion.text),
         )
-        for number, one in enumerate(completions(server.recipes, meaning))
+        for number, completion in enumerate(list_completions(server.recipes, meaning))
     ]
     return lsp.CompletionList(is_incomplete=False, items=items)
 
 
-def define(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
-    """Where what is at a position is defined."""
-    meaning = server.meaning(path_of(params.text_document.uri), params.position)
-    return [server.location(place) for place in definitions(server.recipes, meaning)] if meaning else []
+def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
+    """Return the locations where the token at a position is defined."""
+    meaning = server.meaning(path_from_uri(params.text_document.uri), params.position)
+    return [server.location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
 
 
-def refer(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
-    """Where the node or variable at a position is named, its tables included."""
-    path = path_of(params.text_document.uri)
+def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
+    """Return the locations naming the node or variable at a position, including its tables."""
+    path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
-    return [lsp.Location(server.uri(file), server.range(file, *at)) for file, found in files.items() for at in found]
+    return [
+        lsp.Location(server.uri(file), server.range(file, *source_range))
+        for file, ranges in files.items()
+        for source_range in ranges
+    ]
 
 
 def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
-    """The range of the name at a position, if it may be renamed."""
-    path = path_of(params.text_document.uri)
+    """Return the name's range at a position, if it may be renamed."""
+    path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     offset = server.offset(path, params.position)
-    found = [*ranges(server.recipes.text(path), symbol)] if symbol else []
-    at = next((one for one in found if one.start <= offset <= one.end), None)
-    return lsp.PrepareRenamePlaceholder(server.range(path, *at), symbol[-1]) if at and symbol else None
+    ranges = [*find_ranges(server.recipes.text(path), symbol)] if symbol else []
+    source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
+    return (
+        lsp.PrepareRenamePlaceholder(server.range(path, *source_range), symbol[-1]) if source_range and symbol else None
+    )
 
 
 def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
-    """The edits that rename a node or variable in all recipes that are merged with each other."""
-    path = path_of(params.text_document.uri)
+    """Return the edits for renaming a node or variable in all recipes merged with each other."""
+    path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     try:
         files = rename(server.recipes, path, symbol, params.new_name) if symbol else {}
     except UserError as error:
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
-        server.uri(file): [lsp.TextEdit(server.range(file, *at), params.new_name) for at in found]
-        for file, found in files.items()
+        server.uri(file): [lsp.TextEdit(server.range(file, *source_range), params.new_name) for source_range in ranges]
+        for file, ranges in files.items()
     }
     return lsp.WorkspaceEdit(edits) if edits else None
 
 
 def serve(project: Project) -> None:
-    """Serve one editor until it says so, or closes the input."""
-    # Components that print while they are imported must not write between the messages.
+    """Serve one editor until it ends the session or closes the input."""
+    # Components that print during their import must not write between the messages.
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     make_server(project).start_io(stdout=stdout)

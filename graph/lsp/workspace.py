@@ -1,4 +1,4 @@
-"""The recipes that an editor shows: their texts, saved or not, and their graphs as of when they last could be read."""
+"""The recipes of an editor: their texts, saved or not, and their graphs as of the last successful parse."""
 
 import os
 import re
@@ -19,11 +19,11 @@ from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
 from drawloom.graph.registry.registry import NAME
 from drawloom.graph.wiring.graph import Graph
 
-MARKS = {*DIRECTIVES, "vars"} - {"format"}
+RECIPE_KEYS = {*DIRECTIVES, "vars"} - {"format"}
 """Top-level keys that other TOML files do not have; many have a `format`."""
 
-LINE = re.compile(r"^(use|extends)[ \t]*=[ \t]*[\"'\[]", re.MULTILINE)
-"""A line that tells a recipe that is not TOML at the moment."""
+RECIPE_LINE = re.compile(r"^(use|extends)[ \t]*=[ \t]*[\"'\[]", re.MULTILINE)
+"""A line that identifies a recipe while its text is not TOML."""
 
 NEEDS_BASE = {
     "DL109",  # nothing to unset
@@ -37,22 +37,22 @@ NEEDS_BASE = {
     "DL315",  # a missing edge
     "DL316",  # no node, or several, for an edge
 }
-"""Problems that an overlay may have by itself, and not over the recipe that it is merged over."""
+"""Problems that an overlay may have alone, but not merged over the intended recipe."""
 
-SKIPPED = {"node_modules", "site-packages", "__pycache__"}
-"""Folders in which no recipes of the workspace are looked for, beside hidden ones."""
+SKIPPED_FOLDERS = {"node_modules", "site-packages", "__pycache__"}
+"""Folders that are not searched for recipes, in addition to hidden folders."""
 
-MOST = 2000
-"""Recipes of a workspace that are searched for references; each takes about a millisecond."""
+MAX_RECIPES = 2000
+"""Recipes in a workspace that are searched for references; each takes about a millisecond."""
 
 
 @attrs.frozen(eq=False)
 class Analysis:
     """
-    A recipe as of when its text last was TOML.
+    A recipe as of the last time its text was TOML.
 
-    `own` is the document itself, without what it extends. An overlay neither extends a recipe nor has the root: what it
-    is merged over is not known.
+    `own` is the document itself, without its bases. An overlay neither extends a recipe nor contains the root: the
+    recipe it is meant for is unknown.
     """
 
     path: Path
@@ -62,16 +62,16 @@ class Analysis:
 
     @property
     def files(self) -> set[Path]:
-        """The recipe and all that it extends."""
+        """The files of the recipe and all its bases."""
         return {Path(layer.source).resolve() for layer in self.graph.recipe.layers if layer.text is not None}
 
 
 @attrs.define(eq=False, slots=False)
 class Workspace:
     """
-    The open documents by resolved path, and what is known of each.
+    The open documents by resolved path, and their analyses.
 
-    Without `folders` every document is in the workspace. Paths of recipes, as on the command line, are relative to the
+    Without `folders`, the workspace contains every document. As on the command line, recipe paths are relative to the
     current directory.
     """
 
@@ -81,31 +81,31 @@ class Workspace:
     analyses: dict[Path, Analysis] = attrs.field(factory=dict)
 
     @cached_property
-    def usual(self) -> dict[str, list[str]]:
-        """The names of nodes in the shipped recipes, each with the components that it uses there."""
-        return self.project.usual()
+    def common_components(self) -> dict[str, list[str]]:
+        """The node names in the shipped recipes, with the components used there."""
+        return self.project.common_components()
 
     @cached_property
-    def shipped(self) -> list[Graph]:
+    def shipped_graphs(self) -> list[Graph]:
         """The graphs of the shipped recipes."""
-        return [*self.project.shipped()]
+        return [*self.project.shipped_graphs()]
 
     @cached_property
-    def _shipped_names(self) -> set[str]:
+    def _names_in_shipped_recipes(self) -> set[str]:
         names = RecipeFolder(self.project.recipes).names
         return {name for recipe in names for name in self.project.load(recipe).tree.items}
 
     def contains(self, path: Path) -> bool:
-        """Whether a file is in the workspace."""
+        """Return whether a file is in the workspace."""
         return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
 
     def owns(self, path: Path) -> bool:
-        """Whether a file may be changed: it is open, or in a folder of the workspace where people write recipes."""
-        inside = [path.relative_to(folder).parts for folder in self.folders if path.is_relative_to(folder)]
-        return path in self.texts or any(not any(map(_is_skipped, parts)) for parts in inside)
+        """Return whether a file may be changed: it is open, or in a workspace folder where users write recipes."""
+        relative_parts = [path.relative_to(folder).parts for folder in self.folders if path.is_relative_to(folder)]
+        return path in self.texts or any(not any(map(_is_skipped, parts)) for parts in relative_parts)
 
     def text(self, path: Path) -> str:
-        """The text of a file: as it is in the editor, or else on disk; empty if it can't be read."""
+        """Return a file's text in the editor, or else on disk. Empty if it can't be read."""
         if path in self.texts:
             return self.texts[path]
         try:
@@ -114,18 +114,22 @@ class Workspace:
             return ""
 
     def is_recipe(self, path: Path) -> bool:
-        """Whether a TOML file is a recipe: by a node, a directive, or names of nodes that shipped recipes have."""
+        """Return whether a TOML file is a recipe, judged by nodes, directives or node names of shipped recipes."""
         if path in self.analyses:
             return True
         text = self.text(path)
         try:
             data = tomli.loads(text)
         except (ValueError, RecursionError):
-            return LINE.search(text) is not None
-        return any(map(_is_node, _tables(data))) or bool(MARKS & data.keys()) or data.keys() <= self._shipped_names
+            return RECIPE_LINE.search(text) is not None
+        return (
+            any(map(_is_node, _iterate_tables(data)))
+            or bool(RECIPE_KEYS & data.keys())
+            or data.keys() <= self._names_in_shipped_recipes
+        )
 
     def check(self, path: Path) -> list[Problem]:
-        """The problems of an open recipe; if it can't be read, what was known of it is kept."""
+        """Return an open recipe's problems. If it can't be read, the last analysis is kept."""
         try:
             recipe = self.project.load(os.path.relpath(path), unsaved=self.texts)
         except RecipeError as error:
@@ -136,36 +140,36 @@ class Workspace:
         self.analyses[path] = Analysis(path, own, graph, is_overlay)
         return [problem for problem in graph.problems if not (is_overlay and problem.code in NEEDS_BASE)]
 
-    def known(self, path: Path) -> Analysis:
-        """What is known of an open recipe: nothing, if its text never was TOML."""
+    def find_analysis(self, path: Path) -> Analysis:
+        """Return an open recipe's last analysis, or an empty one if its text never was TOML."""
         if path in self.analyses:
             return self.analyses[path]
         empty = MergedRecipe.of({}, str(path))
         return Analysis(path, empty.layers[0], self.project.graph(empty, root=""), is_overlay=True)
 
     def dependents(self, path: Path) -> list[Path]:
-        """The other open recipes that extend a file, or of which nothing is known yet."""
+        """Return the other open recipes extending a file, or without an analysis."""
         known = {other: self.analyses.get(other) for other in self.texts if other != path}
         return [other for other, analysis in known.items() if analysis is None or path in analysis.files]
 
     def recipes(self) -> Iterator[Path]:
-        """The recipes of the workspace, open or not, without those that runs have written."""
-        found = {path for path in self.texts if self.contains(path)}
+        """Yield the workspace's recipes, open or not, except lock files of runs."""
+        paths = {path for path in self.texts if self.contains(path)}
         for folder in self.folders:
             for root, folders, files in os.walk(folder):
                 folders[:] = [name for name in folders if not _is_skipped(name)]
-                found |= {Path(root, name).resolve() for name in files if name.endswith(".toml") and name != LOCK}
-                if len(found) > MOST:
+                paths |= {Path(root, name).resolve() for name in files if name.endswith(".toml") and name != LOCK}
+                if len(paths) > MAX_RECIPES:
                     break
-        return (path for path in sorted(found) if self.is_recipe(path))
+        return (path for path in sorted(paths) if self.is_recipe(path))
 
 
 def _is_skipped(folder: str) -> bool:
-    return folder.startswith(".") or folder in SKIPPED
+    return folder.startswith(".") or folder in SKIPPED_FOLDERS
 
 
-def _tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tables of a recipe that may be nodes: at the top, or members of a group."""
+def _iterate_tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a recipe's possible nodes: top-level tables, and members of groups."""
     for table in data.values():
         if isinstance(table, dict):
             yield table

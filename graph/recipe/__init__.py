@@ -1,1 +1,1 @@
-"""Recipes: files read as layers, merged over what they extend, and resolved."""
+"""Recipes: files read as layers, merged over the recipes they extend, and resolved."""

@@ -1,8 +1,8 @@
 """
-List edits: `[edit.trainer.phases]` removes elements of a list that the recipes below write, or inserts others.
+List edits: `[edit.trainer.phases]` removes elements of a list in the extended recipes, or inserts elements.
 
-Removed elements and anchors are looked up in the list as it was before the edit, so that removing an anchor and
-inserting after it replaces the anchor. Every element of the edited list keeps the position where it is written.
+Removed elements and anchors are looked up in the list before the edit. So removing an anchor and inserting after it
+replaces the anchor. Every element of the edited list keeps the position where it is written.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,10 @@ import attrs
 
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf, Origin, Table
-from drawloom.graph.toml.emit import canonical, dumps
+from drawloom.graph.toml.emit import dump_canonical, dumps
 
 EDIT = "edit"
-"""The top-level key of list edits."""
+"""Top-level key of list edits."""
 
 OPERATIONS = ("remove", "before", "after")
 
@@ -24,44 +24,44 @@ EXAMPLE = 'write remove = "@clip" or after."@clip" = "@lr"'
 
 
 def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
-    """Apply a layer's edits to the lists of a recipe; a list whose edit has a problem stays as it was."""
+    """Apply a layer's edits to the lists in a recipe. A list stays unchanged if its edit has a problem."""
     edits = layer.data.get(EDIT, {})
     if not isinstance(edits, dict):
         hint = "write [edit.trainer.phases]"
-        yield Problem("DL117", "edit takes tables that are named by lists", hint, place=layer.value((EDIT,)))
+        yield Problem("DL117", "edit must contain a table per list", hint, position=layer.value((EDIT,)))
         return
     stack: list[tuple[Table, dict[str, Any], KeyPath]] = [(top, edits, (EDIT,))]
     while stack:
-        table, inside, above = stack.pop()
-        for key, edit in inside.items():
-            item, path = table.items.get(key), (*above, key)
+        table, edits_of_table, parents = stack.pop()
+        for key, edit in edits_of_table.items():
+            item, path = table.items.get(key), (*parents, key)
             if isinstance(item, Table) and isinstance(edit, dict):
                 stack.append((item, edit, path))
             elif isinstance(item, Leaf) and isinstance(item.value, list):
-                edited = _ListEdit(item, layer, path)
-                edited.read(edit)
-                yield from edited.problems
-                table.items[key] = item if edited.problems else edited.leaf()
+                list_edit = _ListEdit(item, layer, path)
+                list_edit.read(edit)
+                yield from list_edit.problems
+                table.items[key] = item if list_edit.problems else list_edit.leaf()
             else:
-                yield _no_list(table, item, layer, path)
+                yield _describe_missing_list(table, item, layer, path)
 
 
-def _no_list(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
-    name, place = ".".join(map(str, path[1:])), layer.key(path)
+def _describe_missing_list(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
+    name, position = ".".join(map(str, path[1:])), layer.key(path)
     if item is None:
         hint = did_you_mean(str(path[-1]), table.items)
-        return Problem("DL118", f"there is no list {name!r} to edit", hint, place=place)
+        return Problem("DL118", f"there is no list {name!r} to edit", hint, position=position)
     if isinstance(item, Table):
-        return Problem("DL118", f"{name!r} is a table, not a list", "name a list in it", place=place)
+        return Problem("DL118", f"{name!r} is a table, not a list", "name a list in it", position=position)
     value = dumps(item.value)
     is_variable = isinstance(item.value, str) and item.value.startswith("$vars.")
     hint = f"write [edit.{item.value[1:]}]" if is_variable else f"replace it in [{name.rpartition('.')[0]}]"
-    return Problem("DL118", f"{name!r} is {value}, not a list", hint, place=place)
+    return Problem("DL118", f"{name!r} is {value}, not a list", hint, position=position)
 
 
 @attrs.define(slots=False)
 class _ListEdit:
-    """One edit of one list. `before` and `after` hold what is inserted there, by the index of the anchor."""
+    """Edit of one list. `before` and `after` map the index of an anchor to the elements inserted there."""
 
     old: Leaf
     layer: Layer
@@ -74,7 +74,7 @@ class _ListEdit:
     def read(self, edit: Any) -> None:
         """Look up the removed elements and the anchors."""
         if not isinstance(edit, dict):
-            self._problem("DL117", f"{self._name} takes a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
+            self._problem("DL117", f"{self._name} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
             return
         for operation, value in edit.items():
             if operation == "remove":
@@ -83,41 +83,41 @@ class _ListEdit:
                 text = f"{self._name} has no operation {operation!a}"
                 self._problem("DL117", text, did_you_mean(operation, OPERATIONS), (operation,))
             elif not isinstance(value, dict):
-                text, hint = f"{self._name}.{operation} takes a table from anchors to elements", EXAMPLE
+                text, hint = f"{self._name}.{operation} must be a table from anchors to elements", EXAMPLE
                 self._problem("DL117", text, hint, (operation,))
             else:
                 self._insert(operation, value)
 
     def _remove(self, value: Any) -> None:
-        known = _indices(map(canonical, self.old.value))
-        for wanted, path in _elements(value, ("remove",)):
-            self.removed |= {*self._find(canonical(wanted), known, path)}
+        indices = _index_elements(map(dump_canonical, self.old.value))
+        for element, path in _iterate_elements(value, ("remove",)):
+            self.removed |= {*self._find(dump_canonical(element), indices, path)}
 
     def _insert(self, operation: str, anchors: dict[str, Any]) -> None:
         insertions = self.before if operation == "before" else self.after
-        # Keys of TOML are strings: an anchor that is none, such as a number, is named by how TOML writes it.
-        known = _indices(element if isinstance(element, str) else dumps(element) for element in self.old.value)
+        # TOML keys are strings: an anchor of another type, such as a number, is named by its TOML text.
+        indices = _index_elements(element if isinstance(element, str) else dumps(element) for element in self.old.value)
         for anchor, value in anchors.items():
             inserted = [
                 (element, Origin(self.layer, (*self.path, *path)))
-                for element, path in _elements(value, (operation, anchor))
+                for element, path in _iterate_elements(value, (operation, anchor))
             ]
-            for index in self._find(anchor, known, (operation, anchor)):
+            for index in self._find(anchor, indices, (operation, anchor)):
                 insertions[index] = inserted
 
-    def _find(self, wanted: str, known: dict[str, list[int]], path: KeyPath) -> Iterable[int]:
-        """The index of the one element that is wanted; a problem if there is none, or more than one."""
-        found = known.get(wanted, [])
-        if len(found) == 1:
-            return found
+    def _find(self, element: str, indices: dict[str, list[int]], path: KeyPath) -> Iterable[int]:
+        """Return the only matching element's index. Report a problem if no element or several elements match."""
+        matches = indices.get(element, [])
+        if len(matches) == 1:
+            return matches
         # `remove` compares TOML text, which already has quotes.
-        shown = wanted if path[0] == "remove" else dumps(wanted)
-        if found:
-            text = f"{self._name}: {shown} is in the list {len(found)} times, so which one is meant is ambiguous"
+        text_of_element = element if path[0] == "remove" else dumps(element)
+        if matches:
+            text = f"{self._name}: {text_of_element} is in the list {len(matches)} times, so the edit is ambiguous"
             hint = "write the whole list instead of an edit"
         else:
-            text = f"{self._name}: {shown} is not in the list"
-            hint = did_you_mean(wanted.strip('"'), self._names)
+            text = f"{self._name}: {text_of_element} is not in the list"
+            hint = did_you_mean(element.strip('"'), self._names)
         self._problem("DL119", text, hint, path)
         return ()
 
@@ -126,14 +126,14 @@ class _ListEdit:
         return list(dict.fromkeys(element for element in self.old.value if isinstance(element, str)))
 
     def leaf(self) -> Leaf:
-        """The edited list, which overrides the old one."""
-        new: list[tuple[Any, Origin]] = []
+        """Return the edited list, which overrides the old one."""
+        elements: list[tuple[Any, Origin]] = []
         for index, element in enumerate(self.old.value):
-            kept = [] if index in self.removed else [(element, self.old.origin((index,)))]
-            new += [*self.before.get(index, ()), *kept, *self.after.get(index, ())]
+            old_element = [] if index in self.removed else [(element, self.old.origin((index,)))]
+            elements += [*self.before.get(index, ()), *old_element, *self.after.get(index, ())]
         removed = [self.old.value[index] for index in sorted(self.removed)]
-        elements = [origin for _, origin in new]
-        values, (*above, key) = [value for value, _ in new], self.path
+        elements = [origin for _, origin in elements]
+        values, (*above, key) = [value for value, _ in elements], self.path
         return Leaf(values, self.layer, tuple(above), str(key), self.old, tuple(elements), tuple(removed))
 
     @property
@@ -141,20 +141,20 @@ class _ListEdit:
         return ".".join(map(str, self.path))
 
     def _problem(self, code: str, text: str, hint: str, path: KeyPath) -> None:
-        self.problems.append(Problem(code, text, hint, place=self.layer.value((*self.path, *path))))
+        self.problems.append(Problem(code, text, hint, position=self.layer.value((*self.path, *path))))
 
 
-def _indices(elements: Iterable[str]) -> dict[str, list[int]]:
-    """The indices at which each element is found."""
-    # A dict, since a recipe may have a list and an edit of tens of thousands of elements each.
-    found: dict[str, list[int]] = {}
+def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:
+    """Return the indices at which every element occurs."""
+    # A dict, because a list and its edit may have tens of thousands of elements.
+    indices: dict[str, list[int]] = {}
     for index, element in enumerate(elements):
-        found.setdefault(element, []).append(index)
-    return found
+        indices.setdefault(element, []).append(index)
+    return indices
 
 
-def _elements(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
-    """The elements of an array, or a value that is none as the only one; each with its path."""
+def _iterate_elements(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
+    """Yield (element, path) for an array's elements. A value without an array counts as its only element."""
     if isinstance(value, list):
         yield from ((element, (*path, number)) for number, element in enumerate(value))
     else:

@@ -1,4 +1,4 @@
-"""Recipes merged over one another: a tree of tables and leaves, each leaf with the values that it overrides."""
+"""Layers of a recipe: a tree of tables and leaves, where a leaf knows the values it overrides."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from drawloom.graph.problems import KeyPath, Place
+from drawloom.graph.problems import KeyPath, Position
 from drawloom.graph.toml.positions import SourceMap
 
 
@@ -15,8 +15,8 @@ class Layer:
     """
     One source of values: a recipe file or, without text, the command line or values from Python.
 
-    `label` names a shipped recipe independently of where it is installed: `pretrain.toml`. A base is a recipe that
-    another one extends.
+    `label` names a shipped recipe independently of its installation: `pretrain.toml`. A base is a recipe that another
+    recipe extends.
     """
 
     source: str
@@ -24,50 +24,50 @@ class Layer:
     text: str | None = None
     label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
     is_base: bool = attrs.field(default=False, kw_only=True)
-    _places: SourceMap | None = attrs.field(default=None, init=False)
+    _source_map: SourceMap | None = attrs.field(default=None, init=False)
 
     @property
     def is_shipped(self) -> bool:
-        """Whether it is a shipped recipe, which has a label of its own."""
+        """Whether it is a shipped recipe, with a label of its own."""
         return self.label != self.source
 
-    def key(self, path: KeyPath) -> Place:
-        """The position of the key of a value."""
-        return self._place(path, lambda places: places.key(path))
+    def key(self, path: KeyPath) -> Position:
+        """Return the position where a value's key is written."""
+        return self._locate(path, lambda source_map: source_map.key(path))
 
-    def value(self, path: KeyPath) -> Place:
-        """The position of a value, or of the innermost table or array around it that has one."""
-        return self._place(path, lambda places: places.value(path))
+    def value(self, path: KeyPath) -> Position:
+        """Return the position of a value, or of the innermost table or array with a position around it."""
+        return self._locate(path, lambda source_map: source_map.value(path))
 
-    def _place(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Place:
+    def _locate(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Position:
         if self.text is None:
-            return Place(self.source)
-        if self._places is None:
-            self._places = SourceMap(self.text)  # only now: most recipes have no problem and need no positions
-        span = find(self._places) or self._places.nearest(path)
-        return Place(self.source, *self._places.position(span.start))
+            return Position(self.source)
+        if self._source_map is None:
+            self._source_map = SourceMap(self.text)  # created late: most recipes have no problem and need no positions
+        span = find(self._source_map) or self._source_map.nearest(path)
+        return Position(self.source, *self._source_map.position(span.start))
 
 
 class Origin(NamedTuple):
-    """The layer that wrote a value, and the path of the value in that layer."""
+    """The layer with a value, and the value's path in this layer."""
 
     layer: Layer
     path: KeyPath
 
     @property
-    def place(self) -> Place:
-        """The position of the value."""
+    def position(self) -> Position:
+        """The value's position."""
         return self.layer.value(self.path)
 
 
 @attrs.define(eq=False)
 class Leaf:
     """
-    A value that is not a table, with the layer, table and key that set it and the leaf that it overrides.
+    A value other than a table, with its layer, table and key, and the leaf it overrides.
 
-    `within` is the path of the table, which all its leaves share: a recipe has thousands of leaves.
-    If the value is a list that was made by editing the overridden one, `elements` has the origin of each element, and
-    `removed` what the edit removed.
+    `within` is the path of the table, shared by all its leaves, because a recipe has thousands of leaves. If an edit of
+    the overridden list made the value, `elements` contains the origins of the elements, and `removed` the removed
+    values.
     """
 
     value: Any
@@ -80,32 +80,32 @@ class Leaf:
 
     @property
     def path(self) -> KeyPath:
-        """The path of the value in its layer."""
+        """The value's path in its layer."""
         return (*self.within, self.key)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         return self.layer.value(self.path)
 
     @property
-    def key_place(self) -> Place:
+    def key_position(self) -> Position:
         return self.layer.key(self.path)
 
     @property
     def label(self) -> str:
-        """The position of the key, or those of a list and its edits; the same wherever recipes are installed."""
+        """The position of the key, or of a list and its edits. Independent of where recipes are installed."""
         own = str(attrs.evolve(self.layer.key(self.path), source=self.layer.label))
         return own if self.elements is None or self.overridden is None else f"{self.overridden.label} and {own}"
 
     def origin(self, path: KeyPath) -> Origin:
-        """The origin of a part of the value."""
+        """Return the origin for a part of the value."""
         if self.elements is not None and path and path[0] in range(len(self.elements)):
             layer, start = self.elements[int(path[0])]
             return Origin(layer, (*start, *path[1:]))
         return Origin(self.layer, (*self.path, *path))
 
     def history(self) -> Iterator["Leaf"]:
-        """This leaf and those that it overrides, newest first."""
+        """Yield this leaf and all leaves it overrides, newest first."""
         leaf: Leaf | None = self
         while leaf is not None:
             yield leaf
@@ -114,7 +114,7 @@ class Leaf:
 
 @attrs.define(eq=False)
 class Table:
-    """A merged table. `discarded` maps keys that were removed when `use` changed to the component they belonged to."""
+    """A merged table. `discarded` maps keys to their former component, for keys removed when `use` changed."""
 
     layer: Layer
     path: KeyPath
@@ -122,40 +122,40 @@ class Table:
     discarded: Mapping[str, str] = MappingProxyType({})
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         return self.layer.value(self.path)
 
     @property
     def label(self) -> str:
-        """The position of the table, the same wherever shipped recipes are installed."""
+        """The table's position, independent of where shipped recipes are installed."""
         return str(attrs.evolve(self.layer.value(self.path), source=self.layer.label))
 
     def origin(self, path: KeyPath) -> Origin:
-        """The origin of a part that no item of the table holds."""
+        """Return the origin for a part outside all items."""
         return Origin(self.layer, (*self.path, *path))
 
     @property
     def use(self) -> Leaf | None:
-        """The leaf that names this table's component, if it is a node."""
+        """The leaf naming this table's component, if the table is a node."""
         leaf = self.items.get("use")
         return leaf if isinstance(leaf, Leaf) else None
 
     def merge(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
-        """Merge a layer over this table: tables merge, other values replace, a changed `use` discards settings."""
+        """Merge a layer over this table: tables merge, other values replace, and another `use` discards settings."""
         if self.items:
             self._clear_for(data.get("use"))
         items = self.items
-        known = dict(items)  # mostly empty: a table of a recipe that extends no other
+        old_items = dict(items)  # usually empty: the recipe extends no other
         for key, value in data.items():
-            below = known.get(key) if known else None
+            old_item = old_items.get(key) if old_items else None
             if isinstance(value, dict):
-                where = (*path, key)
-                if not isinstance(below, Table):  # a table replaces a value, whose history ends here
-                    below = items[key] = Table(layer, where)
-                below.merge(value, layer, where)
+                item_path = (*path, key)
+                if not isinstance(old_item, Table):  # a table replaces a value, whose history ends here
+                    old_item = items[key] = Table(layer, item_path)
+                old_item.merge(value, layer, item_path)
             else:
-                before = None if below is None or isinstance(below, Table) else below
-                items[key] = Leaf(value, layer, path, key, before)
+                overridden = None if old_item is None or isinstance(old_item, Table) else old_item
+                items[key] = Leaf(value, layer, path, key, overridden)
 
     def _clear_for(self, use: object) -> None:
         old = self.use
@@ -166,7 +166,7 @@ class Table:
         self.items = {"use": old}
 
     def remove(self, path: KeyPath) -> bool:
-        """Remove a table or key; returns whether it was there."""
+        """Remove a table or key. Return whether it existed."""
         *parents, last = path
         table: Leaf | Table | None = self
         for part in parents:
@@ -174,20 +174,20 @@ class Table:
         return isinstance(table, Table) and table.items.pop(str(last), None) is not None
 
     def copy(self) -> "Table":
-        """A deep copy, which shares the immutable leaves."""
+        """Return a deep copy sharing the immutable leaves."""
         items = {key: item.copy() if isinstance(item, Table) else item for key, item in self.items.items()}
         return Table(self.layer, self.path, items, self.discarded)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> "Table":
-        """A table from plain values."""
+        """Make a table from plain values."""
         table = cls(layer, path)
         table.merge(data, layer, path)
         return table
 
 
-def leaves(item: Leaf | Table) -> Iterator[Leaf]:
-    """A leaf, or all leaves of a table."""
+def iterate_leaves(item: Leaf | Table) -> Iterator[Leaf]:
+    """Yield a leaf, or all leaves of a table."""
     stack: list[Leaf | Table] = [item]
     while stack:
         part = stack.pop()
@@ -197,8 +197,8 @@ def leaves(item: Leaf | Table) -> Iterator[Leaf]:
             stack += reversed(part.items.values())
 
 
-def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Place:
-    """The position of a part of a value, or of the innermost part around it that has one."""
+def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Position:
+    """Return the position of a part of a value, or of the innermost part with a position around it."""
     while path and isinstance(item, Table) and path[0] in item.items:
         item, path = item.items[str(path[0])], path[1:]
     layer, whole = item.origin(path)

@@ -1,4 +1,4 @@
-"""The resolved recipe, which components may take as a field, and how it differs from an older one."""
+"""The resolved recipe, which components may receive in a field, and its differences from an older one."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -9,17 +9,17 @@ import attrs
 from drawloom.graph.component import Impact
 
 LOCK = "recipe.lock.toml"
-"""The file in a run folder, and in each checkpoint, that holds the resolved recipe of the run."""
+"""File with the resolved recipe, in a run folder and in every checkpoint."""
 
 
 @attrs.frozen
 class RecipeChange:
     """
-    A difference between two recipes: in a node, or in a key of one (empty: the node itself), or in the whole.
+    Difference between two recipes: in a node, in a key of a node (empty for the node itself), or in the whole recipe.
 
-    `edge` says that the key is an edge. A value or node that one recipe does not have is "absent". `impact` is what the
-    difference means for a run that resumes, and `why`, if its component says so; a cosmetic one is only in how a recipe
-    is written.
+    `edge` is true if the key is an edge. "absent" stands for a missing value or node. `impact` is the effect on a
+    resumed run, and `why` the reason from the component, if any. A cosmetic difference only affects how a recipe is
+    written.
     """
 
     node: str
@@ -31,47 +31,47 @@ class RecipeChange:
     why: str = ""
 
     def __str__(self) -> str:
-        what = f"[{self.node}] {self._what()}" if self.node else f"{self.old}: {self.new}"
-        return f"{what} ({self.impact}{f': {self.why}' if self.why else ''})"
+        subject = f"[{self.node}] {self._describe()}" if self.node else f"{self.old}: {self.new}"
+        return f"{subject} ({self.impact}{f': {self.why}' if self.why else ''})"
 
-    def _what(self) -> str:
+    def _describe(self) -> str:
         if not self.key:
             return f"added: {self.new}" if self.old == "absent" else f"removed: {self.old}"
         verb = "swapped" if self.key == "use" else f"{self.key} moved" if self.edge else self.key
         return f"{verb}: {self.old} -> {self.new}"
 
 
-def _no_changes(_older: str) -> list[RecipeChange]:
+def _find_no_changes(_older: str) -> list[RecipeChange]:
     return []
 
 
-def _no_picture(_step: bool) -> str:
+def _draw_nothing(_step: bool) -> str:
     return ""
 
 
 @attrs.frozen(eq=False)
 class ResolvedRecipe:
     """
-    The recipe that a graph was built from; the container fills fields of this type.
+    The recipe of a graph. The container fills fields of this type.
 
-    Text and hash may be given as functions, which are called at the first use: to write a recipe takes as long as to
-    read it, and most commands do not need it. `accept_changes` says that the user wants to resume whatever has changed.
-    `changes` lists what differs from an older resolved recipe, given as text, to this one. `draw` gives the graph, or
-    with true the dataflow of one step, as an SVG document.
+    Text and hash may be functions, called at the first use: writing a recipe takes as long as reading it, and most
+    commands need neither. `accept_changes` is true if the user wants to resume despite changes. `changes` lists the
+    differences from an older resolved recipe, passed as text, to this one. `draw` returns the graph, or with true the
+    dataflow of one step, as an SVG document.
     """
 
     _text: str | Callable[[], str]
     _hash: str | Callable[[], str]
     accept_changes: bool = False
-    changes: Callable[[str], list[RecipeChange]] = _no_changes
-    draw: Callable[[bool], str] = _no_picture
+    changes: Callable[[str], list[RecipeChange]] = _find_no_changes
+    draw: Callable[[bool], str] = _draw_nothing
 
     @cached_property
     def text(self) -> str:
-        """TOML 1.0 that reads back as the same graph."""
+        """TOML 1.0 from which the same graph can be read."""
         return self._text if isinstance(self._text, str) else self._text()
 
     @cached_property
     def hash(self) -> str:
-        """64 hexadecimal digits, equal for recipes that build the same graph."""
+        """64 hexadecimal digits, equal for recipes with the same graph."""
         return self._hash if isinstance(self._hash, str) else self._hash()

@@ -1,4 +1,4 @@
-"""A recipe: layers merged into nodes, groups and variables; each value knows where it came from."""
+"""A merged recipe: layers combined into nodes, groups and variables. Every value knows its origin."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,27 +6,27 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.garbage import paused_collection
-from drawloom.graph.problems import TOO_MANY, Place, Problem, did_you_mean, nearest
+from drawloom.graph.garbage import pause_collection
+from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.edits import EDIT, apply_edits
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
 
 FORMAT = 1
-"""The number of the recipe format; resolved recipes carry it."""
+"""Version of the recipe format, written in resolved recipes."""
 
 NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
 """Valid names of nodes and groups, which appear in references, file names and saved state."""
 
 VARIABLE = "$vars."
-"""Begins a reference to a variable, which is always a whole value."""
+"""Prefix of a reference to a variable. The reference is always a whole value."""
 
 DIRECTIVES = ("format", "extends", "unset", EDIT)
-"""Top-level keys that say how a file is read; they are no part of the merged recipe."""
+"""Top-level keys that control how a file is read. They are not part of the merged recipe."""
 
 
 @attrs.define(eq=False)
 class MergedRecipe:
-    """Named tables with `use` (nodes), named sets of them (groups), `[vars]`, and the problems found while merging."""
+    """Named tables with `use` (nodes), named sets of nodes (groups), `[vars]`, and the problems found while merging."""
 
     source: str
     tree: Table
@@ -39,89 +39,90 @@ class MergedRecipe:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether it is complete by itself: written by `drawloom show`, or the lock file of a run."""
+        """Whether it is complete by itself: output of `drawloom show`, or the lock file of a run."""
         written = [layer for layer in self.layers if layer.data]
         return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
 
     @property
     def own_layers(self) -> list[Layer]:
-        """The layers that are neither bases nor, if there are others, shipped recipes: what a user wrote."""
+        """The layers written by the user: neither bases nor, if other layers exist, shipped recipes."""
         named = [layer for layer in self.layers if layer.data and not layer.is_base]
         return [layer for layer in named if not layer.is_shipped] or named
 
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
-        """A recipe from plain values."""
+        """Make a recipe from plain values."""
         return merge(source, [Layer(source, dict(data))])
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
-        """Another recipe: this one with other values merged over it."""
+        """Return a recipe with other values merged over this one."""
         layer = Layer(source, dict(data))
         refused = [*self._merging, *_refuse_extends(layer)]
         return _merge(self.source, self.tree.copy(), [layer], self.layers, refused)
 
 
 def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
-    """The recipe of these layers, each merged over those before it."""
+    """Merge layers into a recipe, each layer over the earlier ones."""
     return _merge(source, Table(layers[0], ()), layers)
 
 
-@paused_collection()
+@pause_collection()
 def _merge(
     source: str, tree: Table, layers: Sequence[Layer], below: Sequence[Layer] = (), before: Sequence[Problem] = ()
 ) -> MergedRecipe:
-    """Merge layers over a tree of those `below`, in whose merging there were problems `before`."""
+    """Merge layers over a tree. `below` are the layers of the tree, and `before` the problems of merging them."""
     problems = [*before]
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
-        misplaced = {key: found for key, value in layer.data.items() if (found := _in_place_of_table(tree, key, value))}
-        problems += [attrs.evolve(found, place=layer.key((key,))) for key, found in misplaced.items()]
+        checks = {key: _check_table_replaced(tree, key, value) for key, value in layer.data.items()}
+        misplaced = {key: problem for key, problem in checks.items() if problem}
+        problems += [attrs.evolve(problem, position=layer.key((key,))) for key, problem in misplaced.items()]
         values = {key: value for key, value in layer.data.items() if key not in (*DIRECTIVES, *misplaced)}
         tree.merge(values, layer, ())
         problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
     recipe = _classify(source, tree)
-    every = [*below, *layers]
-    unused = _unused(recipe.vars, every)
-    return attrs.evolve(recipe, layers=every, merging=problems, problems=[*recipe.problems, *problems, *unused])
+    all_layers = [*below, *layers]
+    unused = _check_unused(recipe.vars, all_layers)
+    return attrs.evolve(recipe, layers=all_layers, merging=problems, problems=[*recipe.problems, *problems, *unused])
 
 
-def _in_place_of_table(tree: Table, key: str, value: object) -> Problem | None:
-    """A problem of a value that would replace a node or group, and with it what all others need of it."""
-    if isinstance(value, dict) or key == "vars" or not isinstance(below := tree.items.get(key), Table):
+def _check_table_replaced(tree: Table, key: str, value: object) -> Problem | None:
+    """Return a problem if a value would replace a node or group, which other nodes may need."""
+    if isinstance(value, dict) or key == "vars" or not isinstance(old_item := tree.items.get(key), Table):
         return None
-    known = [name for name, item in below.items.items() if isinstance(item, Leaf) and name != "use"]
-    hint = f"its values are written below [{key}]" + (f", such as {key}.{known[0]}" if known else "")
-    return Problem("DL111", f"{key!r} is a table", hint)
+    keys = [name for name, item in old_item.items.items() if isinstance(item, Leaf) and name != "use"]
+    hint = f"write its values below [{key}]" + (f", such as {key}.{keys[0]}" if keys else "")
+    return Problem("DL111", f"{key!r} is a table, not a value", hint)
 
 
 def _check_format(layer: Layer) -> Iterator[Problem]:
     number = layer.data.get("format", FORMAT)
     if number != FORMAT or isinstance(number, bool):  # True == 1
-        text = f"recipes of format {number!r} can't be read, only those of format {FORMAT}"
-        yield Problem("DL107", text, place=layer.value(("format",)))
+        text = f"recipe format {number!r} is not supported, only format {FORMAT}"
+        yield Problem("DL107", text, position=layer.value(("format",)))
 
 
 def _refuse_extends(layer: Layer) -> Iterator[Problem]:
     if "extends" in layer.data:
         text = "values that are merged over a recipe can't extend another one"
-        yield Problem("DL120", text, "extend it in the recipe itself", place=layer.value(("extends",)))
+        yield Problem("DL120", text, "extend it in the recipe itself", position=layer.value(("extends",)))
 
 
 def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
     names = layer.data.get("unset", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         hint = 'write unset = ["listeners.profiler"]'
-        yield Problem("DL108", "unset takes an array of strings", hint, place=layer.value(("unset",)))
+        yield Problem("DL108", "unset must be an array of strings", hint, position=layer.value(("unset",)))
         return
     for number, name in enumerate(names):
         if not top.remove(tuple(name.split("."))):
-            hint = did_you_mean(name, _names(top))
-            yield Problem("DL109", f"there is no {name!r} to unset", hint, place=layer.value(("unset", number)))
+            hint = did_you_mean(name, _iterate_names(top))
+            yield Problem("DL109", f"there is no {name!r} to unset", hint, position=layer.value(("unset", number)))
 
 
-def _names(top: Table) -> Iterator[str]:
+def _iterate_names(top: Table) -> Iterator[str]:
     for name, table in top.items.items():
         yield name
         if isinstance(table, Table):
@@ -133,94 +134,99 @@ def _classify(source: str, top: Table) -> MergedRecipe:
     recipe = MergedRecipe(source, top)
     for name, item in top.items.items():
         if name == "vars":
-            _take_vars(recipe, item)
+            _add_vars(recipe, item)
         elif not NAME.fullmatch(name):
-            recipe.problems.append(_misnamed(name, item))
+            recipe.problems.append(_name_problem(name, item))
         elif not isinstance(item, Table):
             text = f"{name!r} is outside of any table"
-            near = nearest(name, DIRECTIVES)
+            near = find_nearest(name, DIRECTIVES)
             hint = f"did you mean {near!r}?" if near else "write it below the [node] that it belongs to"
-            recipe.problems.append(Problem("DL111", text, hint, place=item.key_place))
+            recipe.problems.append(Problem("DL111", text, hint, position=item.key_position))
         elif "use" in item.items:
             recipe.nodes[name] = item
         elif all(isinstance(member, Table) and "use" in member.items for member in item.items.values()):
             recipe.groups[name] = []
-            _take_group(recipe, name, item)
+            _add_group(recipe, name, item)
         else:
-            recipe.problems += _incomplete_table(name, item, top)
-            _take_group(recipe, name, item)
+            recipe.problems += _check_incomplete_table(name, item, top)
+            _add_group(recipe, name, item)
     return recipe
 
 
-def _misnamed(name: str, item: Leaf | Table) -> Problem:
-    place = item.key_place if isinstance(item, Leaf) else item.place
+def _name_problem(name: str, item: Leaf | Table) -> Problem:
+    position = item.key_position if isinstance(item, Leaf) else item.position
     return Problem(
-        "DL115", f"{name!a} can't be the name of a node", "use letters, digits, _ and -, a letter first", place=place
+        "DL115",
+        f"{name!a} can't be the name of a node",
+        "use letters, digits, _ and -, a letter first",
+        position=position,
     )
 
 
-def _take_group(recipe: MergedRecipe, name: str, item: Table) -> None:
+def _add_group(recipe: MergedRecipe, name: str, item: Table) -> None:
     named = {key: part for key, part in item.items.items() if isinstance(part, Table) and "use" in part.items}
-    recipe.problems += [_misnamed(f"{name}.{key}", part) for key, part in named.items() if not NAME.fullmatch(key)]
+    recipe.problems += [_name_problem(f"{name}.{key}", part) for key, part in named.items() if not NAME.fullmatch(key)]
     members = {f"{name}.{key}": part for key, part in named.items() if NAME.fullmatch(key)}
     recipe.nodes |= members
     if members:
         recipe.groups[name] = list(members)
 
 
-def _take_vars(recipe: MergedRecipe, item: Leaf | Table) -> None:
+def _add_vars(recipe: MergedRecipe, item: Leaf | Table) -> None:
     if not isinstance(item, Table):
-        recipe.problems.append(Problem("DL112", "vars must be a table", "write [vars]", place=item.key_place))
+        recipe.problems.append(Problem("DL112", "vars must be a table", "write [vars]", position=item.key_position))
         return
     for key, leaf in item.items.items():
         if isinstance(leaf, Table):
             text = f"vars.{key} is a table; a variable is a single value or an array"
-            recipe.problems.append(Problem("DL112", text, place=leaf.place))
+            recipe.problems.append(Problem("DL112", text, position=leaf.position))
         else:
             recipe.vars[key] = leaf
 
 
-def _incomplete_table(name: str, item: Table, top: Table) -> Iterator[Problem]:
-    """The problems of a table that is neither a node nor a group: its keys belong to a node that does not exist."""
+def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Problem]:
+    """Yield problems with a table that is neither a node nor a group: its keys belong to a missing node."""
     is_group = any(isinstance(member, Table) and "use" in member.items for member in item.items.values())
     if not is_group:
         near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
         hint = near if near.startswith("did") else 'a node needs a line like use = "data.loader"'
-        text = "it has no `use`, and no recipe below defines a node of this name"
-        yield Problem("DL113", text, hint, name, _first_place(item))
+        text = "it has no `use`, and no extended recipe has a node of this name"
+        yield Problem("DL113", text, hint, name, _locate_first_value(item))
         return
     for key, member in item.items.items():
         if not (isinstance(member, Table) and "use" in member.items):
             text = f"{key!r} is not a node, but the other members of this group are"
-            place = member.key_place if isinstance(member, Leaf) else member.place
-            yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, place)
+            position = member.key_position if isinstance(member, Leaf) else member.position
+            yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, position)
 
 
-def _first_place(item: Table) -> Place:
-    """The position of the table or, if the command line made it, of its first value."""
+def _locate_first_value(item: Table) -> Position:
+    """Return the table's position, or its first value's position if the command line made the table."""
     leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
-    return item.place if item.layer.text is not None or leaf is None else leaf.place
+    return item.position if item.layer.text is not None or leaf is None else leaf.position
 
 
-def _unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
+def _check_unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
     """
-    A warning for each variable that no layer refers to; a reference that is overridden counts.
+    Yield a warning for every variable without a reference, even an overridden one.
 
-    It is an error if another name is so similar that this one must be a typing error.
+    If another name is very similar, the warning is an error: this name must be a typing error.
     """
-    used = set(_references([layer.data for layer in layers])) if variables else set()
+    used = set(_find_references([layer.data for layer in layers])) if variables else set()
     known = used | variables.keys()
-    compared = known if len(known) < TOO_MANY else set()  # a set without one name costs as much as it has names
+    compared = (
+        known if len(known) < MAX_CANDIDATES else set()
+    )  # removing a name from a set costs time proportional to its size
     for name, leaf in variables.items():
         if name not in used:
             text = f"nothing refers to the variable {VARIABLE + name!r}"
-            near = nearest(name, compared - {name})
+            near = find_nearest(name, compared - {name})
             hint = f"did you mean {near!r}?" if near else ""
-            yield Problem("DL116", text, hint, place=leaf.key_place, warning=near is None)
+            yield Problem("DL116", text, hint, position=leaf.key_position, warning=near is None)
 
 
-def _references(data: Any) -> Iterator[str]:
-    """The names of the variables that a tree of values refers to."""
+def _find_references(data: Any) -> Iterator[str]:
+    """Yield all variable names used in a value tree."""
     stack = [data]
     while stack:
         part = stack.pop()

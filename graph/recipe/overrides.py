@@ -1,4 +1,4 @@
-"""Overrides: words of the form `node.key=value`, from the command line or from Python, as a table."""
+"""Overrides: words `node.key=value`, from the command line or from Python, as a table."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError
 
 def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     """
-    Words of the form `node.key=value` as one table. Raises RecipeError with those that are not of this form.
+    Read words `node.key=value` into one table. Raises RecipeError with all malformed words.
 
-    A value that is not TOML is a string: `kernels.rms_norm=eager`. From an "@" on, a key is the name of a node with its
-    dots: `edit.report.metrics.after.@metrics.learning=@metrics.mine`.
+    A value without TOML syntax is a string: `kernels.rms_norm=eager`. After ".@", a key is the dotted name of a node:
+    `edit.report.metrics.after.@metrics.learning=@metrics.mine`.
     """
     tree: dict[str, Any] = {}
     problems = []
@@ -24,9 +24,9 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
         *tables, last = [*path.split("."), f"@{name}"] if at else path.split(".")
         # A key without a dot would set a whole node, which only an inline table can be.
         if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
-            problems.append(_problem(f"{word!r} is not understood", "values are set by node.key=value"))
-        elif isinstance(table := _table(tree, tables), str):
-            problems.append(_problem(f"{key!r} goes into {table!r}, which is set to a value"))
+            problems.append(_problem(f"{word!r} is not an override", "write node.key=value"))
+        elif isinstance(table := _open_table(tree, tables), str):
+            problems.append(_problem(f"{key!r} is a key of {table!r}, which is set to a value"))
         else:
             try:
                 # A newline would let the text define further keys.
@@ -38,8 +38,8 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
-    """The table at a path, made if necessary; or the part of the path that is a value."""
+def _open_table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
+    """Return the table at a path, created if necessary, or the part of the path with a value."""
     for part in path:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
@@ -47,17 +47,17 @@ def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
     return tree
 
 
-def word(text: str) -> str:
-    """Return a word of the form `node.key=value` as it is written in a shell."""
+def quote_word(text: str) -> str:
+    """Return a word `node.key=value` as a shell accepts it."""
     return shlex.quote(text) if any(character in text for character in "[]{}\"*'$ ") else text
 
 
-def nested(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a node as a recipe has them: the node may be a member of a group."""
+def nest_values(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a node's values as nested tables, as a recipe has them: the node may be a member of a group."""
     for part in reversed(name.split(".")):
         values = {part: values}
     return values
 
 
 def _problem(text: str, hint: str = "") -> Problem:
-    return Problem("DL110", text, hint, place=COMMAND_LINE)
+    return Problem("DL110", text, hint, position=COMMAND_LINE)

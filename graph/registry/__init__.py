@@ -1,1 +1,1 @@
-"""The registry: the components that a recipe can name, found by file or entry point."""
+"""The registry: components available to recipes, found by file or entry point."""

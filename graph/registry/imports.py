@@ -1,4 +1,4 @@
-"""What `--import` offers: a package or a module by its name, or a folder or a Python file by its path."""
+"""Sources of components for `--import`: a package or module by name, or a folder or Python file by path."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @attrs.frozen
 class FileSource:
-    """One Python file, which holds a component of its name."""
+    """A Python file with a component named like the file."""
 
     module: str
     path: Path
@@ -29,45 +29,45 @@ class FileSource:
         return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
 
 
-def source_of(text: str) -> Source:
+def find_source(text: str) -> Source:
     """
-    The components of a package, module, folder or file. Only the parents of a package are imported.
+    Return the components in a package, module, folder or file. Only the parents of a package are imported.
 
-    The folder in which a folder or file is becomes the last one in which Python looks for modules, also in processes
-    that this one starts. Raises LookupError if there is no such thing, or if Python finds another by its name.
+    The parent folder of a folder or file is appended to Python's module path, also for processes that this process
+    starts. Raises LookupError if nothing exists under this name, or if Python finds another module under it.
     """
     is_path = text.endswith(".py") or os.sep in text or text.startswith(".")
-    if not is_path and (found := _by_name(text)):
-        return _checked(found)
+    if not is_path and (source := _find_by_name(text)):
+        return _require_component(source)
     path = Path(text if is_path or os.path.isdir(text) else f"{text}.py").absolute()
     if not path.exists():
         raise LookupError(f"there is no package, folder or file {text!r}")
     if not NAME.fullmatch(path.stem if path.is_file() else path.name):
-        raise LookupError(f"{path.name} can't be named in a recipe; rename it, with a-z, 0-9 and _")
+        raise LookupError(f"{path.name} can't be named in a recipe; rename it, using a-z, 0-9 and _")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
         importlib.invalidate_caches()
-    found = _by_name(path.stem)
-    where = None if found is None else found.folder if isinstance(found, PackageSource) else found.path
-    if found is None or where is None or not os.path.samefile(where, path):
-        raise LookupError(f"Python imports {where} by the name {path.stem}; rename {path.name}")
-    return _checked(found)
+    source = _find_by_name(path.stem)
+    found_path = None if source is None else source.folder if isinstance(source, PackageSource) else source.path
+    if source is None or found_path is None or not os.path.samefile(found_path, path):
+        raise LookupError(f"Python imports {found_path} under the name {path.stem}; rename {path.name}")
+    return _require_component(source)
 
 
-def _by_name(name: str) -> PackageSource | FileSource | None:
-    """A package or a module; None if Python finds none."""
+def _find_by_name(name: str) -> PackageSource | FileSource | None:
+    """Return a package or a module, or None if Python finds none."""
     try:
-        found = find_spec(name)
+        spec = find_spec(name)
     except ModuleNotFoundError:
         return None
-    if found is not None and found.submodule_search_locations:
-        return PackageSource(name, Path(next(iter(found.submodule_search_locations))), f"{name}.")
-    if found is None or not found.has_location or not found.origin:
+    if spec is not None and spec.submodule_search_locations:
+        return PackageSource(name, Path(next(iter(spec.submodule_search_locations))), f"{name}.")
+    if spec is None or not spec.has_location or not spec.origin:
         return None
-    return FileSource(name, Path(found.origin))
+    return FileSource(name, Path(spec.origin))
 
 
-def _checked(found: PackageSource | FileSource) -> Source:
-    if isinstance(found, FileSource) and not DECORATED.search(found.path.read_text("utf-8")):
-        raise LookupError(f"{found.path} holds no component; write @component above its class")
-    return found
+def _require_component(source: PackageSource | FileSource) -> Source:
+    if isinstance(source, FileSource) and not DECORATED.search(source.path.read_text("utf-8")):
+        raise LookupError(f"{source.path} contains no component; write @component above its class")
+    return source

@@ -1,4 +1,4 @@
-"""The registry of components by name: from the files of packages, and from entry points of installed distributions."""
+"""The registry of components by name: files of packages, and entry points of installed distributions."""
 
 import importlib
 import importlib.util
@@ -13,32 +13,32 @@ from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem, nearest
+from drawloom.graph.problems import Problem, find_nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
-"""Valid names of components: dotted, so that a name can lead nowhere but below the folder of its package."""
+"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
-# Names are listed by searching text: importing every component would take seconds.
+# Components are listed by searching text: importing every component would take seconds.
 DECORATED = re.compile(r"^@component\b", re.MULTILINE)
 
 
 class Source(Protocol):
-    """A source of components by name, which imports none of them until it is loaded."""
+    """Source of components by name. It imports a component only to load it."""
 
     def names(self) -> list[str]:
-        """The names of all components, found without importing any."""
+        """Return all component names, without importing components."""
         ...
 
     def candidates(self, use: str) -> list["Candidate"]:
-        """The modules that may hold a component of this name: none, one, or several that clash."""
+        """Return the modules that may contain a component with this name: none, one, or several clashing ones."""
         ...
 
 
 @attrs.frozen
 class Candidate:
-    """A module that may hold a component: its name, the attribute to take if that is known, and its distribution."""
+    """A possible module of a component: its name, the attribute if it is known, and its distribution."""
 
     module: str
     attribute: str = ""
@@ -46,19 +46,19 @@ class Candidate:
     installed: bool = False
 
     def load(self) -> list[type]:
-        """Import the module and return its component classes, ideally one. Raises what the import raises."""
+        """Import the module and return its component classes, ideally one. Raises the exceptions of the import."""
         module = importlib.import_module(self.module)
-        found: list[Any] = list(vars(module).values())
+        objects: list[Any] = list(vars(module).values())
         if self.attribute:
-            named: Any = module
+            target: Any = module
             for part in self.attribute.split("."):
-                named = getattr(named, part)
-            found = [named]
+                target = getattr(target, part)
+            objects = [target]
         return [
             item
-            for item in found
+            for item in objects
             if isinstance(item, type)
-            and "__component__" in vars(item)  # not hasattr: a subclass is no component by itself
+            and "__component__" in vars(item)  # not hasattr: a subclass is not a component by itself
             and (self.attribute or item.__module__ == self.module)
         ]
 
@@ -66,9 +66,9 @@ class Candidate:
 @attrs.frozen(slots=False)
 class PackageSource:
     """
-    The Python files below a package's folder, each named by its path after `prefix`.
+    Python files below a package's folder, named by their paths after `prefix`.
 
-    A name is looked up among the files before any import, so that a recipe can't import anything else.
+    A name is looked up among the files before any import, so a recipe can't import anything else.
     """
 
     package: str
@@ -77,16 +77,16 @@ class PackageSource:
 
     @classmethod
     def of(cls, package: str, prefix: str = "") -> "PackageSource":
-        """The source of a package, of which only the parents are imported. Raises LookupError if there is none."""
+        """Return a package's source. Only the parents are imported. Raises LookupError if it does not exist."""
         parent, _, name = package.rpartition(".")
-        found = importlib.util.find_spec(parent or package)
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec(parent or package)
+        if spec is None or not spec.submodule_search_locations:
             raise LookupError(f"there is no package {package!r}")
-        folder = Path(next(iter(found.submodule_search_locations)))
+        folder = Path(next(iter(spec.submodule_search_locations)))
         return cls(package, folder / name if parent else folder, prefix)
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """Every Python file with its name, whether it holds a component or not."""
+        """Yield every Python file with its name, whether it contains a component or not."""
         for path in sorted(self.folder.rglob("*.py")):
             if path.stem != "__init__":
                 yield self.prefix + ".".join(path.relative_to(self.folder).with_suffix("").parts), path
@@ -109,31 +109,33 @@ class PackageSource:
 
 @attrs.frozen(slots=False)
 class EntryPointSource:
-    """The components that installed distributions declare as entry points: `name = "package.module:Class"`."""
+    """Components declared as entry points by installed distributions: `name = "package.module:Class"`."""
 
     group: str
 
     @cached_property
     def entries(self) -> list[EntryPoint]:
-        """The entry points with valid names of components."""
+        """The entry points with valid names for components."""
         return [entry for entry in entry_points(group=self.group) if NAME.fullmatch(entry.name)]
 
     def names(self) -> list[str]:
         return sorted({entry.name for entry in self.entries})
 
     def candidates(self, use: str) -> list[Candidate]:
-        return [Candidate(e.module, e.attr, distribution(e), installed=True) for e in self.entries if e.name == use]
+        return [
+            Candidate(e.module, e.attr, describe_distribution(e), installed=True) for e in self.entries if e.name == use
+        ]
 
 
-def distribution(entry: EntryPoint) -> str:
-    """The distribution of an entry point, with its version."""
+def describe_distribution(entry: EntryPoint) -> str:
+    """Return an entry point's distribution, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 
 @attrs.define
 class Registry:
     """
-    The components of a package, of installed distributions that declare some for it, and of extra packages.
+    Components from a package, from installed distributions extending the package, and from extra sources.
 
     A module is imported when its component is looked up. A name with two candidates is a problem.
     """
@@ -145,11 +147,11 @@ class Registry:
 
     @classmethod
     def of(cls, package: str) -> "Registry":
-        """The registry of a package, which is not imported."""
+        """Return a package's registry, without importing the package."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
     def with_source(self, source: Source) -> "Registry":
-        """This registry with the components of another source, too."""
+        """Return this registry with the components of another source added."""
         return Registry(self.own, self.installed, (*self.extra, source))
 
     @property
@@ -166,16 +168,16 @@ class Registry:
         return (self.own, self.installed, *self.extra)
 
     def names(self) -> list[str]:
-        """The names of all components, found without importing any."""
+        """Return all component names, without importing components."""
         return list(dict.fromkeys(name for source in self.sources for name in source.names()))
 
     def candidates(self, use: str) -> list[Candidate]:
-        """The modules of all sources that may hold a component of this name."""
+        """Return the possible modules of a component with this name, from all sources."""
         return [candidate for source in self.sources for candidate in source.candidates(use)]
 
     def find(self, use: str) -> Spec | Problem:
-        """The component of a name, or the problem with that name."""
-        # Problems are cached, too: a module that fails to import is not imported again for every node.
+        """Return the component with this name, or the problem with the name."""
+        # Problems are cached too: a module that fails to import is not imported again for every node.
         if use not in self._specs:
             self._specs[use] = self._find(use)
         return self._specs[use]
@@ -183,21 +185,25 @@ class Registry:
     def _find(self, use: str) -> Spec | Problem:
         candidates = self.candidates(use)
         if not candidates:
-            return Problem("DL201", f"no component is called {use!a}", self._near(use))
+            return Problem("DL201", f"no component is called {use!a}", self._suggest(use))
         if len(candidates) > 1:
             distributions = " and ".join(candidate.distribution for candidate in candidates)
             return Problem("DL207", f"{use!r} is provided by {distributions}", "uninstall one of them")
         try:
-            found = candidates[0].load()
+            classes = candidates[0].load()
         except Exception as error:
             return self._unimportable(use, candidates[0], error)
-        if len(found) > 1:
-            classes = " and ".join(item.__name__ for item in found)
-            return Problem("DL203", f"{use!r} holds the components {classes}", "move each to a file of its own")
-        if not found:
-            return Problem("DL203", f"{use!r} is not a component, but {_instead(candidates[0])}", self._siblings(use))
+        if len(classes) > 1:
+            names = " and ".join(item.__name__ for item in classes)
+            return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
+        if not classes:
+            return Problem(
+                "DL203",
+                f"{use!r} is not a component, but {_describe_candidate(candidates[0])}",
+                self._list_siblings(use),
+            )
         try:
-            return read_spec(use, found[0], candidates[0].distribution if candidates[0].installed else "")
+            return read_spec(use, classes[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:
             return Problem(
                 "DL206",
@@ -214,13 +220,13 @@ class Registry:
         text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
         return Problem("DL205", text, f"`python -c 'import {candidate.module}'` prints the traceback")
 
-    def _siblings(self, use: str) -> str:
+    def _list_siblings(self, use: str) -> str:
         beside = f"{use.rpartition('.')[0]}."
         near = [name for name in self.names() if name.startswith(beside)]
         return f"the components beside it are {', '.join(near)}" if near else ""
 
-    def _near(self, use: str) -> str:
-        """A hint: the most similar name of the same folder, or else of any; or what is in that folder."""
+    def _suggest(self, use: str) -> str:
+        """Return a hint: the most similar name in the folder, or else anywhere, or the components of the folder."""
         names = self.names()
         inside = [name for name in names if name.startswith(f"{use}.")]
         if inside:
@@ -228,41 +234,43 @@ class Registry:
         beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
         if not beside:
             package, _, rest = use.partition(".")
-            offer = f"to offer the components of the package {package!r}, add --import {package}"
-            offer = offer if _may_be_own(use) else ""
-            if near := self._namesake(rest.lower()):
+            offer = f"to use the components of the package {package!r}, add --import {package}"
+            offer = offer if _is_installed_package(use) else ""
+            if near := self._find_namesake(rest.lower()):
                 return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
             if offer:
                 return offer
         folder, _, last = use.rpartition(".")
         siblings = [name for name in names if name.rpartition(".")[0] == folder]
         if folder and siblings:
-            # By their last words: with the folder, most letters are the same, and optim.lion is near to optim.muon.
+            # Compare last words only: with the folder most letters agree, and optim.lion would be near to optim.muon.
             ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
-            near = ends.get(nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
-            listed = f"`drawloom list {folder}` shows what there is" if len(siblings) > 12 else self._siblings(use)
-            return f"did you mean {near!r}?" if near else listed
-        near = nearest(use, beside) or nearest(use, names)
-        unknown = "`drawloom list` shows all components; your own need --import, with a package, folder or file"
-        return f"did you mean {near!r}?" if near else unknown
+            near = ends.get(find_nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
+            siblings_hint = (
+                f"`drawloom list {folder}` lists the components" if len(siblings) > 12 else self._list_siblings(use)
+            )
+            return f"did you mean {near!r}?" if near else siblings_hint
+        near = find_nearest(use, beside) or find_nearest(use, names)
+        general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
+        return f"did you mean {near!r}?" if near else general_hint
 
-    def _namesake(self, rest: str) -> str | None:
-        """The component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
+    def _find_namesake(self, rest: str) -> str | None:
+        """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
         folder = rest.partition(".")[0]
-        return nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
+        return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
 
 
-def _may_be_own(use: str) -> bool:
-    """Whether a name may be that of a component in an installed package; the package is found, but not imported."""
+def _is_installed_package(use: str) -> bool:
+    """Return whether a name may belong to a component in an installed package, which is found but not imported."""
     package = use.partition(".")[0]
     if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
         return False
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ValueError:
         return False
-    return found is not None and bool(found.submodule_search_locations)
+    return spec is not None and bool(spec.submodule_search_locations)
 
 
-def _instead(candidate: Candidate) -> str:
+def _describe_candidate(candidate: Candidate) -> str:
     return f"{candidate.module}:{candidate.attribute}" if candidate.installed else "a library module"

@@ -1,4 +1,4 @@
-"""Component classes as recipes see them: settings and edges, read once from the fields of the class."""
+"""Component classes as recipes see them: settings and edges, read once from the class fields."""
 
 import types
 import typing
@@ -17,9 +17,10 @@ Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "ever
 @attrs.frozen
 class Field:
     """
-    A field of a component: a setting, an edge (to one node, an optional one, a list, a mapping or a sequence), or a
-    field that the container fills: `every` node of a port, or the resolved `recipe`. An optional edge that `is_wired`
-    is found by type.
+    A field of a component: a setting, an edge, or a field filled by the container.
+
+    An edge leads to one node, an optional node, a list, a mapping or a sequence. The container fills `every` node of a
+    port, or the resolved `recipe`. An optional edge with `is_wired` is found by type.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Field:
     is_edge: bool = attrs.field(init=False)
 
     @required.default
-    def _required(self) -> bool:
+    def _default_required(self) -> bool:
         return self.default is attrs.NOTHING
 
     @is_edge.default
@@ -45,7 +46,7 @@ class Field:
 
     @property
     def target(self) -> str:
-        """What an edge leads to, such as "any number of Metric"."""
+        """The target of an edge, such as "any number of Metric"."""
         port = " or ".join(port.__name__ for port in self.ports)
         many = {
             "optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none",
@@ -56,7 +57,7 @@ class Field:
         return many.get(self.kind, port)
 
     def default_value(self) -> Any:
-        """A new default; each call makes another object."""
+        """Return the default; a factory makes a new object for every call."""
         return self.default.factory() if isinstance(self.default, attrs.Factory) else self.default  # type: ignore[arg-type]
 
 
@@ -72,18 +73,18 @@ class Spec:
 
     @cached_property
     def settings(self) -> tuple[Field, ...]:
-        """The fields that are settings."""
-        return self._of("setting")
+        """The settings among the fields."""
+        return self._select_fields("setting")
 
     @cached_property
     def edges(self) -> tuple[Field, ...]:
-        """The fields that are edges."""
+        """The edges among the fields."""
         return tuple(field for field in self.fields.values() if field.is_edge)
 
     @cached_property
     def sequences(self) -> tuple[Field, ...]:
-        """The edges whose order is checked."""
-        return self._of("ordered")
+        """The edges with a checked order."""
+        return self._select_fields("ordered")
 
     @cached_property
     def has_constraints(self) -> bool:
@@ -93,14 +94,14 @@ class Spec:
     @cached_property
     def every_fields(self) -> tuple[Field, ...]:
         """The fields that the container fills with every node of a port."""
-        return self._of("every")
+        return self._select_fields("every")
 
     @cached_property
     def recipe_fields(self) -> tuple[Field, ...]:
         """The fields that the container fills with the resolved recipe."""
-        return self._of("recipe")
+        return self._select_fields("recipe")
 
-    def _of(self, kind: Kind) -> tuple[Field, ...]:
+    def _select_fields(self, kind: Kind) -> tuple[Field, ...]:
         return tuple(field for field in self.fields.values() if field.kind == kind)
 
     @property
@@ -110,7 +111,7 @@ class Spec:
 
 
 def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
-    """The settings and edges of a component class."""
+    """Read the settings and edges of a component class."""
     # attrs keeps the strings of postponed annotations; get_type_hints resolves them.
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
@@ -136,25 +137,25 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) ->
 
 
 def _classify(kind: Any) -> tuple[Kind, tuple[type, ...]]:
-    """The kind of field that a type makes, and the ports of its targets."""
+    """Return the kind of field for an annotated type, and the ports of its targets."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is ResolvedRecipe:
         return "recipe", ()
     if origin is Every:
-        return "every", _ports(arguments[0])
+        return "every", _find_ports(arguments[0])
     if origin is Ordered:
-        return "ordered", _ports(arguments[0])
-    if origin in (list, tuple, Sequence) and arguments and _ports(arguments[0]):
-        return "list", _ports(arguments[0])
-    if origin in (dict, Mapping) and len(arguments) == 2 and _ports(arguments[1]):
-        return "mapping", _ports(arguments[1])
-    if ports := _ports(kind):
+        return "ordered", _find_ports(arguments[0])
+    if origin in (list, tuple, Sequence) and arguments and _find_ports(arguments[0]):
+        return "list", _find_ports(arguments[0])
+    if origin in (dict, Mapping) and len(arguments) == 2 and _find_ports(arguments[1]):
+        return "mapping", _find_ports(arguments[1])
+    if ports := _find_ports(kind):
         return ("optional" if type(None) in arguments else "one"), ports
     return "setting", ()
 
 
-def _ports(kind: Any) -> tuple[type, ...]:
-    """The ports of a type, or of a union of ports; empty if any member is not a port."""
+def _find_ports(kind: Any) -> tuple[type, ...]:
+    """Return the ports in a type or a union of ports. Empty if any member is not a port."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = [member for member in typing.get_args(kind) if member is not type(None)] if union else [kind]
     plain = [typing.get_origin(member) or member for member in members]

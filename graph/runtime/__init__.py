@@ -1,1 +1,1 @@
-"""The objects of a graph: built, opened and closed by the container."""
+"""The container, which builds, opens and closes the objects of a graph."""

@@ -1,4 +1,4 @@
-"""Builds one component with the checks of a recipe, for tests."""
+"""Build one component with the checks of a recipe, for tests."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,50 +10,52 @@ from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from drawloom.graph.types.structure import Values
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
 
-UNSAVED = ResolvedRecipe("format = 1\n", "")
-"""The resolved recipe of components that are built without one."""
+EMPTY_RECIPE = ResolvedRecipe("format = 1\n", "")
+"""The resolved recipe of components that are built without a recipe."""
 
 
 def build(component: str | type, /, *, package: str = "drawloom", **values: Any) -> Any:
     """
-    A component, by its class or by its name in recipes, constructed and not opened.
+    Construct a component, by class or by its name in recipes, without opening it.
 
-    Settings are checked as those of a recipe, objects for edges against their ports. Raises RecipeError with all
-    problems. Constraints are checked unless they look at neighbours, since an object for an edge has no settings.
+    Settings are checked like those in a recipe, and objects for edges against their ports. Raises RecipeError with all
+    problems. Constraints are skipped if they read neighbours, because an object for an edge has no settings.
     """
-    spec = _spec(component, package)
-    node = _node_of(spec, {key: value for key, value in values.items() if not _takes_objects(spec, key)})
-    objects = {key: value for key, value in values.items() if _takes_objects(spec, key)}
-    problems = [*node.problems, *_edge_problems(spec, objects)]
+    spec = _find_spec(component, package)
+    node = _make_node(spec, {key: value for key, value in values.items() if not _is_not_setting(spec, key)})
+    objects = {key: value for key, value in values.items() if _is_not_setting(spec, key)}
+    problems = [*node.problems, *_check_edges(spec, objects)]
     if not problems:
-        problems = [problem for problem in _constraints(node) if not problem.warning]
+        problems = [problem for problem in _check_constraints(node) if not problem.warning]
     if problems:
         raise RecipeError(problems)
-    filled = {key: _filled(spec.fields[key], item) for key, item in objects.items()}
-    empty = {field.name: _empty(field) for field in spec.fields.values() if field.kind in ("every", "recipe")}
-    return spec.cls(**node.settings, **empty | filled)
+    objects_by_field = {key: _wrap_members(spec.fields[key], item) for key, item in objects.items()}
+    defaults = {
+        field.name: _make_empty_field(field) for field in spec.fields.values() if field.kind in ("every", "recipe")
+    }
+    return spec.cls(**node.settings, **defaults | objects_by_field)
 
 
-def _spec(component: str | type, package: str) -> Spec:
+def _find_spec(component: str | type, package: str) -> Spec:
     if isinstance(component, type):
         return read_spec(component.__name__, component)
-    found = Project.of(package).registry.find(component)
-    if isinstance(found, Problem):
-        raise RecipeError([found])
-    return found
+    spec = Project.of(package).registry.find(component)
+    if isinstance(spec, Problem):
+        raise RecipeError([spec])
+    return spec
 
 
-def _takes_objects(spec: Spec, key: str) -> bool:
+def _is_not_setting(spec: Spec, key: str) -> bool:
     return key in spec.fields and spec.fields[key].kind != "setting"
 
 
-def _node_of(spec: Spec, settings: Mapping[str, Any]) -> Node:
-    """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
+def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
+    """Return a node with settings converted as in a recipe. A Path or Enum may be passed as such, or as text."""
     plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
     recipe = MergedRecipe.of({"it": {"use": spec.use, **plain}}, "build")
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
@@ -66,55 +68,57 @@ def _node_of(spec: Spec, settings: Mapping[str, Any]) -> Node:
     return node
 
 
-def _edge_problems(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
     for field in spec.fields.values():
         if field.is_edge and field.name not in objects and field.required:
             text = f"{spec.use!r} needs {' or '.join(port.__name__ for port in field.ports)} for {field.name!r}"
-            yield Problem("DL315", text, f"give {field.name}=fake({field.ports[0].__name__})", spec.use)
-        for item in _members(field, objects.get(field.name)):
-            if field.is_edge and all(mismatches(type(item), port) for port in field.ports):
-                why = " and ".join(reason for port in field.ports for reason in mismatches(type(item), port)[:2])
+            yield Problem("DL315", text, f"pass {field.name}=fake({field.ports[0].__name__})", spec.use)
+        for item in _list_members(field, objects.get(field.name)):
+            if field.is_edge and all(find_mismatches(type(item), port) for port in field.ports):
+                reasons = " and ".join(
+                    reason for port in field.ports for reason in find_mismatches(type(item), port)[:2]
+                )
                 ports = " or ".join(port.__name__ for port in field.ports)
-                yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {why}", "", spec.use)
+                yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {reasons}", "", spec.use)
 
 
-def _members(field: Field, given: Any) -> Iterable[Any]:
-    if given is None:
+def _list_members(field: Field, value: Any) -> Iterable[Any]:
+    if value is None:
         return ()
     if field.kind in ("one", "optional"):
-        return (given,)
-    return given.values() if isinstance(given, Mapping) else given
+        return (value,)
+    return value.values() if isinstance(value, Mapping) else value
 
 
-def _filled(field: Field, given: Any) -> Any:
-    if field.kind == "every" and not isinstance(given, Every):
-        return Every(given)
-    if field.kind == "ordered" and not isinstance(given, Ordered):
-        return Ordered(given)
-    return given
+def _wrap_members(field: Field, value: Any) -> Any:
+    if field.kind == "every" and not isinstance(value, Every):
+        return Every(value)
+    if field.kind == "ordered" and not isinstance(value, Ordered):
+        return Ordered(value)
+    return value
 
 
-def _empty(field: Field) -> Any:
-    return Every() if field.kind == "every" else UNSAVED
+def _make_empty_field(field: Field) -> Any:
+    return Every() if field.kind == "every" else EMPTY_RECIPE
 
 
-class _Isolated(NodeView):
-    """A view of a node without neighbours."""
+class _IsolatedView(NodeView):
+    """View of a node without neighbours."""
 
     def neighbours(self, edge: str) -> list[NodeView]:
-        raise _Neighbours(edge)
+        raise _NeighbourAccessError(edge)
 
     def keys(self, edge: str) -> list[str]:
-        raise _Neighbours(edge)
+        raise _NeighbourAccessError(edge)
 
 
-class _Neighbours(Exception):
-    """Raised when a constraint looks at neighbours."""
+class _NeighbourAccessError(Exception):
+    """Raised when a constraint reads neighbours."""
 
 
-def _constraints(node: Node) -> Iterator[Problem]:
+def _check_constraints(node: Node) -> Iterator[Problem]:
     constraints = getattr(node.spec.cls, "constraints", None)
     try:
-        yield from constraints(_Isolated(node, {})) if constraints else ()
-    except _Neighbours:  # an object for an edge has no settings that a constraint could check
+        yield from constraints(_IsolatedView(node, {})) if constraints else ()
+    except _NeighbourAccessError:  # an object for an edge has no settings that a constraint could check
         return

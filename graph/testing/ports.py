@@ -1,4 +1,4 @@
-"""Fakes of ports, which record their calls, and the contract suites that implementations of a port must pass."""
+"""Fakes of ports, which record their calls, and contract checks for implementations of a port."""
 
 import functools
 import importlib
@@ -16,16 +16,16 @@ import attrs
 
 from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
-from drawloom.graph.types.port_match import members, mismatches
+from drawloom.graph.types.port_match import find_members, find_mismatches
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
 EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set, AbstractContextManager: nullcontext}
-"""The default return values of a fake's methods, by annotated type: empty or zero."""
+"""Default return values of a fake's methods, by annotated type: empty or zero."""
 
 
 @attrs.frozen
 class Call:
-    """One recorded call of a fake's method, with its arguments by name."""
+    """A recorded call of a fake's method, with its arguments by name."""
 
     method: str
     arguments: dict[str, Any]
@@ -33,36 +33,36 @@ class Call:
 
 def fake(*ports: type, **answers: Any) -> Any:
     """
-    An object that implements all of these ports.
+    Return an object implementing all these ports.
 
-    `answers` are values of attributes and return values of methods: a value, or a function that is called with the
-    arguments of the method. Everything else is an empty value of the annotated type: 0, "", an empty list, another fake
-    for another port, None. `calls` lists the calls of methods as `Call`s. Raises TypeError for a call that the port
-    does not allow, and at once for a name that no port has.
+    `answers` are attribute values and return values for methods: a value, or a function with the arguments of the
+    method. Every other value is empty for its annotated type: 0, "", an empty list, another fake for another port,
+    None. `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port, and
+    immediately for names missing in all ports.
     """
-    known = {name: port for port in ports for name in members(port)}
+    known = {name: port for port in ports for name in find_members(port)}
     unknown = answers.keys() - known.keys()
     if unknown:
         names = " and ".join(port.__name__ for port in ports)
-        raise TypeError(f"{names} has no {', '.join(sorted(unknown))}; there is {', '.join(sorted(known))}")
+        raise TypeError(f"{names} has no {', '.join(sorted(unknown))}; available: {', '.join(sorted(known))}")
     calls: list[Call] = []
-    space: dict[str, Any] = {"calls": calls, "__annotations__": {}}
+    namespace: dict[str, Any] = {"calls": calls, "__annotations__": {}}
     for name, port in known.items():
         promised = inspect.getattr_static(port, name, None)
         if inspect.isfunction(promised):
-            space[name] = _method(promised, calls, answers.get(name, _Unanswered))
+            namespace[name] = _make_method(promised, calls, answers.get(name, _Unanswered))
         else:
-            space["__annotations__"][name] = kind = _value_type(port, name, promised)
-            space[name] = answers[name] if name in answers else _empty(kind)
-    # A class of its own, since ports are matched by class.
-    return type(f"Fake{''.join(port.__name__ for port in ports)}", (), space)()
+            namespace["__annotations__"][name] = kind = _read_attribute_type(port, name, promised)
+            namespace[name] = answers[name] if name in answers else _make_empty_value(kind)
+    # A new class, because ports are matched by class.
+    return type(f"Fake{''.join(port.__name__ for port in ports)}", (), namespace)()
 
 
 class _Unanswered:
-    """Marks a method without an answer; None may be an answer."""
+    """Marker for a method without an answer; None may be an answer."""
 
 
-def _method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
+def _make_method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
     signature = inspect.signature(promised)
     kind = typing.get_type_hints(promised).get("return")
 
@@ -71,26 +71,26 @@ def _method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Cal
         bound = signature.bind(self, *args, **kwargs)
         calls.append(Call(promised.__name__, dict(list(bound.arguments.items())[1:])))
         if answer is _Unanswered:
-            return _empty(kind)
+            return _make_empty_value(kind)
         return answer(*args, **kwargs) if callable(answer) else answer
 
     return method
 
 
-def _value_type(port: type, name: str, promised: Any) -> Any:
+def _read_attribute_type(port: type, name: str, promised: Any) -> Any:
     hints = typing.get_type_hints(promised.fget if isinstance(promised, property) else port)
     return hints.get("return" if isinstance(promised, property) else name, Any)
 
 
-def _empty(kind: Any) -> Any:
-    """An empty value of a type."""
+def _make_empty_value(kind: Any) -> Any:
+    """Return an empty value for a type."""
     origin = typing.get_origin(kind) or kind
     if origin in EMPTY:
         return EMPTY[origin]()
     if origin is Literal:
         return typing.get_args(kind)[0]
     if origin in (typing.Union, types.UnionType) and type(None) not in typing.get_args(kind):
-        return _empty(typing.get_args(kind)[0])
+        return _make_empty_value(typing.get_args(kind)[0])
     if getattr(origin, "_is_protocol", False) and is_port(origin):
         return fake(origin)
     return iter(()) if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator") else None
@@ -99,36 +99,36 @@ def _empty(kind: Any) -> Any:
 Property = Callable[..., None]
 
 
-class BrokenContract(AssertionError):
-    """An implementation does not satisfy the contract of its port."""
+class BrokenContractError(AssertionError):
+    """An implementation violates the contract of its port."""
 
 
 def expect(holds: object, otherwise: str) -> None:
-    """Raise BrokenContract with the message `otherwise` unless `holds` is true."""
+    """Raise BrokenContractError with the message `otherwise` unless `holds` is true."""
     if not holds:
-        raise BrokenContract(otherwise)
+        raise BrokenContractError(otherwise)
 
 
-def contract(port: type) -> list[Property]:
-    """The properties of a port's contract; LookupError if the port has none."""
-    name = contract_module(port)
+def load_contract(port: type) -> list[Property]:
+    """Return the properties in a port's contract. Raises LookupError if the port has none."""
+    name = contract_module_name(port)
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:
-        found = None
-    properties = _properties(importlib.import_module(name), port) if found else []
+        spec = None
+    properties = _find_properties(importlib.import_module(name), port) if spec else []
     if not properties:
-        raise LookupError(f"{port.__name__} has no contract: {name} has no function that takes one")
+        raise LookupError(f"{port.__name__} has no contract: {name} has no function with a parameter of this type")
     return properties
 
 
-def contract_module(port: type) -> str:
-    """The module with the contracts of the ports of a module: `a.contracts.data` for those of `a.ports.data`."""
+def contract_module_name(port: type) -> str:
+    """Return the contracts module for a ports module: `a.contracts.data` for `a.ports.data`."""
     return re.sub(r"\.ports(?=\.|$)", ".contracts", port.__module__)
 
 
-def _properties(module: ModuleType, port: type) -> list[Property]:
-    """The public functions of a module whose first parameter is annotated with the port."""
+def _find_properties(module: ModuleType, port: type) -> list[Property]:
+    """Return a module's public functions whose first parameter is annotated with the port."""
     functions = [item for name, item in vars(module).items() if inspect.isfunction(item) and name[0] != "_"]
     own = [function for function in functions if function.__module__ == module.__name__]
     return [function for function in own if next(iter(typing.get_type_hints(function).values()), None) is port]
@@ -136,17 +136,17 @@ def _properties(module: ModuleType, port: type) -> list[Property]:
 
 def check_port(implementation: str | type | Callable[[], Any], port: type, /, **values: Any) -> None:
     """
-    Check an implementation against the contract of a port.
+    Check an implementation against a port's contract.
 
     The implementation is a component (its class or name), which is built with `values` and opened, or a function that
-    returns an instance or a context manager of one. Each property gets new instances, which are closed after it. Raises
-    BrokenContract for the first property that does not hold, with a note that names the property.
+    returns an instance or a context manager for one. Every property receives new instances, which are closed
+    afterwards. Raises BrokenContractError for the first violated property, with a note naming the property.
     """
-    for holds in contract(port):
+    for holds in load_contract(port):
         with ExitStack() as stack:
-            instances = [_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
+            instances = [_make_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
             for instance in instances:
-                reasons = mismatches(type(instance), port)
+                reasons = find_mismatches(type(instance), port)
                 expect(not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {' and '.join(reasons)}")
             try:
                 holds(*instances)
@@ -155,13 +155,13 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
                 raise
 
 
-def _instance(implementation: Any, values: dict[str, Any], stack: ExitStack) -> Any:
+def _make_instance(implementation: Any, values: dict[str, Any], stack: ExitStack) -> Any:
     is_component = isinstance(implementation, str) or "__component__" in vars(implementation)
-    made = build(implementation, **values) if is_component else implementation(**values)
-    if hasattr(made, "__enter__"):
-        return stack.enter_context(made)
-    if hasattr(made, "close"):
-        stack.callback(made.close)
-    if hasattr(made, "open"):
-        made.open()
-    return made
+    instance = build(implementation, **values) if is_component else implementation(**values)
+    if hasattr(instance, "__enter__"):
+        return stack.enter_context(instance)
+    if hasattr(instance, "close"):
+        stack.callback(instance.close)
+    if hasattr(instance, "open"):
+        instance.open()
+    return instance

@@ -1,7 +1,7 @@
 """
-The testing API as fixtures; pytest finds this module by an entry point when drawloom is installed.
+The testing API as fixtures. pytest finds this module by an entry point when drawloom is installed.
 
-Since every run of pytest in the same environment loads it, it imports nothing heavy, and its fixtures carry a prefix.
+Every run of pytest in the environment loads this module. So it imports nothing heavy, and its fixtures have a prefix.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def drawloom_build() -> Callable[..., Any]:
-    """`drawloom.testing.build`: one component, with the checks of a recipe."""
+    """Return `drawloom.testing.build`: build one component with the checks of a recipe."""
     from drawloom.graph import testing
 
     return testing.build
@@ -21,7 +21,7 @@ def drawloom_build() -> Callable[..., Any]:
 
 @pytest.fixture
 def drawloom_fake() -> Callable[..., Any]:
-    """`drawloom.testing.fake`: an object that implements a port and records its calls."""
+    """Return `drawloom.testing.fake`: make an object implementing a port and recording its calls."""
     from drawloom.graph import testing
 
     return testing.fake
@@ -29,7 +29,7 @@ def drawloom_fake() -> Callable[..., Any]:
 
 @pytest.fixture
 def drawloom_check_port() -> Callable[..., None]:
-    """`drawloom.testing.check_port`: check an implementation against the contract of a port."""
+    """Return `drawloom.testing.check_port`: check an implementation against a port's contract."""
     from drawloom.graph import testing
 
     return testing.check_port
@@ -37,10 +37,10 @@ def drawloom_check_port() -> Callable[..., None]:
 
 @pytest.fixture
 def drawloom_opened() -> Iterator[Callable[[Any], Any]]:
-    """A function that opens a component, or enters a container, until the test ends, and returns it."""
+    """Return a function for opening a component, or entering a container, until the test ends."""
     with ExitStack() as stack:
 
-        def open_one(item: Any) -> Any:
+        def open_item(item: Any) -> Any:
             if hasattr(item, "__enter__"):
                 return stack.enter_context(item)
             if hasattr(item, "close"):
@@ -49,4 +49,4 @@ def drawloom_opened() -> Iterator[Callable[[Any], Any]]:
                 item.open()
             return item
 
-        yield open_one
+        yield open_item

@@ -1,1 +1,1 @@
-"""TOML: parsing with limits and diagnostics, positions of keys and values, and writing."""
+"""TOML: parse with limits and diagnostics, locate keys and values, and write."""

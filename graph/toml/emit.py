@@ -1,4 +1,4 @@
-"""Writes plain values as TOML 1.0, each on one line."""
+"""Write plain values as TOML 1.0, each on one line."""
 
 import re
 from datetime import date, datetime, time
@@ -11,15 +11,15 @@ _SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': 
 
 def dumps(plain: Any) -> str:
     """
-    A value as TOML: str, bool, int, float, list or tuple, dict (an inline table), datetime, date or time.
+    Return a value as TOML: str, bool, int, float, list or tuple, dict (an inline table), datetime, date or time.
 
-    Raises TypeError for types that TOML does not have (such as None), ValueError for values that it can't express:
-    lone surrogates, UTC offsets with seconds, times with an offset.
+    Raises TypeError for types missing in TOML (such as None), and ValueError for values not expressible in TOML: lone
+    surrogates, UTC offsets with seconds, times with an offset.
     """
     match plain:
         case str():
-            return _string(plain)
-        case bool():  # before int, of which it is a subclass
+            return _dump_string(plain)
+        case bool():  # before int, its base class
             return "true" if plain else "false"
         case int():
             return int.__repr__(plain)  # not str: an IntEnum prints its name
@@ -31,25 +31,27 @@ def dumps(plain: Any) -> str:
             pairs = map("{} = {}".format, map(dump_key, plain), map(dumps, plain.values()))
             return f"{{ {', '.join(pairs)} }}" if plain else "{}"
         case datetime() | date() | time():
-            return _moment(plain)
+            return _dump_moment(plain)
     raise TypeError(f"TOML can't express {plain!r}")
 
 
-def canonical(plain: Any) -> str:
-    """Text that is equal for equal values only: true is not 1, 1 is not 1.0, and the order of keys does not matter."""
+def dump_canonical(plain: Any) -> str:
+    """
+    Return a text that is equal only for equal values: true is not 1, 1 is not 1.0, and the order of keys is ignored.
+    """
     if isinstance(plain, dict):
-        return f"{{{', '.join(f'{dump_key(name)} = {canonical(plain[name])}' for name in sorted(plain))}}}"
+        return f"{{{', '.join(f'{dump_key(name)} = {dump_canonical(plain[name])}' for name in sorted(plain))}}}"
     if isinstance(plain, list | tuple):
-        return f"[{', '.join(map(canonical, plain))}]"
+        return f"[{', '.join(map(dump_canonical, plain))}]"
     return dumps(plain)
 
 
 def dump_key(name: str) -> str:
-    """A key of a table, quoted if necessary."""
-    return name if _BARE.fullmatch(name) else _string(name)
+    """Return a key of a table, quoted if necessary."""
+    return name if _BARE.fullmatch(name) else _dump_string(name)
 
 
-def _string(text: str) -> str:
+def _dump_string(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -57,11 +59,11 @@ def _string(text: str) -> str:
     return f'"{_ESCAPED.sub(_escape, text)}"'
 
 
-def _escape(found: re.Match[str]) -> str:
-    return _SHORT.get(found[0]) or f"\\u{ord(found[0]):04X}"
+def _escape(match: re.Match[str]) -> str:
+    return _SHORT.get(match[0]) or f"\\u{ord(match[0]):04X}"
 
 
-def _moment(moment: date | time) -> str:
+def _dump_moment(moment: date | time) -> str:
     if isinstance(moment, time) and moment.tzinfo is not None:
         raise ValueError(f"TOML can't express a time with an offset, {moment}")
     text = moment.isoformat()

@@ -1,4 +1,4 @@
-"""Parses the bytes of a file as TOML; errors have the position where the mistake began, and a likely correction."""
+"""Parse the bytes of a file as TOML. Errors have the position where the mistake begins, and a likely correction."""
 
 import re
 import unicodedata
@@ -9,37 +9,37 @@ from typing import Any
 
 import tomli
 
-from drawloom.graph.garbage import paused_collection
-from drawloom.graph.problems import KeyPath, Place, Problem, RecipeError
+from drawloom.graph.garbage import pause_collection
+from drawloom.graph.problems import KeyPath, Position, Problem, RecipeError
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.positions import SourceMap
 
-LARGEST = 1 << 20
-"""Bytes of a recipe file; a larger file is refused."""
+MAX_FILE_BYTES = 1 << 20
+"""Bytes of a recipe file; larger files are refused."""
 
-PARTS = 32
-"""Parts of a dotted key. tomli's time grows with their square: 500 keys of 900 parts, half a megabyte, take 9 s."""
+MAX_KEY_PARTS = 32
+"""Parts of a dotted key. tomli's time grows with their square: 500 keys with 900 parts, half a megabyte, take 9 s."""
 
-DEPTH = 32
-"""Nested arrays and tables; with this limit, everything that walks a recipe may recurse."""
+MAX_DEPTH = 32
+"""Nested arrays and tables. With this limit, all code that walks a recipe may recurse."""
 
-DIGITS = 64
-"""Digits of a number. Python converts decimal numbers of up to 4300 digits, hexadecimal ones without a limit."""
+MAX_DIGITS = 64
+"""Digits of a number. Python converts decimal numbers with up to 4300 digits, hexadecimal ones without a limit."""
 
 MARK = "\x00mark"
-"""A key that no recipe uses: appended to a text, it shows into which table the next line would go."""
+"""A key that no recipe uses. Appended to a text, it shows which table the next line would belong to."""
 
-TRIES = 20
-"""Quotes that are tried as the start of an unterminated string; each try parses the text, so more would be slow."""
+MAX_TRIES = 20
+"""Quotes that are tried as the start of an unterminated string. Every try parses the text, so more would be slow."""
 
-LONGEST_LINE = 1000
-"""Characters of a line of which the value is looked at for a hint."""
+MAX_LINE_LENGTH = 1000
+"""Characters of a line; longer lines get no hint about their value."""
 
 _TEXT = r"""\"{3}(?:[^\\]|\\[\s\S])*?\"{3}|'{3}[\s\S]*?'{3}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|#[^\n]*+"""
-"""Strings and comments, which the patterns below skip: their content may look like keys, brackets or numbers."""
+"""Strings and comments. The patterns below skip them: their content may look like keys, brackets or numbers."""
 
 _PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_DOTS = rf"[ \t]*+({_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{PARTS},}}+)[ \t]*+[=\]]"
+_DOTS = rf"[ \t]*+({_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_KEY_PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
 BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
 _BARE_VALUE = re.compile(
@@ -48,69 +48,69 @@ _BARE_VALUE = re.compile(
 _BARE_ITEM = re.compile(r"""[^\s"'#=,\[\]{}]+""")
 _WORD = re.compile(r"[^\W\d_]{2}|/|^[^\W\d]|^[@$~.]")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
-_NUMBER = re.compile(rf"(?<=[=\[,\s])([+-]?(?:0x)?[0-9a-fA-F_]{{{DIGITS},}})|{_TEXT}")
+_NUMBER = re.compile(rf"(?<=[=\[,\s])([+-]?(?:0x)?[0-9a-fA-F_]{{{MAX_DIGITS},}})|{_TEXT}")
 
 
 def decode(content: bytes) -> str:
-    """The text of a file: UTF-8, with or without a byte order mark. Raises ValueError, whose text says why."""
-    if len(content) > LARGEST:
-        raise ValueError("it is larger than 1 MiB, so it is no recipe")
+    """Decode a file: UTF-8, with or without a byte order mark. Raises ValueError with the reason."""
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError("it is larger than 1 MiB, so it is not a recipe")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = content[: error.start].decode("utf-8-sig")
-        line, column = _position(before, len(before))
+        line, column = _line_and_column(before, len(before))
         raise ValueError(f"line {line}, column {column} is not UTF-8") from error
 
 
-@paused_collection()
+@pause_collection()
 def parse(text: str, source: str = "") -> dict[str, Any]:
-    """The tree of a TOML text. Raises RecipeError with one problem, placed in `source`."""
-    has_long = any(len(line) > 2 * PARTS and line.count(".") >= PARTS for line in text.split("\n"))
-    if has_long and (long := _first(_LONG_KEY, text)) is not None:
-        raise _error(source, text, long, f"a key of more than {PARTS} parts")
+    """Parse a TOML text into a tree. Raises RecipeError with one problem, positioned in `source`."""
+    has_long = any(len(line) > 2 * MAX_KEY_PARTS and line.count(".") >= MAX_KEY_PARTS for line in text.split("\n"))
+    if has_long and (long := _find_first(_LONG_KEY, text)) is not None:
+        raise _syntax_error(source, text, long, f"a key has more than {MAX_KEY_PARTS} parts")
     try:
         data = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         message, offset, hint = diagnose(text, error)
-        raise _error(source, text, offset, message, hint) from error
+        raise _syntax_error(source, text, offset, message, hint) from error
     except RecursionError as error:
-        raise _too_deep(source, text) from error
-    except ValueError as error:  # a decimal number of more digits than Python converts
-        raise _too_long(source, text) from error
-    for depth, parts in enumerate(_levels(data)):
-        if depth > DEPTH:
-            raise _too_deep(source, text)
-        if [part for part in parts if type(part) is int and part.bit_length() > DIGITS * 4]:
-            raise _too_long(source, text)
+        raise _depth_error(source, text) from error
+    except ValueError as error:  # a decimal number with more digits than Python converts
+        raise _digits_error(source, text) from error
+    for depth, parts in enumerate(_iterate_levels(data)):
+        if depth > MAX_DEPTH:
+            raise _depth_error(source, text)
+        if [part for part in parts if type(part) is int and part.bit_length() > MAX_DIGITS * 4]:
+            raise _digits_error(source, text)
     return data
 
 
-def _error(source: str, text: str, offset: int, message: str, hint: str = "") -> RecipeError:
-    return RecipeError([Problem("DL103", message, hint, place=Place(source, *_position(text, offset)))])
+def _syntax_error(source: str, text: str, offset: int, message: str, hint: str = "") -> RecipeError:
+    return RecipeError([Problem("DL103", message, hint, position=Position(source, *_line_and_column(text, offset)))])
 
 
-def _too_deep(source: str, text: str) -> RecipeError:
-    depth, at = 0, 0
-    for found in BRACKET.finditer(text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-        if depth > DEPTH:
-            at = found.start()
+def _depth_error(source: str, text: str) -> RecipeError:
+    depth, offset = 0, 0
+    for bracket in BRACKET.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket[0], 0)
+        if depth > MAX_DEPTH:
+            offset = bracket.start()
             break
-    return _error(source, text, at, f"arrays and tables are nested more than {DEPTH} deep")
+    return _syntax_error(source, text, offset, f"arrays and tables are nested more than {MAX_DEPTH} deep")
 
 
-def _too_long(source: str, text: str) -> RecipeError:
-    return _error(source, text, _first(_NUMBER, text) or 0, f"a number of more than {DIGITS} digits")
+def _digits_error(source: str, text: str) -> RecipeError:
+    return _syntax_error(source, text, _find_first(_NUMBER, text) or 0, f"a number has more than {MAX_DIGITS} digits")
 
 
-def _first(pattern: re.Pattern[str], text: str) -> int | None:
-    """The offset of the first match of a pattern's group outside strings and comments."""
-    return next((found.start(1) for found in pattern.finditer(text) if found[1] is not None), None)
+def _find_first(pattern: re.Pattern[str], text: str) -> int | None:
+    """Return the offset where a pattern's group first matches outside strings and comments, or None."""
+    return next((match.start(1) for match in pattern.finditer(text) if match[1] is not None), None)
 
 
-def _levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
-    """The values at each depth of tables and arrays. Not recursive, since the depth may be great."""
+def _iterate_levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
+    """Yield the values at every depth in tables and arrays. Not recursive, because the depth may be great."""
     parts: Collection[Any] = data.values()
     while True:
         yield parts
@@ -120,79 +120,81 @@ def _levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
         parts = list(chain.from_iterable(inside))
 
 
-def _position(text: str, offset: int) -> tuple[int, int]:
+def _line_and_column(text: str, offset: int) -> tuple[int, int]:
     return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
 def diagnose(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str]:
-    """A syntax error as a message, the offset where the mistake began (not where tomli gave up), and a hint."""
+    """Return a message for a syntax error, the offset where the mistake began (not where tomli gave up), and a hint."""
     word = re.match(r"[A-Za-z]+", text[error.pos :])
     if error.msg == "Invalid value" and word and word[0] in ("True", "False", "None", "null"):
-        meant = "leave the key out: TOML has no such value" if word[0][0] in "Nn" else f"write {word[0].lower()}"
-        return f"{word[0]} is not a TOML value", error.pos, meant
-    if (error.msg == "Cannot overwrite a value" or error.msg.endswith("twice")) and (twice := _twice(text, error)):
-        return twice
+        hint = "leave the key out: TOML has no such value" if word[0][0] in "Nn" else f"write {word[0].lower()}"
+        return f"{word[0]} is not a TOML value", error.pos, hint
+    if (error.msg == "Cannot overwrite a value" or error.msg.endswith("twice")) and (
+        duplicate := _diagnose_duplicate(text, error)
+    ):
+        return duplicate
     if error.msg == "Unterminated string" or error.msg in ('Expected "\'"', "Expected \"'''\"", 'Expected \'"""\''):
-        return "unterminated string", _opening(text, error.pos), "close it with the quotes that opened it"
+        return "unterminated string", _find_opening(text, error.pos), "close it with the quotes that opened it"
     is_value = error.msg == "Invalid value" or error.msg.startswith("Expected newline")
     hint = _suggest_value(text, error.pos) if is_value else ""
-    return f"this is not TOML: {error.msg}", error.pos, hint or _suggest(text, error.pos)
+    return f"this is not TOML: {error.msg}", error.pos, hint or _suggest_syntax(text, error.pos)
 
 
 def _suggest_value(text: str, at: int) -> str:
-    """What to write instead of a value without quotes, or with a decimal comma; empty if there is none at an offset."""
+    """Return a correction for a value at an offset without quotes or with a decimal comma. Empty if there is none."""
     start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
     line = text[start : len(text) if end < 0 else end]
-    if len(line) > LONGEST_LINE:
+    if len(line) > MAX_LINE_LENGTH:
         return ""
-    if written := _BARE_VALUE.fullmatch(line):
-        value = written["value"]
+    if assignment := _BARE_VALUE.fullmatch(line):
+        value = assignment["value"]
         if _DECIMAL_COMMA.fullmatch(value):
             return f"write {value.replace(',', '.')}: decimals have a point"
-    elif within := _BARE_ITEM.match(text, at):
-        value = within[0]
+    elif bare_item := _BARE_ITEM.match(text, at):
+        value = bare_item[0]
     else:
         return ""
     return f"strings need quotes: write {dumps(value)}" if _WORD.search(value) else ""
 
 
-def _suggest(text: str, at: int) -> str:
-    """What to write instead of an unexpected character."""
+def _suggest_syntax(text: str, at: int) -> str:
+    """Return a correction for an unexpected character."""
     letter = text[at : at + 1]
     if letter == ":" or text.startswith("---", at - 3):
         return "TOML writes key = value, below a [table]"
     if letter == "{":
         return "this looks like JSON; TOML writes key = value, below a [table]"
     if letter > "\x7f":
-        return f"{letter!a} is {unicodedata.name(letter, 'no letter')}; such letters need quotes around them"
+        return f"{letter!a} is {unicodedata.name(letter, 'no letter')}; put quotes around text that contains it"
     return ""
 
 
-def _twice(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | None:
-    """The diagnosis of a duplicate key: the offset of the second one, with the line of the first in the hint."""
+def _diagnose_duplicate(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | None:
+    """Return the diagnosis of a duplicate key: its second offset, and a hint with the line of the first."""
     start = text.rfind("\n", 0, error.pos) + 1
     before, line = text[:start], text[start:].partition("\n")[0]
-    path: KeyPath = next(_paths(line, before), ())
-    places = SourceMap(before)
-    first = places.key(path) or places.value(path) if path else None
+    path: KeyPath = next(_find_path(line, before), ())
+    source_map = SourceMap(before)
+    first = source_map.key(path) or source_map.value(path) if path else None
     if first is None:
         return None
-    return f"{path[-1]!r} is set twice", start, f"it is set on line {places.position(first.start)[0]} already"
+    return f"{path[-1]!r} is set twice", start, f"it is set on line {source_map.position(first.start)[0]} already"
 
 
-def _paths(line: str, before: str) -> Iterator[KeyPath]:
-    """The full path of the key that a line sets, or nothing if it can't be determined."""
+def _find_path(line: str, before: str) -> Iterator[KeyPath]:
+    """Yield the full path of the key on a line, or nothing if it can't be determined."""
     with suppress(tomli.TOMLDecodeError, RecursionError, ValueError):
         if header := re.match(r"\s*\[\[?(.*?)\]", line):
-            yield tuple(_only(tomli.loads(f"[{header[1]}]")))
+            yield tuple(_find_only_path(tomli.loads(f"[{header[1]}]")))
             return
-        here = tuple(_only(tomli.loads(f'{before}\n"\\u0000mark" = 0'), MARK))[:-1]
+        here = tuple(_find_only_path(tomli.loads(f'{before}\n"\\u0000mark" = 0'), MARK))[:-1]
         key = line.partition("=")[0]
-        yield (*here, *_only(tomli.loads(f"{key} = 0")))
+        yield (*here, *_find_only_path(tomli.loads(f"{key} = 0")))
 
 
-def _only(tree: Any, mark: str = "") -> Iterator[str | int]:
-    """The path down a tree: to the mark if one is given, or else through tables with a single key."""
+def _find_only_path(tree: Any, mark: str = "") -> Iterator[str | int]:
+    """Yield the path down a tree: to the mark if one is passed, or else through tables with a single key."""
     trail: list[tuple[KeyPath, Any]] = [((), tree)]
     while trail:
         path, item = trail.pop()
@@ -205,16 +207,16 @@ def _only(tree: Any, mark: str = "") -> Iterator[str | int]:
         trail += [((*path, key), part) for key, part in inside]
 
 
-def _opening(text: str, end: int) -> int:
-    """Where an unterminated string begins: at the last quotes before which the text is valid."""
-    for found in list(re.finditer(r"\"\"\"|'''|[\"']", text[:end]))[: -TRIES - 1 : -1]:
-        if _is_valid_prefix(f'{text[: found.start()]}""'):
-            return found.start()
+def _find_opening(text: str, end: int) -> int:
+    """Return the offset where an unterminated string begins: the last quotes after which only a string is missing."""
+    for quotes in list(re.finditer(r"\"\"\"|'''|[\"']", text[:end]))[: -MAX_TRIES - 1 : -1]:
+        if _is_valid_prefix(f'{text[: quotes.start()]}""'):
+            return quotes.start()
     return end
 
 
 def _is_valid_prefix(text: str) -> bool:
-    """Whether a text is TOML, or would be if it continued."""
+    """Return whether a text is TOML, or could be continued to TOML."""
     try:
         tomli.loads(text)
     except tomli.TOMLDecodeError as error:

@@ -1,1 +1,1 @@
-"""Types of settings and ports: values converted to them, their names in messages, and whether classes match."""
+"""Types of settings and ports: conversion from TOML values, names for messages, and port matching."""

@@ -1,4 +1,4 @@
-"""Whether a value of one annotated type is assignable to another; true if the annotations do not say."""
+"""Assignability of annotated types. A type without annotations is assignable to everything."""
 
 import collections.abc
 import types
@@ -7,50 +7,53 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 Fits = Callable[[type, Any], bool]
-"""Whether a class implements a Protocol, which may have type parameters."""
+"""Predicate: whether a class implements a Protocol, which may have type parameters."""
 
 WIDER = {int: (float, complex), float: (complex,)}
-"""Types to which PEP 484 makes int and float assignable although they are no subclasses."""
+"""Types to which PEP 484 makes int and float assignable although they are not subclasses."""
 
 FUNCTION: type = collections.abc.Callable  # type: ignore[assignment]
 
 
-def assignable(given: Any, promised: Any, fits: Fits = lambda given, promised: True) -> bool:
-    """Whether `given` is assignable to `promised`; generics by their parameters where both have them."""
-    given, promised = _bare(given), _bare(promised)
-    if promised is object or _is_open(given) or _is_open(promised) or given == promised:
-        return True
-    if _is_union(given):
-        return all(assignable(member, promised, fits) for member in typing.get_args(given))
-    if _is_union(promised):
-        return any(assignable(given, member, fits) for member in typing.get_args(promised))
-    if typing.get_origin(given) is Literal:
-        return _literal(given, promised, fits)
-    if typing.get_origin(promised) is Literal:
-        return False
-    return _classes(given, promised, fits)
-
-
-def bindings(kind: Any, base: Any) -> dict[Any, Any]:
+def is_assignable(source: Any, target: Any, fits: Fits = lambda source, target: True) -> bool:
     """
-    The type arguments that a class or annotated type `kind` gives to the parameters of a generic `base`, where known.
+    Return whether `source` is assignable to `target`. Generics are compared by their parameters if both have some.
+    """
+    source, target = _unwrap(source), _unwrap(target)
+    if target is object or _is_open(source) or _is_open(target) or source == target:
+        return True
+    if _is_union(source):
+        return all(is_assignable(member, target, fits) for member in typing.get_args(source))
+    if _is_union(target):
+        return any(is_assignable(source, member, fits) for member in typing.get_args(target))
+    if typing.get_origin(source) is Literal:
+        return _is_literal_assignable(source, target, fits)
+    if typing.get_origin(target) is Literal:
+        return False
+    return _is_class_assignable(source, target, fits)
 
-    Keys are type variables, or indices for the standard library's generics, which have no type variables.
+
+def find_type_arguments(kind: Any, base: Any) -> dict[Any, Any]:
+    """
+    Return the type arguments with which a class or annotated type `kind` binds the parameters of a generic `base`.
+
+    Keys are type variables, or indices for generics of the standard library, which have no type variables. Unknown
+    arguments are left out.
     """
     origin, base = typing.get_origin(kind) or kind, typing.get_origin(base) or base
     arguments = typing.get_args(kind)
     own = dict(zip(getattr(origin, "__parameters__", None) or range(len(arguments)), arguments, strict=False))
     if origin is base:
         return own
-    for above in getattr(origin, "__orig_bases__", ()):
-        parent = typing.get_origin(above) or above
+    for generic_base in getattr(origin, "__orig_bases__", ()):
+        parent = typing.get_origin(generic_base) or generic_base
         if isinstance(parent, type) and base in parent.__mro__:
-            return bindings(substitute(above, own), base)
+            return find_type_arguments(substitute(generic_base, own), base)
     return {}
 
 
 def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
-    """A type with its known type variables replaced."""
+    """Replace the known type variables in a type."""
     if isinstance(kind, typing.TypeVar):
         return known.get(kind, kind)
     open_parameters = getattr(kind, "__parameters__", ())
@@ -59,8 +62,8 @@ def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
     return kind[tuple(known.get(parameter, parameter) for parameter in open_parameters)]
 
 
-def _bare(kind: Any) -> Any:
-    """The type inside Annotated, ClassVar, Final and NewType."""
+def _unwrap(kind: Any) -> Any:
+    """Return the type inside Annotated, ClassVar, Final and NewType."""
     while True:
         if typing.get_origin(kind) in (typing.Annotated, typing.ClassVar, typing.Final):
             kind = typing.get_args(kind)[0]
@@ -71,7 +74,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _is_open(kind: Any) -> bool:
-    """Whether a type accepts anything: Any, Self, a type variable, a name that is not resolved."""
+    """Return whether a type accepts anything: Any, Self, a type variable, or an unresolved name."""
     return kind in (Any, typing.Self) or isinstance(kind, typing.TypeVar | str | typing.ForwardRef)
 
 
@@ -79,52 +82,55 @@ def _is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def _literal(given: Any, promised: Any, fits: Fits) -> bool:
-    values = typing.get_args(given)
-    if typing.get_origin(promised) is Literal:
-        # With their types, since 1 == True == 1.0 in Python.
-        return {(type(value), value) for value in values} <= {(type(v), v) for v in typing.get_args(promised)}
-    return all(assignable(type(value), promised, fits) for value in values)
+def _is_literal_assignable(source: Any, target: Any, fits: Fits) -> bool:
+    values = typing.get_args(source)
+    if typing.get_origin(target) is Literal:
+        # Compared with their types, since 1 == True == 1.0 in Python.
+        return {(type(value), value) for value in values} <= {(type(v), v) for v in typing.get_args(target)}
+    return all(is_assignable(type(value), target, fits) for value in values)
 
 
-def _classes(given: Any, promised: Any, fits: Fits) -> bool:
-    ours, theirs = (_class_of(kind) for kind in (given, promised))
-    if ours is None or theirs is None:
-        return (ours is None) == (theirs is None) and given == promised
-    if theirs in WIDER.get(ours, ()):
+def _is_class_assignable(source: Any, target: Any, fits: Fits) -> bool:
+    source_class, target_class = (_class_of(kind) for kind in (source, target))
+    if source_class is None or target_class is None:
+        return (source_class is None) == (target_class is None) and source == target
+    if target_class in WIDER.get(source_class, ()):
         return True
-    if theirs is FUNCTION:
-        return _callables(given, promised, fits)
-    if getattr(theirs, "_is_protocol", False) and theirs not in ours.__mro__:
-        return fits(ours, promised)
-    return _is_subclass(ours, theirs) and all(assignable(*pair, fits) for pair in _pairs(given, promised, theirs))
+    if target_class is FUNCTION:
+        return _is_callable_assignable(source, target, fits)
+    if getattr(target_class, "_is_protocol", False) and target_class not in source_class.__mro__:
+        return fits(source_class, target)
+    return _is_subclass(source_class, target_class) and all(
+        is_assignable(*pair, fits) for pair in _pair_type_arguments(source, target, target_class)
+    )
 
 
-def _pairs(given: Any, promised: Any, common: type) -> Iterator[tuple[Any, Any]]:
-    """Pairs of type arguments of two generics for the same parameter, where both have one."""
-    theirs = typing.get_args(promised)
-    if common is tuple and Ellipsis in theirs:
-        yield from ((kind, theirs[0]) for kind in typing.get_args(given) if kind is not Ellipsis)
-    elif common is tuple and typing.get_args(given) and theirs:
-        ours = typing.get_args(given)
-        unlike = len(ours) != len(theirs) or Ellipsis in ours
-        yield from [(int, str)] if unlike else zip(ours, theirs, strict=True)  # a pair that is not assignable
+def _pair_type_arguments(source: Any, target: Any, common: type) -> Iterator[tuple[Any, Any]]:
+    """Yield the type arguments from both generics for every parameter bound in both."""
+    target_arguments = typing.get_args(target)
+    if common is tuple and Ellipsis in target_arguments:
+        yield from ((kind, target_arguments[0]) for kind in typing.get_args(source) if kind is not Ellipsis)
+    elif common is tuple and typing.get_args(source) and target_arguments:
+        source_arguments = typing.get_args(source)
+        mismatch = len(source_arguments) != len(target_arguments) or Ellipsis in source_arguments
+        # int is never assignable to str, so the tuples do not match.
+        yield from [(int, str)] if mismatch else zip(source_arguments, target_arguments, strict=True)
     else:
-        ours = tuple(bindings(given, common).values()) or typing.get_args(given)
-        yield from zip(ours, theirs, strict=False)
+        source_arguments = tuple(find_type_arguments(source, common).values()) or typing.get_args(source)
+        yield from zip(source_arguments, target_arguments, strict=False)
 
 
-def _callables(given: Any, promised: Any, fits: Fits) -> bool:
-    """Parameters are contravariant, the return type is covariant."""
-    ours, theirs = typing.get_args(given), typing.get_args(promised)
-    if _class_of(given) is not FUNCTION or not ours or not theirs:
-        return bool(ours) or _is_subclass(_class_of(given) or object, FUNCTION)
-    if not assignable(ours[1], theirs[1], fits):
+def _is_callable_assignable(source: Any, target: Any, fits: Fits) -> bool:
+    """Compare parameters as contravariant and the return type as covariant."""
+    source_arguments, target_arguments = typing.get_args(source), typing.get_args(target)
+    if _class_of(source) is not FUNCTION or not source_arguments or not target_arguments:
+        return bool(source_arguments) or _is_subclass(_class_of(source) or object, FUNCTION)
+    if not is_assignable(source_arguments[1], target_arguments[1], fits):
         return False
-    if not (isinstance(ours[0], list) and isinstance(theirs[0], list)):
+    if not (isinstance(source_arguments[0], list) and isinstance(target_arguments[0], list)):
         return True
-    pairs = zip(theirs[0], ours[0], strict=False)
-    return len(ours[0]) == len(theirs[0]) and all(assignable(*pair, fits) for pair in pairs)
+    pairs = zip(target_arguments[0], source_arguments[0], strict=False)
+    return len(source_arguments[0]) == len(target_arguments[0]) and all(is_assignable(*pair, fits) for pair in pairs)
 
 
 def _class_of(kind: Any) -> type | None:
@@ -132,8 +138,8 @@ def _class_of(kind: Any) -> type | None:
     return kind if isinstance(kind, type) else None
 
 
-def _is_subclass(given: type, promised: type) -> bool:
+def _is_subclass(source: type, target: type) -> bool:
     try:
-        return issubclass(given, promised)
-    except TypeError:  # protocols with data members refuse issubclass
+        return issubclass(source, target)
+    except TypeError:  # issubclass refuses protocols with data members
         return True

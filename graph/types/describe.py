@@ -1,4 +1,4 @@
-"""Names of types and values for messages, in the terms of TOML, and hints for values of nearly the right type."""
+"""Names of types and values for messages, in TOML terms, and hints for values with nearly the right type."""
 
 import re
 import types
@@ -14,8 +14,8 @@ import tomli
 
 from drawloom.graph.toml.emit import dumps
 
-SHOWN = 40
-"""Characters of a value that a message shows at most."""
+MAX_VALUE_LENGTH = 40
+"""Length in characters at which messages cut a value."""
 
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -39,15 +39,15 @@ TYPE_NAMES = {
 
 
 def describe(value: Any) -> str:
-    """A value for a message: the string "x", the integer 3, true."""
+    """Return a value as messages show it: the string "x", the integer 3, true."""
     if value is None:
         return "nothing"
     noun = "" if type(value) is bool else TYPE_NAMES.get(type(value), "")
     return f"the {noun} {shorten(value)}" if noun else shorten(value)
 
 
-def toml_or_python(value: Any) -> str:
-    """A value as TOML or, if it is made in Python and TOML does not have it, as Python."""
+def dump_or_repr(value: Any) -> str:
+    """Return a value as TOML, or as Python for values which TOML can't express."""
     try:
         return dumps(value)
     except (TypeError, ValueError):
@@ -55,38 +55,38 @@ def toml_or_python(value: Any) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value as TOML, cut to SHOWN characters."""
-    text = toml_or_python(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    """Return a value as TOML, cut to MAX_VALUE_LENGTH characters."""
+    text = dump_or_repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
 
 
 def describe_type(kind: Any) -> str:
-    """A type for a message: integer, array of strings, "first" or "last"; None in a union is omitted."""
-    return _either(noun + rest for noun, rest in _alternatives(kind))
+    """Return a type as messages show it: integer, array of strings, "first" or "last". None in a union is omitted."""
+    return _join_with_or(noun + rest for noun, rest in _alternatives(kind))
 
 
-def placeholder(kind: Any) -> str:
-    """Return what stands for a value of a type in a line to complete: ... or ["..."]."""
+def make_placeholder(kind: Any) -> str:
+    """Return the placeholder for a value in a line to complete: ... or ["..."]."""
     noun, rest = next(iter(_alternatives(kind)))
     if noun != "array":
         return "..."
     return '["..."]' if rest in (" of strings", " of paths") else "[...]"
 
 
-def expected(kind: Any) -> str:
-    """The beginning of a message about a value that is not of type `kind`: expected an integer."""
-    return "expected " + _either(_article(noun) + noun + rest for noun, rest in _alternatives(kind))
+def describe_expected(kind: Any) -> str:
+    """Start a message about a wrongly typed value, such as "expected an integer"."""
+    return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _alternatives(kind))
 
 
 def union_members(union: Any) -> list[Any]:
-    """The members of a union other than None, or the type itself if it is not a union."""
+    """Return a union's members except None, or the type itself if it is not a union."""
     if typing.get_origin(union) not in (typing.Union, types.UnionType):
         return [union]
     return [member for member in typing.get_args(union) if member is not type(None)]
 
 
 def _alternatives(kind: Any) -> list[tuple[str, str]]:
-    """Each alternative of a type as (noun, rest): ("array", " of strings"); for a literal value the noun is empty."""
+    """Return a type's alternatives as (noun, rest), such as ("array", " of strings"). Literals have an empty noun."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in TYPE_NAMES:
         return [(TYPE_NAMES[kind], "")]
@@ -97,51 +97,51 @@ def _alternatives(kind: Any) -> list[tuple[str, str]]:
     if union_members(kind) != [kind]:
         return list(dict.fromkeys(words for member in union_members(kind) for words in _alternatives(member)))
     if origin in (list, tuple, Sequence):
-        return [("array", _items(inner, origin is tuple and inner[-1:] != (...,)))]
+        return [("array", _describe_items(inner, origin is tuple and inner[-1:] != (...,)))]
     if origin in (dict, Mapping):
-        return [("table", _of(inner[1]))]
+        return [("table", _describe_element_type(inner[1]))]
     if attrs.has(kind):
         return [("table", " with " + ", ".join(field.alias for field in attrs.fields(kind) if field.init))]
     return [(getattr(kind, "__name__", str(kind)), "")]
 
 
-def _items(kinds: tuple[Any, ...], fixed: bool) -> str:
+def _describe_items(kinds: tuple[Any, ...], fixed: bool) -> str:
     if not fixed:
-        return _of(kinds[0])
+        return _describe_element_type(kinds[0])
     if len(kinds) > 1 and len(set(kinds)) == 1:
-        return f" of {len(kinds)} {_plural(kinds[0])}"
+        return f" of {len(kinds)} {_pluralize(kinds[0])}"
     return f" [{', '.join(map(describe_type, kinds))}]"
 
 
-def _of(kind: Any) -> str:
-    return "" if kind in (Any, object) else f" of {_plural(kind)}"
+def _describe_element_type(kind: Any) -> str:
+    return "" if kind in (Any, object) else f" of {_pluralize(kind)}"
 
 
-def _plural(kind: Any) -> str:
-    return _either(f"{noun}s{rest}" if noun else rest for noun, rest in _alternatives(kind))
+def _pluralize(kind: Any) -> str:
+    return _join_with_or(f"{noun}s{rest}" if noun else rest for noun, rest in _alternatives(kind))
 
 
-def _article(noun: str) -> str:
+def _article_for(noun: str) -> str:
     return "" if not noun else "an " if noun[0] in "aeiou" else "a "
 
 
-def _either(words: Iterable[str]) -> str:
+def _join_with_or(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def near_misses(value: Any) -> Iterator[tuple[Any, str]]:
-    """Values of other types that a value was probably meant as, each with the hint what to write."""
+def find_near_misses(value: Any) -> Iterator[tuple[Any, str]]:
+    """Yield (value, hint) for values of other types that the user probably meant, such as 3 for "3"."""
     try:
         text = dumps(value)
     except (TypeError, ValueError):  # not a TOML value
         return
     if isinstance(value, str):
         if DECIMAL_COMMA.fullmatch(value):
-            meant = value.replace(",", ".")
-            yield float(meant), f"write {meant}: decimals have a point"
+            corrected = value.replace(",", ".")
+            yield float(corrected), f"write {corrected}: decimals have a point"
         for bare in (value, value.lower()):
-            yield from ((meant, f"write {bare} without quotes") for meant in _read(bare))
+            yield from ((corrected, f"write {bare} without quotes") for corrected in _parse_value(bare))
     elif not isinstance(value, list | dict):
         yield text, f"write {dumps(text)}"
     if isinstance(value, float) and value.is_integer():
@@ -154,8 +154,8 @@ def near_misses(value: Any) -> Iterator[tuple[Any, str]]:
         yield value[0], f"write {text[1:-1]} without brackets"
 
 
-def _read(text: str) -> list[Any]:
-    """The value of a text as TOML, if it is valid; none if it can't be printed in a hint."""
+def _parse_value(text: str) -> list[Any]:
+    """Parse a text as one TOML value. Return an empty list if it is invalid, or if a hint can't print it."""
     try:
         return [tomli.loads(f"x = {text}")["x"]] if text.isprintable() else []
     except (ValueError, RecursionError):

@@ -1,4 +1,6 @@
-"""Converts TOML values to the types of settings, strictly, by cattrs; all problems of a value are reported at once."""
+"""
+Strict conversion of TOML values to the types of settings, by cattrs. All problems with a value are reported at once.
+"""
 
 import math
 import typing
@@ -17,30 +19,37 @@ from cattrs.errors import AttributeValidationNote, IterableValidationError, Iter
 from cattrs.gen import make_dict_structure_fn, override
 
 from drawloom.graph.component import Check
-from drawloom.graph.problems import KeyPath, Problem, did_you_mean, nearest
+from drawloom.graph.problems import KeyPath, Problem, did_you_mean, find_nearest
 from drawloom.graph.toml.emit import dump_key, dumps
-from drawloom.graph.types.describe import SHOWN, TYPE_NAMES, describe, expected, near_misses, union_members
+from drawloom.graph.types.describe import (
+    MAX_VALUE_LENGTH,
+    TYPE_NAMES,
+    describe,
+    describe_expected,
+    find_near_misses,
+    union_members,
+)
 
 Hook = Callable[[Any, Any], Any]
 
 
 class Values:
     """
-    Converts the values that tomli returns to the types that fields of components are annotated with.
+    Converter of values from tomli to the annotated types of component fields.
 
-    These are str, bool, int, float, Path, datetime, date, time, Literal, Enum (by value), list, tuple, Sequence, dict,
-    Mapping, attrs classes, unions of them, and Any. Other types raise TypeError, since the component is wrong then, and
-    not the recipe.
+    Supported types are str, bool, int, float, Path, datetime, date, time, Literal, Enum (by value), list, tuple,
+    Sequence, dict, Mapping, attrs classes, unions of these, and Any. Other types raise TypeError, because the component
+    is wrong and not the recipe.
     """
 
     def structure(self, value: Any, kind: Any, check: Check | None = None) -> tuple[Any, list[Problem]]:
-        """The value as `kind` and no problems, or None and the problems, each with its `path` inside the value."""
-        if type(value) is kind and kind in (str, bool, int, float) and not check and not _objection(value, kind):
+        """Convert a value to `kind`. Return (value, []), or (None, problems), where `path` leads to the faulty part."""
+        if type(value) is kind and kind in (str, bool, int, float) and not check and not _find_objection(value, kind):
             return value, []  # the fast path of most settings
         try:
             hook = self._with_check(check) if check else self._structure
             return hook(value, kind), []
-        except (_Mismatch, BaseValidationError) as error:
+        except (_MismatchError, BaseValidationError) as error:
             return None, list(self._problems(error, ()))
 
     def _structure(self, value: Any, kind: Any) -> Any:
@@ -50,31 +59,31 @@ class Values:
         def structure(value: Any, kind: Any) -> Any:
             result = self._structure(value, kind)
             if reason := check(result):
-                raise _Mismatch(value, kind, reason)
+                raise _MismatchError(value, kind, reason)
             return result
 
         return structure
 
     @cached_property
     def _converter(self) -> Converter:
-        """A hook for each type. cattrs takes registered classes first, then the last predicate that holds."""
-        # Detailed validation collects the errors of all items of a value instead of raising the first.
+        """Converter with a hook per type. cattrs tries registered classes first, then the newest matching predicate."""
+        # Detailed validation collects the errors of all items instead of raising the first.
         converter = Converter(detailed_validation=True)
-        # First, so that it is tried last: cattrs would otherwise guess for types that it does not know.
-        converter.register_structure_hook_factory(lambda kind: True, _refuse)
+        # Registered first, so tried last: otherwise cattrs would guess for unknown types.
+        converter.register_structure_hook_factory(lambda kind: True, _refuse_type)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
-        converter.register_structure_hook_func(_is_literal, _choose)
+        converter.register_structure_hook_func(_is_literal, _structure_choice)
         converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._union)
-        converter.register_structure_hook_func(lambda kind: _origin(kind) is tuple, self._fixed_array)
-        converter.register_structure_hook_factory(_is_array, _array)
-        converter.register_structure_hook_factory(lambda kind: _origin(kind) in (dict, Mapping), _table)
+        converter.register_structure_hook_func(lambda kind: _origin(kind) is tuple, self._structure_tuple)
+        converter.register_structure_hook_factory(_is_array, _make_array_hook)
+        converter.register_structure_hook_factory(lambda kind: _origin(kind) in (dict, Mapping), _make_table_hook)
         converter.register_structure_hook_factory(_is_class, self._class)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
-            converter.register_structure_hook(kind, _scalar)
+            converter.register_structure_hook(kind, _structure_scalar)
         return converter
 
     def _union(self, value: Any, kind: Any) -> Any:
-        """The value as the first member that accepts it, int before float; else the error of the closest one."""
+        """Convert a value to the first accepting member type, int before float. Otherwise raise the closest error."""
         if value is None and type(None) in typing.get_args(kind):
             return None
         inside: list[Exception] = []
@@ -82,40 +91,40 @@ class Values:
         for member in sorted(union_members(kind), key=lambda member: member is float):
             try:
                 return self._structure(value, member)
-            except _Mismatch as error:
+            except _MismatchError as error:
                 inside += [error] if error.reason else []
             except BaseValidationError as error:
                 inside.append(error)
-        raise inside[0] if len(inside) == 1 else _Mismatch(value, kind)
+        raise inside[0] if len(inside) == 1 else _MismatchError(value, kind)
 
-    def _fixed_array(self, value: Any, kind: Any) -> tuple[Any, ...]:
+    def _structure_tuple(self, value: Any, kind: Any) -> tuple[Any, ...]:
         kinds = typing.get_args(kind)
         if not isinstance(value, list):
-            raise _Mismatch(value, kind)
+            raise _MismatchError(value, kind)
         if len(value) != len(kinds):
-            raise _Mismatch(value, kind, f"{expected(kind)}: {len(kinds)} items expected, {len(value)} given")
+            raise _MismatchError(value, kind, f"{describe_expected(kind)}, got {len(value)} items")
         items, errors = [], []
-        for index, (item, of) in enumerate(zip(value, kinds, strict=True)):
+        for index, (item, item_kind) in enumerate(zip(value, kinds, strict=True)):
             try:
-                items.append(self._structure(item, of))
-            except (_Mismatch, BaseValidationError) as error:
-                error.add_note(IterableValidationNote("", index, of))
+                items.append(self._structure(item, item_kind))
+            except (_MismatchError, BaseValidationError) as error:
+                error.add_note(IterableValidationNote("", index, item_kind))
                 errors.append(error)
         if errors:
             raise IterableValidationError("", errors, kind)
         return tuple(items)
 
     def _class(self, kind: type, converter: Converter) -> Hook:
-        """A table with the fields of an attrs class and no others, each with its own check."""
+        """Return a hook for a table with exactly the fields of an attrs class, each with its own check."""
         checks = {field.name: check for field in attrs.fields(kind) if (check := field.metadata.get("check"))}
         checked: dict[str, Any] = {name: override(struct_hook=self._with_check(checks[name])) for name in checks}
         inside: Hook = make_dict_structure_fn(
             kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_use_alias=True, **checked
         )
-        return _of_shape(dict, inside)
+        return _require_container(dict, inside)
 
     def _problems(self, error: Exception, path: KeyPath) -> Iterator[Problem]:
-        """The tree of exceptions that cattrs raises as a flat list; each exception's note is a step of the path."""
+        """Flatten the exception tree from cattrs into problems. The note of an exception is one step of the path."""
         note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
         if isinstance(note, AttributeValidationNote):
             path = (*path, note.name.lstrip("_"))
@@ -124,7 +133,7 @@ class Values:
         if isinstance(error, BaseValidationError):
             for inner in error.exceptions:
                 yield from self._problems(inner, path)
-        elif isinstance(error, _Mismatch):
+        elif isinstance(error, _MismatchError):
             yield Problem("DL303", str(error), "" if error.reason else self._hint(error.value, error.kind), path=path)
         elif isinstance(error, ForbiddenExtraKeysError):
             known = [field.alias for field in attrs.fields(error.cl) if field.init]
@@ -132,44 +141,44 @@ class Values:
                 yield Problem("DL303", "unknown key", did_you_mean(name, known), path=(*path, name))
         elif isinstance(error, KeyError) and note and error.args == path[-1:]:
             hint = f"write {dump_key(error.args[0])} = ..."
-            yield Problem("DL303", f"missing, {expected(note.type)}", hint, path=path)
+            yield Problem("DL303", f"missing, {describe_expected(note.type)}", hint, path=path)
         elif isinstance(error, ValueError | TypeError) and not note:
             yield Problem("DL303", str(error), path=path)  # raised by the attrs class itself
         else:
             raise error
 
     def _hint(self, value: Any, kind: Any) -> str:
-        for candidate, hint in near_misses(value):
-            with suppress(_Mismatch, BaseValidationError):
+        for candidate, hint in find_near_misses(value):
+            with suppress(_MismatchError, BaseValidationError):
                 self._structure(candidate, kind)
-                return hint if len(hint) <= 2 * SHOWN else ""
-        choices = [plain for member in union_members(kind) if _is_choice(member) for plain, _ in _choices(member)]
-        near = nearest(value, filter(_is_string, choices)) if _is_string(value) else None
+                return hint if len(hint) <= 2 * MAX_VALUE_LENGTH else ""
+        choices = [plain for member in union_members(kind) if _is_choice(member) for plain, _ in _list_choices(member)]
+        near = find_nearest(value, filter(_is_string, choices)) if _is_string(value) else None
         return "" if near is None else f"did you mean {dumps(near)}?"
 
 
-class _Mismatch(ValueError):
-    """A value that is not of type `kind`, or that has the type and is invalid for a reason."""
+class _MismatchError(ValueError):
+    """A value of another type than `kind`, or with the right type but invalid for a reason."""
 
     def __init__(self, value: Any, kind: Any, reason: str = "") -> None:
-        super().__init__(reason or f"{expected(kind)}, got {describe(value)}")
+        super().__init__(reason or f"{describe_expected(kind)}, got {describe(value)}")
         self.value, self.kind, self.reason = value, kind, reason
 
 
-def _scalar(value: Any, kind: Any) -> Any:
+def _structure_scalar(value: Any, kind: Any) -> Any:
     if _is_choice(kind):
-        return _choose(value, kind)
+        return _structure_choice(value, kind)
     if kind not in TYPE_NAMES:
-        return _refuse(kind)
+        return _refuse_type(kind)
     if type(value) not in {Path: (str,), float: (float, int)}.get(kind, (kind,)):
-        raise _Mismatch(value, kind)
-    if objection := _objection(value, kind):
-        raise _Mismatch(value, kind, f"{objection}, got {describe(value)}")
+        raise _MismatchError(value, kind)
+    if objection := _find_objection(value, kind):
+        raise _MismatchError(value, kind, f"{objection}, got {describe(value)}")
     return kind(value) if kind in (Path, float) else value
 
 
-def _objection(value: Any, kind: Any) -> str:
-    """Why a value is invalid although it has the expected TOML type; empty if it is valid."""
+def _find_objection(value: Any, kind: Any) -> str:
+    """Return why a value is invalid although it has the expected TOML type. Empty if it is valid."""
     if type(value) is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
         return "expected text without lone surrogates"
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -177,50 +186,50 @@ def _objection(value: Any, kind: Any) -> str:
     if kind is float and not math.isfinite(value):
         return "expected a finite number"
     if kind is float and float(value) != value:
-        return "expected a number that floating point holds exactly"
+        return "expected a number that a float represents exactly"
     if kind is Path and (not value or "\0" in value or "\n" in value):
         return "expected a path without newline and NUL" if value else "expected a path"
     return ""
 
 
-def _choose(value: Any, kind: Any) -> Any:
+def _structure_choice(value: Any, kind: Any) -> Any:
     if type(value) is float and value == math.inf:
-        value = "inf"  # numbers are finite; where infinity means something, it is a choice beside them
-    for plain, choice in _choices(kind):
+        value = "inf"  # numbers are finite; a setting that allows infinity lists it as a choice
+    for plain, choice in _list_choices(kind):
         if type(plain) is type(value) and plain == value:  # since True == 1 == 1.0 in Python
             return choice
-    raise _Mismatch(value, kind)
+    raise _MismatchError(value, kind)
 
 
-def _choices(kind: Any) -> list[tuple[Any, Any]]:
-    """The members of an Enum or a Literal as (TOML value, member)."""
+def _list_choices(kind: Any) -> list[tuple[Any, Any]]:
+    """Return Enum members or Literal choices as (TOML value, member)."""
     if _is_literal(kind):
         return [(choice, choice) for choice in typing.get_args(kind)]
     return [(member.value, member) for member in kind]
 
 
-def _array(kind: Any, converter: Converter) -> Hook:
+def _make_array_hook(kind: Any, converter: Converter) -> Hook:
     items = list_structure_factory(kind if typing.get_args(kind) else list, converter)
-    return _of_shape(list, items if _origin(kind) is list else lambda value, kind: tuple(items(value, kind)))
+    return _require_container(list, items if _origin(kind) is list else lambda value, kind: tuple(items(value, kind)))
 
 
-def _table(kind: Any, converter: Converter) -> Hook:
-    return _of_shape(dict, mapping_structure_factory(kind if typing.get_args(kind) else dict, converter))
+def _make_table_hook(kind: Any, converter: Converter) -> Hook:
+    return _require_container(dict, mapping_structure_factory(kind if typing.get_args(kind) else dict, converter))
 
 
-def _of_shape(shape: type, inside: Hook) -> Hook:
-    """A hook that requires an array or a table, and converts its items by another."""
+def _require_container(shape: type, inside: Hook) -> Hook:
+    """Return a hook for an array or a table whose items are converted by the hook `inside`."""
 
     def structure(value: Any, kind: Any) -> Any:
         if not isinstance(value, shape):
-            raise _Mismatch(value, kind)
+            raise _MismatchError(value, kind)
         return inside(value, kind)
 
     return structure
 
 
-def _refuse(kind: Any) -> Any:
-    raise TypeError(f"a setting can't be of type {kind}: TOML can't express one")
+def _refuse_type(kind: Any) -> Any:
+    raise TypeError(f"a setting can't be of type {kind}: TOML can't express this type")
 
 
 def _origin(kind: Any) -> Any:

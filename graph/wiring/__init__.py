@@ -1,1 +1,1 @@
-"""Builds the graph of a recipe: nodes, settings and edges, with every problem found."""
+"""From a recipe to a checked graph of nodes with settings and edges."""

@@ -1,4 +1,4 @@
-"""From a recipe to nodes with settings and edges; every problem is collected, and none hides another."""
+"""Make nodes with settings and edges from a recipe. Every problem is collected, and no problem hides another."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -13,17 +13,17 @@ from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe
-from drawloom.graph.types.port_match import implements, implements_any, mismatches
-from drawloom.graph.wiring.node import Edge, Node, dotted
-from drawloom.graph.wiring.settings import INVALID, SettingsResolver
+from drawloom.graph.types.port_match import find_mismatches, implements, implements_any
+from drawloom.graph.wiring.node import Edge, Node, format_path
+from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
 
-MOST = 6
-"""Candidates for an edge that a message lists at most."""
+MAX_CANDIDATES_SHOWN = 6
+"""Candidates for an edge that a message lists."""
 
 
 @attrs.define(eq=False)
 class GraphBuilder:
-    """The nodes of a recipe; `incomplete` has the problems of tables that could not become nodes."""
+    """Builder of a recipe's nodes. `incomplete` collects the problems of other tables."""
 
     recipe: MergedRecipe
     registry: Registry
@@ -35,7 +35,7 @@ class GraphBuilder:
         self._settings = SettingsResolver(self.recipe.vars)
 
     def run(self) -> None:
-        """Make every node with its settings, then resolve and check every edge."""
+        """Make every node with its settings, and then resolve and check every edge."""
         for name, table in self.recipe.nodes.items():
             self._make(name, table)
         edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make)
@@ -44,7 +44,7 @@ class GraphBuilder:
         edges.report_unnamed()
 
     def problems(self) -> Iterator[Problem]:
-        """All problems of nodes, and of tables that could not become nodes."""
+        """Yield all problems with nodes and other tables."""
         yield from self.incomplete
         for node in self.nodes.values():
             yield from node.problems
@@ -52,15 +52,15 @@ class GraphBuilder:
     def _make(self, name: str, table: Table, owner: str = "") -> Node | None:
         use = table.items["use"]
         if not (isinstance(use, Leaf) and isinstance(use.value, str)):
-            text = "`use` takes the name of a component, a string"
-            self.incomplete.append(Problem("DL204", text, node=name, place=use.place))
+            text = "`use` must be a string, the name of a component"
+            self.incomplete.append(Problem("DL204", text, node=name, position=use.position))
             return None
-        found = self.registry.find(use.value)
-        if isinstance(found, Problem):
-            self.incomplete.append(attrs.evolve(found, node=name, place=use.place))
+        spec = self.registry.find(use.value)
+        if isinstance(spec, Problem):
+            self.incomplete.append(attrs.evolve(spec, node=name, position=use.position))
             return None
-        node = self.nodes[name] = Node(name, table, found, owner)
-        for module, install in found.traits.needs.items():
+        node = self.nodes[name] = Node(name, table, spec, owner)
+        for module, install in spec.traits.needs.items():
             # find_spec does not import: the package may take seconds, and `check` does not need it.
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"
@@ -71,7 +71,7 @@ class GraphBuilder:
 
 @attrs.define(eq=False)
 class EdgeResolver:
-    """Resolves the edges of nodes. `make` makes a node from a table written inline, or None if that is invalid."""
+    """Resolver of the nodes' edges. `make` makes a node from an inline table, or returns None for an invalid table."""
 
     recipe: MergedRecipe
     nodes: dict[str, Node]
@@ -80,17 +80,17 @@ class EdgeResolver:
     _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
 
     def resolve_all(self, node: Node) -> None:
-        """Resolve the edges of a node, and of the nodes that are written inline in it."""
+        """Resolve a node's edges, and the edges in its inline nodes."""
         items = node.table.items
         for field in node.spec.edges:
             item = items.get(field.name)
             if item is None:
                 if field.required or field.is_wired:
-                    self._autowire(node, field)
+                    self._wire_by_type(node, field)
             elif field.kind in ("one", "optional"):
                 path = (field.name,)
                 value = self._substitute(node, item, field)
-                targets = self._direct(field, value) or self._resolve(node, field, value, path)
+                targets = self._find_direct(field, value) or self._resolve(node, field, value, path)
                 if len(targets) == 1:
                     node.connect(field.name, Edge(targets, (), (path,)))
             elif field.kind == "mapping":
@@ -99,7 +99,7 @@ class EdgeResolver:
                 self._connect_list(node, field, item)
 
     def _substitute(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
-        """The value of an edge, with a variable substituted."""
+        """Return an edge's value, with a variable substituted."""
         if not isinstance(item, Leaf):
             return item
         value = item.value
@@ -108,17 +108,17 @@ class EdgeResolver:
 
     def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
         values = self._substitute(node, item, field)
-        if values is INVALID:
+        if values is INVALID_VALUE:
             return
         if not isinstance(values, list):
-            text = f"{field.name} takes an array of nodes"
+            text = f"{field.name} must be an array of nodes"
             hint = f'write {field.name} = ["@name", ...]'
             return node.add_problem("DL310", text, hint, (field.name,))
         targets: list[str] = []
         items: list[KeyPath] = []
         for number, value in enumerate(values):
             path = (field.name, number)
-            for target in self._direct(field, value) or self._resolve(node, field, value, path, many=True):
+            for target in self._find_direct(field, value) or self._resolve(node, field, value, path, many=True):
                 targets.append(target)
                 items.append(path)
         self._report_duplicates(node, field, targets, items)
@@ -132,12 +132,12 @@ class EdgeResolver:
         first = {target: number for number, target in reversed([*enumerate(targets)])}
         for number, (target, path) in enumerate(zip(targets, items, strict=True)):
             if first[target] != number:
-                text = f"{dotted(path)}: [{target}] is in the list already"
-                node.add_problem("DL318", text, "leave it out, or give the second a table of its own", path)
+                text = f"{format_path(path)}: [{target}] is in the list already"
+                node.add_problem("DL318", text, "remove it, or write a second node in a table of its own", path)
 
     def _connect_mapping(self, node: Node, field: Field, item: Leaf | Table) -> None:
         if not isinstance(item, Table):
-            text, hint = f"{field.name} takes a table of nodes", f'write {field.name} = {{ name = "@node" }}'
+            text, hint = f"{field.name} must be a table of nodes", f'write {field.name} = {{ name = "@node" }}'
             return node.add_problem("DL310", text, hint, (field.name,))
         targets: dict[str, str] = {}
         for key, value in item.items.items():
@@ -147,85 +147,93 @@ class EdgeResolver:
         paths = tuple((field.name, key) for key in targets)
         node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
-    def _direct(self, field: Field, value: Any) -> tuple[str, ...]:
-        """The node that a written edge names, if it is one that fits: most edges are. Otherwise empty."""
+    def _find_direct(self, field: Field, value: Any) -> tuple[str, ...]:
+        """
+        Return the node named by a written edge if it fits, which is the common case. Otherwise return an empty tuple.
+        """
         name = value[1:] if isinstance(value, str) and value[:1] == "@" else ""
         target = self.nodes.get(name)
         return (name,) if target is not None and implements_any(target.spec.cls, field.ports) else ()
 
     def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> tuple[str, ...]:
-        """The names of the nodes that one written edge leads to, if they implement the field's port."""
+        """Return the target nodes of a written edge, if they implement the field's port."""
         if isinstance(value, str) and value[:1] == "@":
-            names = self._named(node, value[1:], path, many)
+            names = self._find_named(node, value[1:], path, many)
         elif isinstance(value, dict | Table):
-            names = self._inline(node, field, value, path)
-        elif value is INVALID:
+            names = self._make_inline(node, field, value, path)
+        elif value is INVALID_VALUE:
             return ()
         else:
             hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
-            node.add_problem("DL311", f"{dotted(path)} takes a node, not {describe(value)}", hint, path)
+            node.add_problem("DL311", f"{format_path(path)} must be a node, not {describe(value)}", hint, path)
             return ()
-        return tuple(name for name in names if self._accepts(node, field, name, path))
+        return tuple(name for name in names if self._check_port(node, field, name, path))
 
-    def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
-        holder = node.table.items[field.name]
-        table = value if isinstance(value, Table) else Table.of(value, *holder.origin(path[1:]))
+    def _make_inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
+        container = node.table.items[field.name]
+        table = value if isinstance(value, Table) else Table.of(value, *container.origin(path[1:]))
         if "use" not in table.items:
-            text = f"{dotted(path)} is a table without `use`, so it is not a node"
+            text = f"{format_path(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)
             return []
-        made = self.make(f"{node.name}.{dotted(path)}", table, node.name)
-        if made is None:
+        inline_node = self.make(f"{node.name}.{format_path(path)}", table, node.name)
+        if inline_node is None:
             return []
-        self.resolve_all(made)
-        return [made.name]
+        self.resolve_all(inline_node)
+        return [inline_node.name]
 
-    def _named(self, node: Node, name: str, path: KeyPath, many: bool) -> list[str]:
+    def _find_named(self, node: Node, name: str, path: KeyPath, many: bool) -> list[str]:
         if name in self.nodes:
             return [name]
         group = name.removesuffix(".*")
         if name.endswith(".*") and many and group in self.recipe.groups:
             return [member for member in self.recipe.groups[group] if member in self.nodes]
         if name not in self.recipe.nodes:
-            self._missing_target(node, name, path, many)
+            self._report_missing_target(node, name, path, many)
         return []
 
-    def _missing_target(self, node: Node, name: str, path: KeyPath, many: bool) -> None:
+    def _report_missing_target(self, node: Node, name: str, path: KeyPath, many: bool) -> None:
         group = name.removesuffix(".*")
         if group in self.recipe.groups:
-            hint = f'write "@{group}.*" for all its members' if many else "it takes a single node"
-            text = f"{dotted(path)}: {group!r} is a group, not a node"
+            hint = (
+                f'write "@{group}.*" for all its members'
+                if many
+                else "this edge accepts a single node: name a member of the group"
+            )
+            text = f"{format_path(path)}: {group!r} is a group, not a node"
         else:
-            text = f"{dotted(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
+            text = f"{format_path(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
             hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
         node.add_problem("DL313", text, hint, path)
 
-    def _accepts(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
+    def _check_port(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
         target = self.nodes[name]
         if not implements_any(target.spec.cls, field.ports):
             ports = " or ".join(port.__name__ for port in field.ports)
-            node.add_problem("DL314", f"{dotted(path)} needs a {ports}, but {_misfit(target, field)}", "", path)
+            node.add_problem(
+                "DL314", f"{format_path(path)} needs a {ports}, but {_describe_misfit(target, field)}", "", path
+            )
             return False
         return True
 
-    def _autowire(self, node: Node, field: Field) -> None:
+    def _wire_by_type(self, node: Node, field: Field) -> None:
         if field.kind not in ("one", "optional"):
             shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
             return node.add_problem(
                 "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
             )
         # A node can't depend on itself.
-        fitting = [name for name in self._candidates(field) if name != node.name]
+        fitting = [name for name in self._find_candidates(field) if name != node.name]
         if len(fitting) == 1:
             node.connect(field.name, Edge((fitting[0],), written=False))
         elif not fitting and field.kind == "optional":
             return
-        elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise the node that is looked for may be an invalid table
+        elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise an invalid table may be the node
             self._report_ambiguous(node, field, fitting)
 
-    def _candidates(self, field: Field) -> list[str]:
-        """The nodes with tables of their own that implement a field's port."""
-        # Cached, since many nodes have an edge of the same port, and matching is slow.
+    def _find_candidates(self, field: Field) -> list[str]:
+        """Return the nodes with their own tables that implement a field's port."""
+        # Cached: matching is slow, and many nodes have an edge with the same port.
         if field.ports not in self._fitting:
             nodes = [node for node in self.nodes.values() if not node.owner]
             self._fitting[field.ports] = [node.name for node in nodes if implements_any(node.spec.cls, field.ports)]
@@ -234,33 +242,35 @@ class EdgeResolver:
     def _report_ambiguous(self, node: Node, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
-            text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node implements it"
-            hint = "add a node that does"
-            if (meant := self.nodes.get(field.name)) is not None:  # another component was written there
-                text += f", as {_misfit(meant, field)}"
-                hint = f"`drawloom list --fits {meant.name}` shows what does"
+            text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"
+            hint = "add a node that implements it"
+            if (namesake := self.nodes.get(field.name)) is not None:  # another component was written there
+                text += f": {_describe_misfit(namesake, field)}"
+                hint = f"`drawloom list --fits {namesake.name}` lists the components that do"
             return node.add_problem("DL316", text, hint)
-        more = [f"{len(fitting) - MOST} more"] if len(fitting) > MOST else []
-        *most, last = [*(f"[{name}]" for name in fitting[:MOST]), *more]
+        remaining = [f"{len(fitting) - MAX_CANDIDATES_SHOWN} more"] if len(fitting) > MAX_CANDIDATES_SHOWN else []
+        *most, last = [*(f"[{name}]" for name in fitting[:MAX_CANDIDATES_SHOWN]), *remaining]
         names = f"{', '.join(most)} and {last}"
-        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MOST])
-        all_of_them = "both" if len(fitting) == 2 else "all"
-        node.add_problem("DL316", f"{field.name!r} needs one {port}, and {names} {all_of_them} are", hint)
+        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MAX_CANDIDATES_SHOWN])
+        quantifier = "both" if len(fitting) == 2 else "all"
+        node.add_problem("DL316", f"{field.name!r} needs one {port}, but {names} {quantifier} implement it", hint)
 
     def report_unnamed(self) -> None:
-        """Report inline nodes that implement a port whose nodes need names: saved state is keyed by them."""
-        inline = [node for node in self.nodes.values() if node.owner]
-        specs = {node.spec.use: node.spec for node in self.nodes.values()} if inline else {}
+        """
+        Report inline nodes implementing a port whose nodes need names, because saved state is keyed by these names.
+        """
+        inline_nodes = [node for node in self.nodes.values() if node.owner]
+        specs = {node.spec.use: node.spec for node in self.nodes.values()} if inline_nodes else {}
         ports = {port for spec in specs.values() for field in spec.fields.values() for port in field.ports}
-        for node in inline:
+        for node in inline_nodes:
             for port in filter(is_named, ports):
                 if implements(node.spec.cls, port):
-                    why = "whose name is saved with its state, so it can't be written inline"
-                    text = f"{node.spec.use!r} is a {port.__name__}, {why}"
+                    reason = "whose name is saved with its state, so it can't be written inline"
+                    text = f"{node.spec.use!r} is a {port.__name__}, {reason}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')
 
 
-def _misfit(node: Node, field: Field) -> str:
-    """What a node is, and why that does not implement a field's port."""
-    why = " and ".join(reason for port in field.ports for reason in mismatches(node.spec.cls, port)[:2])
+def _describe_misfit(node: Node, field: Field) -> str:
+    """Return a node's component, and why it does not implement a field's port."""
+    why = " and ".join(reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2])
     return f"[{node.name}] is {node.spec.use!r}: it {why}"

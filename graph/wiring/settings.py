@@ -1,31 +1,31 @@
-"""Settings of a node: variables are substituted, escapes removed, and each value is converted and checked."""
+"""Settings of a node: substitute variables, remove escapes, and convert and check every value."""
 
 from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import COMMAND_LINE, KeyPath, Place, Problem, did_you_mean, nearest
+from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
-from drawloom.graph.recipe.overrides import word
+from drawloom.graph.recipe.overrides import quote_word
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe_type, placeholder
+from drawloom.graph.types.describe import describe_type, make_placeholder
 from drawloom.graph.types.structure import Values
-from drawloom.graph.wiring.node import Node, dotted
+from drawloom.graph.wiring.node import Node, format_path
 
-INVALID = object()
-"""Takes the place of a value with a problem, so that the problem is reported only once."""
+INVALID_VALUE = object()
+"""Marker for a value with a problem, so that the problem is reported only once."""
 
 
 @attrs.define(eq=False)
 class SettingsResolver:
-    """Fills in the settings of nodes, with the variables of their recipe."""
+    """Resolver for the settings of nodes, with the variables of their recipe."""
 
     vars: dict[str, Leaf]
     values: Values = attrs.field(factory=Values)
 
     def resolve(self, node: Node) -> None:
-        """Fill in the settings of a node; invalid values become problems of the node."""
+        """Fill in a node's settings. Invalid values become problems."""
         items = node.table.items
         for key, item in items.items():
             field = node.spec.fields.get(key)
@@ -49,44 +49,45 @@ class SettingsResolver:
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
     def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
-        plain = self.plain(node, item, (field.name,))
-        if plain is INVALID:
+        plain = self.resolve_value(node, item, (field.name,))
+        if plain is INVALID_VALUE:
             return
         try:
             value, problems = self.values.structure(plain, field.type)
             if not problems and field.check and (reason := field.check(value)):
                 problems = [Problem("DL303", reason)]
-        except Exception as error:  # a bug of the component, in its annotations or its checks
+        except Exception as error:  # a bug in the component's annotations or checks
             return node.add_bug(f"the setting {field.name!r} can't be read", error)
         for problem in problems:
-            # The mistake is in [vars], unless the value is written here.
+            # A mistake in a variable is reported in [vars].
             path = (field.name, *problem.path)
-            place = self._variable_place(item)
-            written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
-            hint = _in_shell(problem.hint, node, path)
-            node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", hint, path, place=place)
+            position = self._variable_position(item)
+            written = f" ({item.value})" if position and isinstance(item, Leaf) else ""
+            hint = _quote_hint(problem.hint, node, path)
+            node.add_problem(
+                problem.code, f"{format_path(path)}{written}: {problem.text}", hint, path, position=position
+            )
         if not problems:
             node.set(field.name, value)
 
-    def _variable_place(self, item: Leaf | Table) -> Place | None:
-        """The position of the variable that is the whole value, if there is one."""
+    def _variable_position(self, item: Leaf | Table) -> Position | None:
+        """Return the variable's position if the whole value is a variable, or None."""
         name = item.value if isinstance(item, Leaf) and isinstance(item.value, str) else ""
-        found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
-        return found.place if found else None
+        variable = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
+        return variable.position if variable else None
 
     def _set_default(self, node: Node, field: Field) -> None:
         if not field.required:
             node.set(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
-        value = placeholder(field.type)
+        value = make_placeholder(field.type)
         hint = f"write {field.name} = {value}"
         if not node.owner:
-            hint += f" in [{node.name}], or {word(f'{node.name}.{field.name}={value}')} behind a command"
+            hint += f" in [{node.name}], or add {quote_word(f'{node.name}.{field.name}={value}')} to the command"
         node.add_problem("DL305", text, hint, ())
 
-    def plain(self, node: Node, item: Any, path: KeyPath) -> Any:
-        """A value without variables and escapes; INVALID if a part of it has a problem."""
+    def resolve_value(self, node: Node, item: Any, path: KeyPath) -> Any:
         if isinstance(item, Leaf):
             item = item.value
         elif isinstance(item, Table):
@@ -94,11 +95,11 @@ class SettingsResolver:
         if isinstance(item, str):
             return self._plain_string(node, item, path) if item[:1] in ("@", "$") else item
         if isinstance(item, list):
-            parts = [self.plain(node, part, (*path, number)) for number, part in enumerate(item)]
-            return INVALID if any(part is INVALID for part in parts) else parts
+            parts = [self.resolve_value(node, part, (*path, number)) for number, part in enumerate(item)]
+            return INVALID_VALUE if any(part is INVALID_VALUE for part in parts) else parts
         if isinstance(item, dict):
-            table = {key: self.plain(node, part, (*path, key)) for key, part in item.items()}
-            return INVALID if any(part is INVALID for part in table.values()) else table
+            table = {key: self.resolve_value(node, part, (*path, key)) for key, part in item.items()}
+            return INVALID_VALUE if any(part is INVALID_VALUE for part in table.values()) else table
         return item
 
     def _plain_string(self, node: Node, text: str, path: KeyPath) -> Any:
@@ -107,31 +108,31 @@ class SettingsResolver:
         if text.startswith(VARIABLE):
             return self.variable(node, text, path)
         if text.startswith("@"):
-            why = f"{dotted(path)} is a setting, so it can't refer to a node with {text!r}"
+            why = f"{format_path(path)} is a setting, not an edge, so it can't refer to a node with {text!r}"
         else:
-            why = f"{text!r} is not a variable: those are written $vars.name, and are always a whole value"
-        node.add_problem("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
-        return INVALID
+            why = f"{text!r} is not a variable; a variable is written $vars.name and must be the whole value"
+        node.add_problem("DL306", why, f'write "{text[0]}{text}" if you mean the text itself', path)
+        return INVALID_VALUE
 
     def variable(self, node: Node, text: str, path: KeyPath) -> Any:
-        """The value of a variable, written `$vars.name`; INVALID if there is none of that name."""
+        """Return a variable's value, written `$vars.name`, or INVALID_VALUE if it does not exist."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
             name = text.removeprefix(VARIABLE)
-            near = nearest(name, self.vars)
+            near = find_nearest(name, self.vars)
             hint = (
                 f"did you mean {near!r}?"
                 if near
-                else f"write {name} = ... in [vars], or vars.{name}=... behind a command"
+                else f"write {name} = ... in [vars], or add vars.{name}=... to the command"
             )
             node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
-            return INVALID
+            return INVALID_VALUE
         return leaf.value
 
 
-def _in_shell(hint: str, node: Node, path: KeyPath) -> str:
-    """A hint with the array to write; if the setting is a word of the command line, with the word, quoted."""
-    if not hint.startswith("write [") or path[1:] or node.place_of(path) != COMMAND_LINE:
+def _quote_hint(hint: str, node: Node, path: KeyPath) -> str:
+    """Return a hint with a quoted override in place of an array, if the setting was written on the command line."""
+    if not hint.startswith("write [") or path[1:] or node.position_of(path) != COMMAND_LINE:
         return hint
     value = hint.removeprefix("write ")
-    return f"write {word(f'{node.name}.{path[0]}={value}')}"
+    return f"write {quote_word(f'{node.name}.{path[0]}={value}')}"

@@ -8,21 +8,21 @@ Train language models from components that a recipe combines.
     with recipe.open() as run:
         run.get(Trainer).run()
 
-`run` returns 0 after the last step, or the number of a signal that stopped it, such as that of Ctrl-C. An error is
-raised: a `RecipeError` before anything is built, a `UserError` that says what to change, or, where a component has a
-bug, any other; among several ranks, on each the `UserError` that one of them has printed.
+`run` returns 0 after the last step, or the number of a signal that stopped it, such as SIGINT from Ctrl-C. It raises a
+`RecipeError` before anything is built, a `UserError` with a remedy, or any other error if a component has a bug. With
+several ranks, every rank raises the `UserError` that one rank has printed.
 
-`Recipe` is for those who run recipes. `component`, `setting`, its bounds `above`, `at_least` and `between`, `port`,
-`wired`, `Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between
-components, and `drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.
+`Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
+and `between`, `port`, `wired`, `Every` and `Ordered`, the interfaces between components in `drawloom.ports`, and
+`drawloom.testing`. Names outside `__all__` of these three modules are internal.
 """
 
-TYPE_CHECKING = False  # as of `typing`, whose import takes as long as all of Python's start
+TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing `typing` takes as long as starting Python
 if TYPE_CHECKING:
     from drawloom import ports as ports
     from drawloom import testing as testing
     from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting, wired
-    from drawloom.graph.problems import Place, Problem, RecipeError, UserError
+    from drawloom.graph.problems import Position, Problem, RecipeError, UserError
     from drawloom.graph.project import Recipe
     from drawloom.graph.recipe.lockfile import ResolvedRecipe
     from drawloom.graph.runtime.container import Container
@@ -33,7 +33,7 @@ __all__ = [
     "Container",
     "Every",
     "Ordered",
-    "Place",
+    "Position",
     "Problem",
     "Recipe",
     "RecipeError",
@@ -51,10 +51,10 @@ __all__ = [
     "wired",
 ]
 
-if not TYPE_CHECKING:  # which would otherwise take any name for an attribute
+if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
 
     def __getattr__(name):
-        # At the first use: the command line installs its signal handlers before anything else is imported.
+        # Imported at the first use: the command line must install its signal handlers before other imports.
         if name not in __all__:
             raise AttributeError(f"module 'drawloom' has no attribute {name!r}")
         from importlib import import_module

@@ -1,29 +1,29 @@
-"""The entry point `python -m drawloom`: signal handlers, and then the command line."""
+"""Entry point of `python -m drawloom`: install signal handlers, and then run the command line."""
 
 import io
 import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # as of `typing`, whose import takes as long as all others, in which Ctrl-C has a traceback
+TYPE_CHECKING = False  # not from `typing`: its import takes long, and Ctrl-C during an import prints a traceback
 if TYPE_CHECKING:
     from types import FrameType
 
 
-THREAD_SECONDS = 5.0  # for threads to end after the command
+THREAD_SECONDS = 5.0  # time for threads to end after the command
 
 
 def main() -> int:
-    """Install signal handlers, and run the command line. Returns its exit code."""
+    """Install signal handlers, run the command line, and return its exit code."""
     _open_streams()
-    # Before the imports below, which take seconds in which a signal or a dead parent must already be noticed.
+    # Before the imports below: they take seconds, and a signal or a dead parent must be noticed meanwhile.
     parent = os.getppid()
     _handle(signal.SIGTERM, _end)
     _handle(signal.SIGINT, _interrupt)
     if sys.argv[1:2] == ["run"]:
         from drawloom.components.distributed.guard import guard
 
-        guard.start()  # before there are threads
+        guard.start()  # before any thread exists
     if "LOCAL_RANK" in os.environ:  # a worker of torchrun
         from drawloom.components.distributed.parent import watch_parent
 
@@ -46,14 +46,14 @@ def main() -> int:
 
 
 def _end_with_threads(code: int) -> None:
-    """End this process with a warning if a component has left a thread for which Python would wait for ever."""
+    """End this process with a warning if a component left a thread that Python would wait for forever."""
     import threading
     import time
 
     end, main_thread = time.monotonic() + THREAD_SECONDS, threading.main_thread()
-    while names := [each.name for each in threading.enumerate() if not each.daemon and each is not main_thread]:
+    while names := [t.name for t in threading.enumerate() if not t.daemon and t is not main_thread]:
         if time.monotonic() > end:
-            text = f"a component has left threads that have not ended {THREAD_SECONDS:g} s after the command: "
+            text = f"a component left threads that still run {THREAD_SECONDS:g} s after the command: "
             print(text + ", ".join(names), file=sys.stderr)
             sys.stdout.flush()
             os._exit(code)
@@ -61,12 +61,12 @@ def _end_with_threads(code: int) -> None:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams on /dev/null, and escape characters that the encoding of the others lacks."""
+    """Open closed standard streams on /dev/null, and escape characters that the encoding of a stream lacks."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError:  # a file that is opened later would get the descriptor, and what is printed
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, which is `number`
+        except OSError:  # otherwise a file opened later would get the descriptor, and receive printed text
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor, which is `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -80,12 +80,12 @@ def _handle(number: signal.Signals, handler: object) -> None:
 
 
 def _end(number: int, _frame: "FrameType | None") -> None:
-    """End at once, without traceback or cleanup; an open run replaces this handler by its own."""
+    """End immediately, without traceback or cleanup. An open run replaces this handler by its own."""
     os._exit(128 + number)
 
 
 def _interrupt(number: int, frame: "FrameType | None") -> None:
-    """Raise KeyboardInterrupt, so that commands close what they opened; during an import, end at once, in one line."""
+    """Raise KeyboardInterrupt, so that commands close resources. During an import, end immediately with one line."""
     # An import may swallow the exception, or print a traceback of its own.
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

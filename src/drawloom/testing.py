@@ -1,10 +1,10 @@
 """
-For tests of components: build one alone, fake a port, check a component against the contract of its port.
+Tests of components: build one component, fake a port, check a component against the contract of its port.
 
-As fixtures of pytest they are `drawloom_build`, `drawloom_fake` and `drawloom_check_port`; `drawloom_opened` opens a
-component until the test ends.
+The pytest fixtures are `drawloom_build`, `drawloom_fake` and `drawloom_check_port`; `drawloom_opened` opens a component
+until the test ends.
 """
 
-from drawloom.graph.testing import BrokenContract, Call, build, check_port, expect, fake
+from drawloom.graph.testing import BrokenContractError, Call, build, check_port, expect, fake
 
-__all__ = ["BrokenContract", "Call", "build", "check_port", "expect", "fake"]
+__all__ = ["BrokenContractError", "Call", "build", "check_port", "expect", "fake"]

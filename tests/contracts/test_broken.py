@@ -15,7 +15,7 @@ from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, S
 from drawloom.components.ports.stages import Transform
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import component
-from drawloom.graph.testing import BrokenContract, check_port
+from drawloom.graph.testing import BrokenContractError, check_port
 
 
 @component(reads=("loss",), writes=("doubled",))
@@ -159,7 +159,7 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
 @pytest.mark.parametrize(("implementation", "port", "message"), BROKEN, ids=lambda item: getattr(item, "__name__", ""))
 def test_a_broken_implementation_is_refused(implementation: Callable[[], Any], port: type, message: str) -> None:
     """An implementation with one fault fails the property that states it."""
-    with pytest.raises(BrokenContract, match=message):
+    with pytest.raises(BrokenContractError, match=message):
         check_port(implementation, port)
 
 
@@ -194,5 +194,5 @@ class SaysThatItKeepsShapes:
 def test_a_layer_that_changes_the_dtype_breaks_its_models_word() -> None:
     """A model may not say that its layers keep shapes where one does not."""
     implementation: Any = SaysThatItKeepsShapes()
-    with pytest.raises(BrokenContract, match=r"layer 1 gives torch.float64 \(2, 5, 8\), and takes torch.float32"):
+    with pytest.raises(BrokenContractError, match=r"layer 1 gives torch.float64 \(2, 5, 8\), and takes torch.float32"):
         layers_that_keep_shapes_do(implementation)

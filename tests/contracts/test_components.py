@@ -21,7 +21,7 @@ from drawloom.graph.component import is_port
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import check_port
-from drawloom.graph.testing.ports import contract
+from drawloom.graph.testing.ports import load_contract
 from drawloom.graph.types.port_match import implements
 from support.chat import say, tokenizer_folder
 from support.qwen3 import cpu_kernels
@@ -333,7 +333,7 @@ def all_ports() -> Iterator[type]:
 def has_contract(port: type) -> bool:
     """Whether somebody wrote down what a port promises of behaviour."""
     try:
-        return bool(contract(port))
+        return bool(load_contract(port))
     except LookupError:
         return False
 
@@ -384,5 +384,5 @@ def test_every_contract_is_found_by_its_port() -> None:
         for name, item in vars(module).items()
         if isinstance(item, FunctionType) and item.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert written == {found for port in WITH_CONTRACT for found in contract(port)}
+    assert written == {found for port in WITH_CONTRACT for found in load_contract(port)}
     assert len(WITH_CONTRACT) >= 37 and len(pairs()) >= 85

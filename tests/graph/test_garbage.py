@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from drawloom.graph.garbage import paused_collection
+from drawloom.graph.garbage import pause_collection
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
@@ -19,8 +19,8 @@ def was_on(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 def test_collection_is_as_it_was_after_a_pause(was_on: bool) -> None:
     """It is off inside, also after an inner pause, and what it was afterwards, also after an error."""
-    with pytest.raises(KeyError), paused_collection():
-        with paused_collection():
+    with pytest.raises(KeyError), pause_collection():
+        with pause_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise KeyError
@@ -30,7 +30,7 @@ def test_collection_is_as_it_was_after_a_pause(was_on: bool) -> None:
 def test_a_decorated_function_pauses_at_each_call(was_on: bool) -> None:
     """The decorator serves any number of calls, one inside another."""
 
-    @paused_collection()
+    @pause_collection()
     def off(depth: int) -> bool:
         return not gc.isenabled() and (depth == 0 or off(depth - 1))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.problems import did_you_mean, nearest
+from drawloom.graph.problems import did_you_mean, find_nearest
 from support.golden import FAULTY
 
 KNOWN = ["max_norm", "every", "Keep"]
@@ -25,12 +25,12 @@ KNOWN = ["max_norm", "every", "Keep"]
 )
 def test_the_nearest_name_is_found_whatever_its_case(name: str, found: str | None) -> None:
     """Slips of the fingers are near; another word is not."""
-    assert nearest(name, KNOWN) == found
+    assert find_nearest(name, KNOWN) == found
 
 
 def test_of_short_names_another_letter_makes_another_word() -> None:
     """Letters may be swapped or missing."""
-    assert [nearest(name, ["cpu", "cuda", "auto"]) for name in ("gpu", "cup", "cp", "CPU")] == [
+    assert [find_nearest(name, ["cpu", "cuda", "auto"]) for name in ("gpu", "cup", "cp", "CPU")] == [
         None,
         "cpu",
         "cpu",
@@ -49,20 +49,20 @@ def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
 
 def test_the_same_name_in_another_case_is_nearest_of_many() -> None:
     """Also before names that lack a letter and come first in the alphabet."""
-    assert nearest("Node77", ["node7", "node77", *(f"other{number}" for number in range(200))]) == "node77"
+    assert find_nearest("Node77", ["node7", "node77", *(f"other{number}" for number in range(200))]) == "node77"
 
 
 @pytest.mark.parametrize("name", ["node7", "nod77", "ndoe77", "node777", "node77", "NODE77"])
 def test_one_edit_is_found_among_many(name: str) -> None:
     """Among hundreds of names a slip of one letter is still seen."""
-    assert nearest(name, [f"other{number}" for number in range(500)] + ["node77"]) == "node77"
+    assert find_nearest(name, [f"other{number}" for number in range(500)] + ["node77"]) == "node77"
 
 
 def test_suggestions_for_thousands_of_names_are_fast() -> None:
     """The cost of a hint does not grow with the number of names beyond all bounds."""
     names = [f"node{number}" for number in range(5000)]
     began = time.process_time()
-    assert [nearest(f"nobody{number}", names) for number in range(1000)] == [None] * 1000
+    assert [find_nearest(f"nobody{number}", names) for number in range(1000)] == [None] * 1000
     assert time.process_time() - began < 1
 
 

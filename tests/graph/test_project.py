@@ -79,13 +79,13 @@ def test_only_what_one_node_needs_is_opened_with_what_is_given(project: Project)
     """The closure of one node is built, around a fake that is checked against its port."""
     store = fake(Store, get="there")
     small = Recipe.load("small", project=project)
-    with small.open(only="page", given={"store": store}) as run:
+    with small.open(only="page", replacements={"store": store}) as run:
         assert set(run) == {"store", "page"}
         assert run.get(Plain).answer("home") == "Shop: there"
     with small.open(only=["page", "store"]) as run:
         assert set(run) == {"store", "page"}
     with pytest.raises(TypeError, match="does not implement"):
-        small.open(given={"store": 3}).build()
+        small.open(replacements={"store": 3}).build()
     with pytest.raises(UserError, match=r"no node \[pag\] to open; did you mean 'page'"):
         small.open(only="pag")
 

@@ -85,7 +85,7 @@ def checked(folder: Path, content: bytes) -> tuple[int, str]:
 
 
 def assert_success_or_problems(folder: Path, content: bytes) -> None:
-    """Success, or problems each with a place and a code, soon."""
+    """Success, or problems each with a position and a code, soon."""
     began = time.process_time()
     code, stderr = checked(folder, content)
     assert time.process_time() - began < 3

@@ -87,7 +87,7 @@ UNSEEN = {
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """The schema of all that ships."""
-    schema = recipe_schema(PROJECT.registry, PROJECT.usual())
+    schema = recipe_schema(PROJECT.registry, PROJECT.common_components())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 

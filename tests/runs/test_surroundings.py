@@ -313,7 +313,7 @@ def _fail_in_each(folder: Path) -> dict[str, list[str]]:
     """Open the graph of a run once per node, each time with that node failing; the files and threads left open."""
     os.chdir(folder)
     project = Project.of("drawloom")
-    graph = project.graph(project.load("tiny.toml", [], ["data.workers=1"])).or_error()
+    graph = project.graph(project.load("tiny.toml", [], ["data.workers=1"])).require_valid()
     left: dict[str, list[str]] = {}
     with project.container(graph):  # what the process keeps for good, it has by now
         pass

@@ -123,7 +123,7 @@ def sums_over_replicas(use: str, values: Values, place: Path) -> Any:
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
-    with _recipe(place, **{node: dict(values)}).open(only="stages", given={"mesh": mesh}) as objects:
+    with _recipe(place, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
         objects["stages"].local[0].shards.reduce_next(final=True)
         objects["stages"].hand_over_gradients()
     return group.summed

@@ -17,7 +17,7 @@ import_module("torch._dynamo")  # takes a second of its own
 import_module("numpy.ma")  # torch imports it in the first step
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
-    workshop.graph(workshop.load("first_run", [], [])).or_error()
+    workshop.graph(workshop.load("first_run", [], [])).require_valid()
     choosing = import_module("drawloom.components.kernels.choosing")
     for operation in choosing.OPERATIONS:
         choosing.load(operation, "eager")  # as every run does on a CPU

@@ -160,7 +160,7 @@ def _warm() -> None:
     torch.set_num_threads(1)
     project = Project.of("drawloom")
     for job in (Job(1, "blocking"), Job(1, "overlapped"), Job(1, "none")):
-        project.graph(project.load("tiny.toml", [], job.command("warm")[2:])).or_error()
+        project.graph(project.load("tiny.toml", [], job.command("warm")[2:])).require_valid()
     gc.collect()
     gc.freeze()
 

@@ -12,7 +12,7 @@ import pytest
 from drawloom.components.data.conversations import Conversations
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.chat import CHATML, THINKING, TOOLS, opened, say, tokenizer_folder
 
 
@@ -49,7 +49,7 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
         {"prompt": "hello", "completion": " there"},
         {"prompt": say("a", "b", "c"), "completion": say("x", "y")[1:]},
     )
-    assert not mismatches(Conversations, TokenCorpus)
+    assert not find_mismatches(Conversations, TokenCorpus)
     assert trained(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
 
 

@@ -13,7 +13,7 @@ from drawloom.components.data.packing.rows import RowPiece, batch_of
 from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.chat import CHATML, HEADERS, opened, say, tokenizer_folder
 
 
@@ -58,7 +58,7 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
         {"prompt": ASK, **ANSWERS},
         {"chosen": [*long, *say("", "x")[1:]], "rejected": [*long, *say("", "y", "z", "w")[1:]]},
     )
-    assert not mismatches(Preferences, TokenCorpus)
+    assert not find_mismatches(Preferences, TokenCorpus)
     assert compared(made) == [
         (" is blue</s>", " is a lie</s>"),
         ("yes<|im_end|>", "well, no<|im_end|>"),

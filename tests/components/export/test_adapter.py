@@ -16,7 +16,7 @@ from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.ports.run import FinalTask
 from drawloom.graph import UserError
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.adapted import OneStage, adapted, lora
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse
@@ -112,7 +112,7 @@ def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, o
 def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
     """It is finished for the step of its weights, and replaced for a later one."""
     exporter = export(tmp_path, one_rank.world, dense(), lora("q_proj"))
-    assert not mismatches(AdapterExport, FinalTask)
+    assert not find_mismatches(AdapterExport, FinalTask)
     assert exporter.is_finished(3) and not exporter.is_finished(6)
     exporter.finish(6)
     assert exporter.is_finished(6)

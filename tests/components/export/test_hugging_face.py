@@ -17,7 +17,7 @@ from drawloom.components.export.hugging_face import HuggingFaceExport
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.run import FinalTask
 from drawloom.components.ports.stages import Stage
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.processes import run_ranks
 from support.qwen3 import dense, whole
 
@@ -48,7 +48,7 @@ def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
 
 def test_the_export_implements_its_port() -> None:
     """The component keeps the promises of a Finisher."""
-    assert not mismatches(HuggingFaceExport, FinalTask)
+    assert not find_mismatches(HuggingFaceExport, FinalTask)
 
 
 def test_writes_export_once(tmp_path: Path, one_rank: Any) -> None:

@@ -79,7 +79,7 @@ def test_a_recipe_may_write_any_order(p: str) -> None:
     """Infinity is written as TOML's number, or as a string."""
     words = "clip.use=gradients.clip_group_norm", "clip.max_norm=1.0", f"clip.norm_type={p}"
     given = {"stages": Held(), "reduce": Other(), "device": ComputeDevice(kind="cpu")}
-    with Recipe.load("first_run", *words).open(only="clip", given=given) as run:
+    with Recipe.load("first_run", *words).open(only="clip", replacements=given) as run:
         assert run["clip"].norm_type == {"1": 1.0}.get(p, "inf")
 
 

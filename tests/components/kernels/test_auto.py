@@ -18,7 +18,7 @@ from drawloom.components.ports.model import Kernels
 from drawloom.graph import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -34,7 +34,7 @@ from support.qwen3 import cpu_kernels, kernels_on
 @pytest.mark.parametrize("port", [Kernels, ExpertKernels])
 def test_fits_its_ports(port: type) -> None:
     """The component keeps the promises of both kinds of kernels."""
-    assert mismatches(AutoKernels, port) == []
+    assert find_mismatches(AutoKernels, port) == []
 
 
 def test_each_operation_is_a_setting() -> None:

@@ -16,7 +16,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.adapted import OneStage
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, whole
@@ -35,7 +35,7 @@ def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_pat
     model = made(FAMILIES[model_type])
     write_folder(tmp_path / "base", model, OneStage(whole(model)))
     auto = AutoModel(kernels=cpu_kernels(), path=tmp_path / "base")
-    assert not mismatches(AutoModel, Model)
+    assert not find_mismatches(AutoModel, Model)
     assert type(auto.builder) is FAMILIES[model_type] and auto.initial_weights == tmp_path / "base"
     assert auto.hugging_face_config() == model.hugging_face_config()
     assert (auto.num_hidden_layers, auto.vocab_size) == (2, 29)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text, printable
+from drawloom.graph.cli.terminal import escape_control_characters, print_text
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,11 +28,11 @@ class Failing(io.StringIO):
 def test_control_characters_are_escaped_and_all_else_stays() -> None:
     """No text can command the terminal by C0, DEL or C1, or fail to be encoded; tabs and line ends stay."""
     commands = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\ud83d", "\udc80"]
-    left = [letter for letter in commands if printable(letter) == letter]
+    left = [letter for letter in commands if escape_control_characters(letter) == letter]
     assert left == ["\t", "\n"]
-    assert all(printable(letter).isascii() for letter in commands)
-    assert printable("\x1b]0;title\x07 \x9b2J \rover") == "\\x1b]0;title\\x07 \\x9b2J \\rover"
-    assert printable("é 字 😀 a\r\nb\tc\\x1b") == "é 字 😀 a\r\nb\tc\\x1b"
+    assert all(escape_control_characters(letter).isascii() for letter in commands)
+    assert escape_control_characters("\x1b]0;title\x07 \x9b2J \rover") == "\\x1b]0;title\\x07 \\x9b2J \\rover"
+    assert escape_control_characters("é 字 😀 a\r\nb\tc\\x1b") == "é 字 😀 a\r\nb\tc\\x1b"
 
 
 def test_a_full_disk_under_standard_output_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,4 +10,4 @@ from drawloom.graph.wiring.graph import Graph
 def first_run() -> Graph:
     """The wiring of the recipe that people see first, with some forty nodes."""
     project = Project.of("drawloom")
-    return project.graph(project.load("first_run")).or_error()
+    return project.graph(project.load("first_run")).require_valid()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from drawloom.graph.drawing.diagram import Arrow, Thread, step_of, wiring
+from drawloom.graph.drawing.diagram import Arrow, Thread, make_sequence_drawing, make_wiring_diagram
 from drawloom.graph.problems import UserError
 from drawloom.graph.wiring.graph import Graph
 
@@ -28,7 +28,7 @@ use = "stores.memory"
 
 def test_every_edge_is_an_arrow_once(shop: Callable[..., Graph]) -> None:
     """Several fields that lead to one node are one arrow with all their names."""
-    picture = wiring(shop(TWO), "shop", "trainer")
+    picture = make_wiring_diagram(shop(TWO), "shop", "trainer")
     assert set(picture.arrows) == {
         Arrow("trainer", "page", ("pages", "named")),
         Arrow("trainer", "store", ("store",)),
@@ -42,14 +42,14 @@ def test_every_edge_is_an_arrow_once(shop: Callable[..., Graph]) -> None:
 
 def test_what_is_not_built_is_not_drawn(shop: Callable[..., Graph]) -> None:
     """The boxes are those that the root needs, itself first."""
-    names = [box.name for box in wiring(shop(TWO), "shop", "trainer").boxes]
+    names = [box.name for box in make_wiring_diagram(shop(TWO), "shop", "trainer").boxes]
     assert names[0] == "trainer" and sorted(names) == sorted(shop(TWO).topological_order(["trainer"]))
     assert "spare" not in names
 
 
 def test_a_focused_diagram_has_needs_and_users_of_the_node(shop: Callable[..., Graph]) -> None:
     """With a focus, users lead to it alone, and what else they need is left out."""
-    picture = wiring(shop(TWO), "shop", "trainer", "other")
+    picture = make_wiring_diagram(shop(TWO), "shop", "trainer", "other")
     assert [box.name for box in picture.boxes] == ["page", "trainer", "other", "other.store"]
     assert {(arrow.source, arrow.target) for arrow in picture.arrows} == {
         ("page", "other"),
@@ -60,7 +60,7 @@ def test_a_focused_diagram_has_needs_and_users_of_the_node(shop: Callable[..., G
 
 def test_all_of_a_large_graph_is_there(first_run: Graph) -> None:
     """As many boxes as are built, and as many arrows as there are pairs of a node and a need."""
-    picture = wiring(first_run, "first_run", "trainer")
+    picture = make_wiring_diagram(first_run, "first_run", "trainer")
     built = first_run.topological_order(["trainer"])
     assert {box.name for box in picture.boxes} == set(built) and len(picture.boxes) == len(built) > 35
     assert len(picture.arrows) == sum(len(first_run.needs(name)) for name in built)
@@ -80,7 +80,7 @@ filters = ["@parse", "@translate", "@look_up"]
 
 def test_each_value_lists_what_members_do_to_it(shop: Callable[..., Graph]) -> None:
     """A value that no member writes has a row, which says so."""
-    step = step_of(shop(FILTERS), "shop", "page")
+    step = make_sequence_drawing(shop(FILTERS), "shop", "page")
     assert [box.name for box in step.members] == ["parse", "translate", "look_up"]
     assert step.threads == (
         Thread("words", {0: "writes", 1: "changes", 2: "reads"}),
@@ -91,13 +91,13 @@ def test_each_value_lists_what_members_do_to_it(shop: Callable[..., Graph]) -> N
 
 def test_arrows_start_at_the_last_member_that_wrote_or_changed_a_value(shop: Callable[..., Graph]) -> None:
     """What is read is as the last to change it left it."""
-    picture = step_of(shop(FILTERS), "shop", "page").diagram()
+    picture = make_sequence_drawing(shop(FILTERS), "shop", "page").diagram()
     assert picture.arrows == (Arrow("parse", "translate", ("words",)), Arrow("translate", "look_up", ("words",)))
 
 
 def test_a_large_step_has_every_value(first_run: Graph) -> None:
     """A step of hundreds of members has every value that they declare."""
-    step = step_of(first_run, "first_run", "trainer")
+    step = make_sequence_drawing(first_run, "first_run", "trainer")
     flows = [first_run.nodes[box.name].spec.traits.flow for box in step.members]
     declared = sum(len(flow.reads) + len(flow.writes) + len(flow.changes) for flow in flows)
     assert sum(len(thread.touches) for thread in step.threads) == declared > 15
@@ -108,4 +108,4 @@ def test_a_step_of_a_node_without_a_sequence_is_a_user_error(shop: Callable[...,
     """A node without a sequence edge, or with an empty one, is a user error."""
     for name in ("trainer", "page"):
         with pytest.raises(UserError, match="no sequence edge"):
-            step_of(shop(), "shop", name)
+            make_sequence_drawing(shop(), "shop", name)

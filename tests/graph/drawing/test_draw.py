@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from drawloom.graph.cli.main import main
-from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, make_wiring_diagram
 from drawloom.graph.drawing.draw import FORMATS, Format, draw, draw_dot, draw_mermaid
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
@@ -87,7 +87,7 @@ def test_names_are_escaped_in_every_format() -> None:
 
 def test_mermaid_has_a_line_for_every_node_and_arrow(first_run: Graph) -> None:
     """One line each, and one for the kind of chart."""
-    picture = wiring(first_run, "first_run", "trainer")
+    picture = make_wiring_diagram(first_run, "first_run", "trainer")
     assert len(draw_mermaid(picture).splitlines()) == 1 + len(picture.boxes) + len(picture.arrows)
 
 
@@ -105,7 +105,7 @@ def test_quotes_and_backslashes_do_not_end_a_name() -> None:
 
 def test_dot_has_a_line_for_every_node_and_arrow(first_run: Graph) -> None:
     """Nodes with both of their names and a colour, arrows between nodes that were named before."""
-    picture = wiring(first_run, "first_run", "trainer", "stages")
+    picture = make_wiring_diagram(first_run, "first_run", "trainer", "stages")
     lines = [line for line in draw_dot(picture).splitlines() if line.startswith('  "')]
     nodes, arrows = [line for line in lines if "->" not in line], [line for line in lines if "->" in line]
     assert [QUOTED.findall(line)[:2] for line in nodes] == [[b.name, f"{b.name}\\n{b.use}"] for b in picture.boxes]

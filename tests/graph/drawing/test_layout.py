@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.drawing.layout import crossings, depths, layer, spread
+from drawloom.graph.drawing.layout import compute_depths, count_crossings, layer_boxes, spread
 
 NAMES = [f"n{number}" for number in range(9)]
 PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max_size=20)
@@ -14,19 +14,19 @@ PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max
 @given(PAIRS)
 def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
     """A path starts and ends at its boxes with one stop in each column between; each stop is in one column."""
-    layering = layer(NAMES, arrows)
+    layering = layer_boxes(NAMES, arrows)
     for (source, target), way in layering.ways.items():
-        assert way[0].box == source and way[-1].box == target and not way[0].bend and not way[-1].bend
+        assert way[0].box == source and way[-1].box == target and not way[0].is_bend and not way[-1].is_bend
         assert [stop.column for stop in way] == list(range(way[0].column, way[-1].column + 1))
     stops = [stop for column in layering.columns for stop in column]
     assert len(stops) == len(set(stops))
-    assert sorted(stop.box for stop in stops if not stop.bend) == NAMES
+    assert sorted(stop.box for stop in stops if not stop.is_bend) == NAMES
 
 
 @given(PAIRS)
 def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) -> None:
     """Its column is one more than the greatest among its users, or the first."""
-    found = depths(NAMES, arrows)
+    found = compute_depths(NAMES, arrows)
     for name in NAMES:
         users = [found[source] for source, target in arrows if target == name]
         assert found[name] == max(users, default=-1) + 1
@@ -35,28 +35,28 @@ def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) 
 @given(PAIRS)
 def test_crossings_are_counted_like_by_hand(arrows: list[tuple[str, str]]) -> None:
     """Two pieces of the same gap cross if they end the other way round than they begin."""
-    layering = layer(NAMES, arrows)
+    layering = layer_boxes(NAMES, arrows)
     place = {stop: number for column in layering.columns for number, stop in enumerate(column)}
     by_hand = sum(
         one[0].column == other[0].column and (place[one[0]] - place[other[0]]) * (place[one[1]] - place[other[1]]) < 0
         for one, other in combinations(layering.pieces, 2)
     )
-    assert crossings(layering.columns, layering.pieces) == by_hand
+    assert count_crossings(layering.columns, layering.pieces) == by_hand
 
 
 def test_arrows_that_need_not_cross_do_not() -> None:
     """Three pairs in the wrong order are put right."""
     names = ["root", "a", "b", "c", "z", "y", "x"]
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("b", "y"), ("a", "x")]
-    layering = layer(names, arrows)
-    assert crossings(layering.columns, layering.pieces) == 0
+    layering = layer_boxes(names, arrows)
+    assert count_crossings(layering.columns, layering.pieces) == 0
 
 
 def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
     """Members are drawn from top to bottom in the order of the sequence."""
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
-    layering = layer(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
-    column = [stop.box for stop in layering.columns[1] if not stop.bend]
+    layering = layer_boxes(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
+    column = [stop.box for stop in layering.columns[1] if not stop.is_bend]
     assert column == ["b", "c", "a"]
 
 

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, Thread, step_of, wiring
-from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring, n
+from drawloom.graph.drawing.diagram import (
+    Arrow,
+    Box,
+    Diagram,
+    SequenceDrawing,
+    Thread,
+    make_sequence_drawing,
+    make_wiring_diagram,
+)
+from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring, trim
 from drawloom.graph.wiring.graph import Graph
 from support import svg
 
@@ -17,13 +25,13 @@ from support import svg
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 15, 35, 40, 77, 91])
 def test_each_name_has_a_hue_of_its_own(count: int) -> None:
     """As many names, so many hues."""
-    found = colours([str(number) for number in range(count)])
+    found = assign_colours([str(number) for number in range(count)])
     assert len({colour.strong for colour in found.values()}) == count
 
 
 def test_black_is_legible_on_pale_and_white_beside_strong() -> None:
     """Pale areas are light for any hue, strong lines dark."""
-    for colour in colours([str(number) for number in range(30)]).values():
+    for colour in assign_colours([str(number) for number in range(30)]).values():
         lightness = [
             colorsys.rgb_to_hls(*(b / 255 for b in bytes.fromhex(code[1:])))[1] for code in (colour.strong, colour.pale)
         ]
@@ -33,7 +41,7 @@ def test_black_is_legible_on_pale_and_white_beside_strong() -> None:
 @pytest.mark.parametrize(("number", "text"), [(1.0, "1"), (0.25, "0.2"), (1234567.0, "1234567"), (12345.67, "12345.7")])
 def test_numbers_are_plain_decimals(number: float, text: str) -> None:
     """Never an exponent, which is hard to read in a path."""
-    assert n(number) == text
+    assert trim(number) == text
 
 
 FOCI = ["", "trainer", "stages", "device", "mesh", "checkpoint"]
@@ -42,7 +50,7 @@ FOCI = ["", "trainer", "stages", "device", "mesh", "checkpoint"]
 @pytest.mark.parametrize("focus", FOCI)
 def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, focus: str) -> None:
     """Each box has its name and component, and all text is inside the picture."""
-    picture = wiring(first_run, "first_run", "trainer", focus)
+    picture = make_wiring_diagram(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
     shown = [one.text for one in svg.words(drawn)]
     assert all(box.name in shown and box.use in shown for box in picture.boxes)
@@ -53,7 +61,7 @@ def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, 
 @pytest.mark.parametrize("focus", FOCI)
 def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> None:
     """What is written at arrows is in the gaps between columns."""
-    picture = wiring(first_run, "first_run", "trainer", focus)
+    picture = make_wiring_diagram(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
     boxes = svg.areas(drawn)
     assert not [pair for pair in combinations(boxes, 2) if svg.overlap(*pair)]
@@ -78,14 +86,14 @@ def test_labels_at_arrows_do_not_overlap(labels: dict[tuple[str, str], str]) -> 
 
 def test_members_of_a_sequence_are_drawn_in_its_order(first_run: Graph) -> None:
     """From top to bottom, as they are walked through."""
-    height = {one.text: one.area[1] for one in svg.words(draw_wiring(wiring(first_run, "", "trainer")))}
+    height = {one.text: one.area[1] for one in svg.words(draw_wiring(make_wiring_diagram(first_run, "", "trainer")))}
     phases = first_run.nodes["trainer"].edges["phases"].targets
     assert sorted(phases, key=height.__getitem__) == list(phases)
 
 
 def test_a_field_is_named_where_it_says_more_than_its_box(shop: Callable[..., Graph]) -> None:
     """The field `store` of a node [store] is not written, the field `pages` is."""
-    drawn = draw_wiring(wiring(shop(), "shop", "trainer"))
+    drawn = draw_wiring(make_wiring_diagram(shop(), "shop", "trainer"))
     shown = [one.text for one in svg.words(drawn)]
     assert shown.count("store") == 1 and shown.count("pages") == 1
 
@@ -105,8 +113,8 @@ def test_a_name_at_a_meeting_point_holds_for_all_that_meet() -> None:
 
 def test_the_focus_has_the_thickest_frame(first_run: Graph) -> None:
     """One box, and only with a focus."""
-    assert draw_wiring(wiring(first_run, "", "trainer", "stages")).count('stroke-width="3"/>') == 1
-    assert draw_wiring(wiring(first_run, "", "trainer")).count('stroke-width="3"/>') == 0
+    assert draw_wiring(make_wiring_diagram(first_run, "", "trainer", "stages")).count('stroke-width="3"/>') == 1
+    assert draw_wiring(make_wiring_diagram(first_run, "", "trainer")).count('stroke-width="3"/>') == 0
 
 
 def test_any_name_is_well_formed() -> None:
@@ -119,7 +127,7 @@ def test_any_name_is_well_formed() -> None:
 
 def test_the_same_graph_makes_the_same_picture(first_run: Graph) -> None:
     """Nothing depends on chance."""
-    assert len({draw_wiring(wiring(first_run, "x", "trainer")) for _ in range(3)}) == 1
+    assert len({draw_wiring(make_wiring_diagram(first_run, "x", "trainer")) for _ in range(3)}) == 1
 
 
 def test_one_box_alone_is_a_picture() -> None:
@@ -130,7 +138,7 @@ def test_one_box_alone_is_a_picture() -> None:
 
 def test_members_are_columns_and_values_are_rows(first_run: Graph) -> None:
     """Headers are in order and do not overlap; a value's name is left of its first member."""
-    step = step_of(first_run, "first_run", "trainer")
+    step = make_sequence_drawing(first_run, "first_run", "trainer")
     drawn = draw_step(step)
     boxes = svg.areas(drawn)
     assert boxes == sorted(boxes) and len(boxes) == len(step.members)
@@ -143,7 +151,7 @@ def test_members_are_columns_and_values_are_rows(first_run: Graph) -> None:
 
 def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
     """A sign with a tooltip for each thing that a member does to a value, and three in the legend."""
-    step = step_of(first_run, "first_run", "trainer")
+    step = make_sequence_drawing(first_run, "first_run", "trainer")
     tips = [element.text for element in svg.parse(draw_step(step)).iter(f"{svg.SVG}title")][1:]
     touches = [
         f"{step.members[number].name} {verb} {thread.value}"
@@ -156,18 +164,22 @@ def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
 def test_all_words_are_in_the_picture(first_run: Graph) -> None:
     """All text is inside the picture, also for long names in short steps."""
     long = SequenceDrawing("a title <&> " * 5, (Box("a", "b"),), (Thread("value & \x00" * 9, {0: "reads"}),))
-    for step in (step_of(first_run, "first_run", "trainer"), long):
+    for step in (make_sequence_drawing(first_run, "first_run", "trainer"), long):
         assert not svg.outside(draw_step(step))
 
 
 @pytest.mark.parametrize("of_step", [True, False])
 def test_a_renderer_without_paint_order_shows_all_words(first_run: Graph, of_step: bool) -> None:
     """Cairo draws outlines over letters unless they are elements of their own: every word has ink of its colour."""
-    drawn = draw_step(step_of(first_run, "", "trainer")) if of_step else draw_wiring(wiring(first_run, "", "trainer"))
+    drawn = (
+        draw_step(make_sequence_drawing(first_run, "", "trainer"))
+        if of_step
+        else draw_wiring(make_wiring_diagram(first_run, "", "trainer"))
+    )
     assert "paint-order" not in drawn and len(svg.words(drawn)) > 20
     assert svg.without_ink(drawn) == []
 
 
 def test_the_same_step_makes_the_same_picture(first_run: Graph) -> None:
     """Nothing depends on chance."""
-    assert len({draw_step(step_of(first_run, "", "trainer")) for _ in range(3)}) == 1
+    assert len({draw_step(make_sequence_drawing(first_run, "", "trainer")) for _ in range(3)}) == 1

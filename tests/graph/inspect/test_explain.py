@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.inspect.explain import explain, ordinal
+from drawloom.graph.inspect.explain import explain, format_ordinal
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
 
@@ -170,4 +170,4 @@ def test_an_unknown_target_is_a_user_error(explained: Explain, target: str) -> N
 )
 def test_ordinals_have_english_endings(number: int, text: str) -> None:
     """11, 12 and 13 end in th."""
-    assert ordinal(number) == text
+    assert format_ordinal(number) == text

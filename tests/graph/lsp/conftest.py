@@ -41,6 +41,6 @@ def point(workspace: Workspace, write: Write) -> Point:
             workspace.check(path)
         cursor = Cursor.at(before + after, len(before))
         assert cursor is not None
-        return Meaning.of(workspace, workspace.known(path), cursor)
+        return Meaning.of(workspace, workspace.find_analysis(path), cursor)
 
     return point

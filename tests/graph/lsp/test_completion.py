@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.graph.lsp.completion import completions, replaced
+from drawloom.graph.lsp.completion import find_replaced_range, list_completions
 from drawloom.graph.lsp.workspace import Workspace
 from support.editor import Point
 
@@ -38,14 +38,14 @@ EDIT = "[edit.trainer.pages]\n"
 def test_what_is_offered(workspace: Workspace, point: Point, text: str, offered: list[str]) -> None:
     """What the position takes by type: nodes of the port, keys that are not set yet, elements of an edited list."""
     (workspace.folders[0] / "base.toml").write_text("", "utf-8")
-    assert [one.text for one in completions(workspace, point(text))] == offered
+    assert [one.text for one in list_completions(workspace, point(text))] == offered
 
 
 def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
     """Booleans, literals and members of enums, and the default."""
     text = 'extends = "small"\n[v]\nuse = "stores.varied"\n'
     offered = {
-        key: [one.text for one in completions(workspace, point(f"{text}{key} = |\n")) if one.kind == "value"]
+        key: [one.text for one in list_completions(workspace, point(f"{text}{key} = |\n")) if one.kind == "value"]
         for key in ("flag", "choice", "colour", "either", "part", "pair", "moment", "anything")
     }
     assert offered == {
@@ -59,7 +59,7 @@ def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
         "anything": [],
     }
     inside = {"shelf = { | }": ["width", "name", "books"], "named = { a = [{ | }] }": ["width", "name", "books"]}
-    assert {key: [one.text for one in completions(workspace, point(f"{text}{key}\n"))] for key in inside} == inside
+    assert {key: [one.text for one in list_completions(workspace, point(f"{text}{key}\n"))] for key in inside} == inside
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
 )
 def test_components_that_fit_come_first(workspace: Workspace, point: Point, text: str) -> None:
     """All are offered, at a node with any name; stores are preferred where a store is needed."""
-    found = [*completions(workspace, point(f'extends = "small"\n{text}'))]
+    found = [*list_completions(workspace, point(f'extends = "small"\n{text}'))]
     assert {one.text.strip('"') for one in found} == set(workspace.project.registry.names())
     preferred = {one.text for one in found if one.preferred}
     assert '"stores.memory"' in preferred and not [use for use in preferred if not use.startswith('"stores.')]
@@ -95,11 +95,11 @@ def test_what_is_replaced(point: Point, text: str, rest: str) -> None:
     offset = whole.index("|")
     meaning = point(whole)
     plain = whole.replace("|", "")
-    start, end = replaced(meaning, offset)
+    start, end = find_replaced_range(meaning, offset)
     assert f"{plain[start:offset]}|{plain[offset:end]}" == rest
 
 
 def test_a_component_outside_of_any_table(workspace: Workspace, point: Point) -> None:
     """All are offered: it is not known yet what the node will be."""
-    offered = [one.text.strip('"') for one in completions(workspace, point("use = |\n"))]
+    offered = [one.text.strip('"') for one in list_completions(workspace, point("use = |\n"))]
     assert offered == workspace.project.registry.names()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.lsp.definition import definitions
+from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.workspace import Workspace
 from support.editor import Point
 
@@ -36,21 +36,21 @@ BASE = (
 def test_where_it_is_defined(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
     """In the recipe below that has it, or in the source of the component; several places for a group."""
     Path("base.toml").write_text(BASE, "utf-8")
-    found = [*definitions(workspace, point(f'extends = "base.toml"\n{text}'))]
+    found = [*find_definitions(workspace, point(f'extends = "base.toml"\n{text}'))]
     shown = []
-    for place in found:
-        path = Path(place.source)
-        shown.append(f"{path.name}: {path.read_text('utf-8').splitlines()[place.line - 1]}")
+    for position in found:
+        path = Path(position.source)
+        shown.append(f"{path.name}: {path.read_text('utf-8').splitlines()[position.line - 1]}")
     assert [line.split(" = setting(")[0] for line in lines] == [line.split(" = setting(")[0] for line in shown]
 
 
 def test_bases_are_files(workspace: Workspace, point: Point) -> None:
     """Shipped ones by name, others beside the recipe."""
     Path("base.toml").write_text(BASE, "utf-8")
-    assert [Path(p.source).name for p in definitions(workspace, point('extends = ["sm|all", "base.toml"]\n'))] == [
+    assert [Path(p.source).name for p in find_definitions(workspace, point('extends = ["sm|all", "base.toml"]\n'))] == [
         "small.toml"
     ]
-    assert [Path(p.source).name for p in definitions(workspace, point('extends = ["small", "base|.toml"]\n'))] == [
+    assert [Path(p.source).name for p in find_definitions(workspace, point('extends = ["small", "base|.toml"]\n'))] == [
         "base.toml"
     ]
-    assert [*definitions(workspace, point('extends = ["small", "none|.toml"]\n'))] == []
+    assert [*find_definitions(workspace, point('extends = ["small", "none|.toml"]\n'))] == []

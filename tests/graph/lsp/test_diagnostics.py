@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.lsp.diagnostics import diagnose, offset_of
+from drawloom.graph.lsp.diagnostics import diagnose, find_offset
 from drawloom.graph.lsp.workspace import Workspace
-from drawloom.graph.problems import Place
+from drawloom.graph.problems import Position
 from drawloom.graph.project import Project
 from support.editor import Write
 
@@ -36,9 +36,9 @@ def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPa
             compared |= {mark.problem.code for mark in marks}
         for mark in marks:
             assert 0 <= mark.start <= mark.end <= len(text)
-            place = mark.problem.place
-            if mark.elsewhere is None and place:
-                assert mark.start == offset_of(text, place) or mark.end == offset_of(text, place)
+            position = mark.problem.position
+            if mark.elsewhere is None and position:
+                assert mark.start == find_offset(text, position) or mark.end == find_offset(text, position)
     assert len(compared) > 20
 
 
@@ -65,11 +65,11 @@ def test_a_problem_of_a_base_is_marked_at_extends(workspace: Workspace, write: W
     text = '# A recipe\nextends = "base.toml" # and more\n'
     (mark,) = diagnose(workspace, write("mine.toml", text))
     assert text[mark.start : mark.end] == 'extends = "base.toml" # and more'
-    assert mark.elsewhere == Place("base.toml", 3, 8) and mark.message.startswith("base.toml:3:8: [store] size: ")
+    assert mark.elsewhere == Position("base.toml", 3, 8) and mark.message.startswith("base.toml:3:8: [store] size: ")
     (own,) = diagnose(workspace, base)
     assert own.elsewhere is None and own.message.startswith("[store] size: ")
 
 
 def test_a_place_that_is_gone_is_the_end(workspace: Workspace) -> None:
     """The text may have become shorter."""
-    assert offset_of("a\nb", Place("x", 9, 9)) == 3 and offset_of("a\nb", Place("x", 2, 1)) == 2
+    assert find_offset("a\nb", Position("x", 9, 9)) == 3 and find_offset("a\nb", Position("x", 2, 1)) == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.workspace import Workspace
 from support.editor import Point, Write
 
@@ -25,21 +25,24 @@ from support.editor import Point, Write
 )
 def test_what_is_explained(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
     """Values with type, documentation, default and origin; nodes and edges; components; variables; valid or not."""
-    shown = hover(workspace, point(f'extends = "small"\n{text}'))
+    shown = describe_token(workspace, point(f'extends = "small"\n{text}'))
     assert all(line in shown for line in lines), shown
 
 
 def test_groups_and_overlays(workspace: Workspace, point: Point) -> None:
     """A group lists its members; a node of an overlay has the documentation of its usual component."""
     group = 'extends = "small"\n[a.x]\nuse = "pages.plain"\ntitle = ""\n[trainer]\npages = ["@a|.*"]\n'
-    assert hover(workspace, point(group)).endswith("[a.x] pages.plain: Answers with what a store holds.")
-    assert hover(workspace, point("[page]\nti|tle = 'x'\n")) == "[page] title: string, required  (what it is called)"
-    assert "Answers with what a store holds." in hover(workspace, point("[pa|ge]\ntitle = 'x'\n"))
-    assert hover(workspace, point("[pa|ges]\ntitle = 'x'\n")) == ""
+    assert describe_token(workspace, point(group)).endswith("[a.x] pages.plain: Answers with what a store holds.")
+    assert (
+        describe_token(workspace, point("[page]\nti|tle = 'x'\n"))
+        == "[page] title: string, required  (what it is called)"
+    )
+    assert "Answers with what a store holds." in describe_token(workspace, point("[pa|ge]\ntitle = 'x'\n"))
+    assert describe_token(workspace, point("[pa|ges]\ntitle = 'x'\n")) == ""
 
 
 def test_half_typed_text_is_explained_by_what_was_known(workspace: Workspace, write: Write, point: Point) -> None:
     """A line that is not TOML does not end the help with the others."""
     point('extends = "small"\n|[page]\ntitle = "A"\n')
     found = point('extends = "small"\n[page]\ncoun\nti|tle = "A"\n')
-    assert hover(workspace, found).startswith('[page] title = "A"  (string; mine.toml:3:1)')
+    assert describe_token(workspace, found).startswith('[page] title = "A"  (string; mine.toml:3:1)')

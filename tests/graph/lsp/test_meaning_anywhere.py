@@ -5,13 +5,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.lsp.completion import completions, replaced
+from drawloom.graph.lsp.completion import find_replaced_range, list_completions
 from drawloom.graph.lsp.cursor import Cursor
-from drawloom.graph.lsp.definition import definitions
+from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import diagnose
-from drawloom.graph.lsp.hover import hover
+from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import ranges, symbol_at
+from drawloom.graph.lsp.references import find_ranges, find_symbol
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.project import Project
 
@@ -56,13 +56,20 @@ def test_every_question_is_answered(start: int, removed: int, typed: str, positi
         cursor = Cursor.at(text, min(position, len(text)))
         if cursor is None:
             continue
-        meaning = Meaning.of(WORKSPACE, WORKSPACE.known(path), cursor)
-        assert cursor.start <= replaced(meaning, position)[0] <= replaced(meaning, position)[1] <= len(text)
-        list(completions(WORKSPACE, meaning))
-        hover(WORKSPACE, meaning)
-        definitions(WORKSPACE, meaning)
-        symbol = symbol_at(meaning, position)
+        meaning = Meaning.of(WORKSPACE, WORKSPACE.find_analysis(path), cursor)
+        assert (
+            cursor.start
+            <= find_replaced_range(meaning, position)[0]
+            <= find_replaced_range(meaning, position)[1]
+            <= len(text)
+        )
+        list(list_completions(WORKSPACE, meaning))
+        describe_token(WORKSPACE, meaning)
+        find_definitions(WORKSPACE, meaning)
+        symbol = find_symbol(meaning, position)
         inside = (
-            [at for at in ranges(text, symbol) if cursor.start <= at.start <= at.end <= cursor.end] if symbol else []
+            [at for at in find_ranges(text, symbol) if cursor.start <= at.start <= at.end <= cursor.end]
+            if symbol
+            else []
         )
         assert len(inside) == (symbol is not None)

@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import References, Symbol, ranges, rename, symbol_at
+from drawloom.graph.lsp.references import References, Symbol, find_ranges, find_symbol, rename
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import UserError
 from support.editor import Point, Write
@@ -85,7 +85,7 @@ def test_references_are_those_of_recipes_that_are_merged(shelf: Workspace) -> No
 def test_what_can_be_renamed(point: Point, text: str, symbol: Symbol | None) -> None:
     """Nodes, groups and variables that exist; of a dotted name the part at the position."""
     whole = f'extends = "small"\n{text}'
-    assert symbol_at(point(whole), whole.index("|")) == symbol
+    assert find_symbol(point(whole), whole.index("|")) == symbol
 
 
 def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
@@ -99,7 +99,7 @@ def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
             text = text[: at.start] + "kiosk" + text[at.end :]
         shelf.texts[path] = text
     assert shelf.text(paths[0]) == BASE.replace("[page2]", "[kiosk]").replace("@page2", "@kiosk")
-    assert [*ranges(shelf.text(paths[1]), ("page2",))] == []
+    assert [*find_ranges(shelf.text(paths[1]), ("page2",))] == []
     after = [[str(problem) for problem in shelf.check(path)] for path in paths]
     assert [len(problems) for problems in after] == [len(problems) for problems in before]
     assert "kiosk" in shelf.analyses[paths[2]].graph.nodes
@@ -139,7 +139,10 @@ def test_a_variable_is_found_and_renamed(workspace: Workspace, write: Write) -> 
     path = write("mine.toml", text)
     workspace.check(path)
     cursor = Cursor.at(text, text.index("n ="))
-    assert cursor and symbol_at(Meaning.of(workspace, workspace.known(path), cursor), cursor.start) == ("vars", "n")
+    assert cursor and find_symbol(Meaning.of(workspace, workspace.find_analysis(path), cursor), cursor.start) == (
+        "vars",
+        "n",
+    )
     assert [text.count("\n", 0, at.start) + 1 for at in rename(workspace, path, ("vars", "n"), "k")[path]] == [2, 6]
     with pytest.raises(UserError, match=r"has 'vars.m' already"):
         rename(workspace, path, ("vars", "n"), "m")

@@ -68,7 +68,7 @@ def test_a_value_remembers_what_it_replaced(here: Path) -> None:
     """Every value has the stack of places that set it, newest first."""
     written(here, base='[a]\nuse = "x.y"\nk = 1', top='extends = "base.toml"\n\n[a]\nk = 2')
     leaf = load("top.toml", [], ["a.k=3"]).nodes["a"].items["k"]
-    assert [f"{one.value} {one.key_place}" for one in leaf.history()] == [  # type: ignore[union-attr]
+    assert [f"{one.value} {one.key_position}" for one in leaf.history()] == [  # type: ignore[union-attr]
         "3 command line",
         "2 top.toml:4:1",
         "1 base.toml:3:1",

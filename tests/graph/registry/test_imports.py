@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use: str) -> None:
     """By its path or, in the current folder, by its name; Python's path need not have it."""
-    project = Project.of("support.shop").importing([given.format(here=here)])
+    project = Project.of("support.shop").with_imports([given.format(here=here)])
     assert project.graph(MergedRecipe.of({"store": {"use": use}}), root="").errors == []
     assert use in project.registry.names()
     sys.modules.pop(use, None)
@@ -64,12 +64,12 @@ def test_what_cannot_be_imported_is_refused(here: Path, given: str, message: str
         (here / name).touch()
     (here / "argparse.py").write_text(STORE, "utf-8")
     with pytest.raises(UserError, match=f"^--import {given}: .*{message}"):
-        Project.of("support.shop").importing([given])
+        Project.of("support.shop").with_imports([given])
 
 
 def test_two_components_in_a_file_are_a_problem(here: Path) -> None:
     """A name is of one component: both classes are named."""
     (here / "two_of_imports.py").write_text(STORE + STORE.partition("\n")[2].replace("Small", "Large"), "utf-8")
-    project = Project.of("support.shop").importing(["two_of_imports.py"])
+    project = Project.of("support.shop").with_imports(["two_of_imports.py"])
     [problem] = project.graph(MergedRecipe.of({"store": {"use": "two_of_imports"}}), root="").errors
     assert "holds the components Small and Large; move each to a file of its own" in str(problem)

@@ -269,6 +269,6 @@ def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
     recipe = MergedRecipe.of({"store": {"use": "my_sheds.small"}})
     plain = Project.of("support.shop")
     assert [p.code for p in plain.graph(recipe, root="").errors] == ["DL201"]
-    importing = plain.importing(["my_sheds"])
+    importing = plain.with_imports(["my_sheds"])
     assert importing.graph(recipe, root="").errors == []
     assert "my_sheds.small" in importing.registry.names() and "my_sheds.small" not in plain.registry.names()

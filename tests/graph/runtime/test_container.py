@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, timed, timing_table
+from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, StageTimer, format_timings
 from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 
@@ -280,7 +280,7 @@ def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
     """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
     till = Till()
     graph = shop(disks())
-    with project.container(graph, "page", given={"store": till}) as objects:
+    with project.container(graph, "page", replacements={"store": till}) as objects:
         assert objects["page"].store is till
         assert set(objects) == {"page", "store"}
 
@@ -288,25 +288,25 @@ def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
 def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
     with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store: it has no get\(\)"):
-        project.container(shop(), given={"store": object()}).build()
+        project.container(shop(), replacements={"store": object()}).build()
     with pytest.raises(ValueError, match="there is no node 'stor' to give; did you mean 'store'"):
-        project.container(shop(), given={"stor": Till()}).build()
+        project.container(shop(), replacements={"stor": Till()}).build()
 
 
 def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, project: Project) -> None:
     """Given as None it is neither built nor opened; where an edge is required, None is refused as any other object."""
     graph = shop('[other]\nuse = "pages.plain"\ntitle = "Other"\n[page]\nfallback = "@other"')
-    with project.container(graph, "page", given={"other": None}) as objects:
+    with project.container(graph, "page", replacements={"other": None}) as objects:
         assert objects["page"].fallback is None and objects["other"] is None
     with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store"):
-        project.container(graph, "page", given={"store": None}).build()
+        project.container(graph, "page", replacements={"store": None}).build()
 
 
 def test_a_given_object_need_not_suit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
     """For a part of a graph it is enough to implement the ports that this part takes."""
     graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')
     till = Till()  # [menu] takes a page or a store, and [trainer] pages only
-    with project.container(graph, "menu", given={"page": till}) as objects:
+    with project.container(graph, "menu", replacements={"page": till}) as objects:
         assert objects["menu"].backup is till
 
 
@@ -395,7 +395,7 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
         NodeTiming("job", "build", 0.0, 0.0004),
         NodeTiming("mesh", "open", 0.0, 0.0003),
     ]
-    assert timing_table(timings).splitlines() == [
+    assert format_timings(timings).splitlines() == [
         "ms           build      open     close",
         "[data]         0.0    1500.0     500.0",
         "[model]      250.0       0.0       0.0",
@@ -407,6 +407,6 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 def test_a_stage_that_fails_is_timed() -> None:
     """The time until a failure is recorded."""
     timings: list[NodeTiming] = []
-    with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):
+    with pytest.raises(ValueError, match="no"), StageTimer(timings, "x", "open"):
         raise ValueError("no")
     assert [(timing.node, timing.stage) for timing in timings] == [("x", "open")] and timings[0].seconds >= 0

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import pytest
 
 from drawloom.graph.component import port
-from drawloom.graph.testing import BrokenContract, Call, check_port, fake
-from drawloom.graph.testing.ports import contract, contract_module
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.testing import BrokenContractError, Call, check_port, fake
+from drawloom.graph.testing.ports import contract_module_name, load_contract
+from drawloom.graph.types.port_match import find_mismatches
 from support.shop.components.stores.disk import Disk
 from support.shop.components.stores.memory import Memory
 from support.shop.ports import Counted, Page, Store
@@ -58,13 +58,13 @@ def test_a_port_may_be_checked_at_run_time() -> None:
 @pytest.mark.parametrize("kind", [Store, Page, Counted, Rich])
 def test_a_fake_fits_its_port(kind: type) -> None:
     """A fake passes the check that every component passes."""
-    assert mismatches(type(fake(kind)), kind) == []
+    assert find_mismatches(type(fake(kind)), kind) == []
 
 
 def test_a_fake_fits_several_ports() -> None:
     """One object may keep the promises of more than one port."""
     both = fake(Page, Counted, count=3)
-    assert mismatches(type(both), Page) == mismatches(type(both), Counted) == [] and both.count == 3
+    assert find_mismatches(type(both), Page) == find_mismatches(type(both), Counted) == [] and both.count == 3
 
 
 def test_calls_are_remembered_by_name() -> None:
@@ -142,7 +142,7 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
 )
 def test_a_broken_implementation_fails_with_the_property_named(implementation: Any, text: str, note: str) -> None:
     """The message states what was observed, the note names the property."""
-    with pytest.raises(BrokenContract, match=text.replace("(", r"\(").replace(")", r"\)")) as caught:
+    with pytest.raises(BrokenContractError, match=text.replace("(", r"\(").replace(")", r"\)")) as caught:
         check_port(implementation, Store)
     assert not note or caught.value.__notes__ == [f"Store: {note}"]
 
@@ -178,5 +178,5 @@ def test_a_port_without_a_contract_is_a_lookup_error() -> None:
     """A port without properties must not pass."""
     with pytest.raises(LookupError, match=r"Page has no contract: support\.shop\.contracts has no"):
         check_port("pages.plain", Page, package="support.shop")
-    assert [holds.__name__ for holds in contract(Store)] == ["what_is_put_is_there", "stores_share_nothing"]
-    assert contract_module(type("Corpus", (), {"__module__": "a.ports.data"})) == "a.contracts.data"
+    assert [holds.__name__ for holds in load_contract(Store)] == ["what_is_put_is_there", "stores_share_nothing"]
+    assert contract_module_name(type("Corpus", (), {"__module__": "a.ports.data"})) == "a.contracts.data"

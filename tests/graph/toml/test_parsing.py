@@ -5,8 +5,8 @@ import time
 import pytest
 import tomli
 
-from drawloom.graph.problems import Place, RecipeError
-from drawloom.graph.toml.parsing import DEPTH, DIGITS, LARGEST, PARTS, decode, diagnose, parse
+from drawloom.graph.problems import Position, RecipeError
+from drawloom.graph.toml.parsing import MAX_DEPTH, MAX_DIGITS, MAX_FILE_BYTES, MAX_KEY_PARTS, decode, diagnose, parse
 
 WIDE = [
     ".".join(["a"] * 900) + " = 1",
@@ -37,21 +37,21 @@ def test_pathological_text_is_read_or_refused_within_two_seconds(text: str) -> N
     """Deep, long or unterminated text is parsed or refused with a position in two seconds of CPU time."""
     began = time.process_time()
     try:
-        parse(text[:LARGEST])
+        parse(text[:MAX_FILE_BYTES])
     except RecipeError as error:
         (problem,) = error.problems
-        assert problem.text and problem.place and problem.place.line >= 1 and problem.place.column >= 1
+        assert problem.text and problem.position and problem.position.line >= 1 and problem.position.column >= 1
     assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
     ("text", "line", "column", "reason"),
     [
-        ("x = 1\na = " + "[" * (DEPTH + 1) + "]" * (DEPTH + 1), 2, 5 + DEPTH, "nested more than 32 deep"),
-        ('s = "[[["\na = ' + "[" * 2000, 2, 5 + DEPTH, "nested more than 32 deep"),
-        ("b = 1\na = " + "9" * (DIGITS * 2), 2, 5, "a number of more than 64 digits"),
+        ("x = 1\na = " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), 2, 5 + MAX_DEPTH, "nested more than 32 deep"),
+        ('s = "[[["\na = ' + "[" * 2000, 2, 5 + MAX_DEPTH, "nested more than 32 deep"),
+        ("b = 1\na = " + "9" * (MAX_DIGITS * 2), 2, 5, "a number of more than 64 digits"),
         ("b = 1\na = " + "9" * 5000, 2, 5, "a number of more than 64 digits"),
-        ("b = 1\n" + "a." * PARTS + "a = 1", 2, 1, "a key of more than 32 parts"),
+        ("b = 1\n" + "a." * MAX_KEY_PARTS + "a = 1", 2, 1, "a key of more than 32 parts"),
     ],
 )
 def test_an_exceeded_limit_is_reported_where_it_is_exceeded(text: str, line: int, column: int, reason: str) -> None:
@@ -59,15 +59,15 @@ def test_an_exceeded_limit_is_reported_where_it_is_exceeded(text: str, line: int
     with pytest.raises(RecipeError) as caught:
         parse(text, "a.toml")
     (problem,) = caught.value.problems
-    assert problem.place == Place("a.toml", line, column) and reason in problem.text
+    assert problem.position == Position("a.toml", line, column) and reason in problem.text
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "a = " + "[" * (DEPTH - 1) + "]" * (DEPTH - 1),
-        "a." * (PARTS - 2) + "a = 1",
-        "a = " + "9" * DIGITS,
+        "a = " + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1),
+        "a." * (MAX_KEY_PARTS - 2) + "a = 1",
+        "a = " + "9" * MAX_DIGITS,
         '"' + "a." * 500 + '" = 1',
         'a = """\n' + "x." * 500 + "x = 1\n" + '"""',
         "a = '[" + "x." * 500 + "x]'",

@@ -211,24 +211,24 @@ def cut(text: str, span: SourceRange | None) -> str:
 @given(documents())
 def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
     """The range of a value is its text; for a table without braces its header, or the key that implies it."""
-    places = SourceMap(text)
+    source_map = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
-        piece = cut(text, places.value(path))
+        piece = cut(text, source_map.value(path))
         names = tuple(step for step in path if isinstance(step, str))
         if not is_written_as(piece, value):
             assert isinstance(value, (dict, list))
             if piece[0] == "[":
                 assert headed_path(piece) == names
             else:
-                assert places.value(path) == places.key(path)
+                assert source_map.value(path) == source_map.key(path)
 
 
 @given(documents())
 def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
     """The range of a key is its text, followed only by `=` and the value; items of arrays have no key."""
-    places = SourceMap(text)
+    source_map = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
-        key, end = places.key(path), places.value(path)
+        key, end = source_map.key(path), source_map.value(path)
         assert end is not None
         if isinstance(path[-1], int):
             assert key is None
@@ -242,10 +242,10 @@ def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
 @given(documents())
 def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
     """Ranges of scalars never overlap; the content of an array item is between it and the next item."""
-    places, pairs = SourceMap(text), everything(tomli.loads(text))[1:]
-    starts = {path: span.start for path, _ in pairs if (span := places.value(path))}
+    source_map, pairs = SourceMap(text), everything(tomli.loads(text))[1:]
+    starts = {path: span.start for path, _ in pairs if (span := source_map.value(path))}
     scalars = sorted(
-        places.value(path) or SourceRange(0, 0) for path, value in pairs if not isinstance(value, (dict, list))
+        source_map.value(path) or SourceRange(0, 0) for path, value in pairs if not isinstance(value, (dict, list))
     )
     assert all(before.end <= after.start for before, after in pairwise(scalars))
     for path in starts:
@@ -259,11 +259,11 @@ def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
 @given(documents(), st.data())
 def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.DataObject) -> None:
     """Steps that lead nowhere are dropped from the end, at worst all of them."""
-    places = SourceMap(text)
+    source_map = SourceMap(text)
     path, value = data.draw(st.sampled_from(everything(tomli.loads(text))))
     stray = ("nowhere", 0) if not isinstance(value, list) else (len(value), "x")
-    assert places.value(path) == places.nearest(path) == places.nearest((*path, *stray))
-    assert places.value((*path, *stray)) is places.key((*path, *stray)) is None
+    assert source_map.value(path) == source_map.nearest(path) == source_map.nearest((*path, *stray))
+    assert source_map.value((*path, *stray)) is source_map.key((*path, *stray)) is None
 
 
 @given(st.text(st.sampled_from("a\n\r\u2028ä😀")), st.data())
@@ -331,10 +331,14 @@ def test_awkward_documents_have_their_exact_lines_and_columns(path: KeyPath, end
     """Comments, wide characters, strings that look like headers and CRLF move no line and no column."""
     text = AWKWARD.replace("\n", ends)
     tomli.loads(text)
-    places = SourceMap(text)
-    key, value = places.key(path), places.value(path)
+    source_map = SourceMap(text)
+    key, value = source_map.key(path), source_map.value(path)
     assert value is not None
-    found = key and places.position(key.start), places.position(value.start), cut(text, value).replace(ends, "\n")
+    found = (
+        key and source_map.position(key.start),
+        source_map.position(value.start),
+        cut(text, value).replace(ends, "\n"),
+    )
     assert found == EXPECTED[path]
 
 
@@ -368,10 +372,10 @@ ODD_VALUES = [
 def test_a_value_range_excludes_what_follows_the_value(value: str, around: str) -> None:
     """Each form of a scalar, with and without something that follows at once, has exactly its own text."""
     text = around.format(value, value)
-    places = SourceMap(text)
+    source_map = SourceMap(text)
     leaves = [path for path, leaf in everything(tomli.loads(text)) if not isinstance(leaf, (dict, list)) and leaf != 9]
     assert leaves
-    assert {cut(text, places.value(path)) for path in leaves} == {value}
+    assert {cut(text, source_map.value(path)) for path in leaves} == {value}
 
 
 @pytest.mark.parametrize(
@@ -379,10 +383,10 @@ def test_a_value_range_excludes_what_follows_the_value(value: str, around: str) 
 )
 def test_a_text_may_end_anywhere(text: str) -> None:
     """No newline is needed behind the last statement, nor any statement at all."""
-    places = SourceMap(text)
+    source_map = SourceMap(text)
     for path, _ in everything(tomli.loads(text)):
-        assert cut(text, places.value(path)) in text
-    assert places.nearest(("nowhere",)) == (0, len(text))
+        assert cut(text, source_map.value(path)) in text
+    assert source_map.nearest(("nowhere",)) == (0, len(text))
 
 
 def test_the_text_is_indexed_at_the_first_lookup() -> None:
@@ -395,19 +399,19 @@ def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
     dotted = ".".join(["k"] * 1000)
     text = f"{dotted} = 1\n[{dotted.replace('k', 'h')}]\na = {'[{b=' * 200}2{'}]' * 200}\n"
     tomli.loads(text)
-    places = SourceMap(text)
-    assert cut(text, places.value(("k",) * 1000)) == "1"
-    assert cut(text, places.value(("h",) * 1000 + ("a",) + (0, "b") * 200)) == "2"
+    source_map = SourceMap(text)
+    assert cut(text, source_map.value(("k",) * 1000)) == "1"
+    assert cut(text, source_map.value(("h",) * 1000 + ("a",) + (0, "b") * 200)) == "2"
 
 
 def test_a_file_of_5000_lines_is_indexed_quickly() -> None:
     """About 10 ms of processor time; the bound leaves room for slow machines and finds anything quadratic."""
     node = '[node_{0}]\nuse = "a.b"\nlr = 1e-5\ndim = {0}\npaths = ["a", "b"]\nof = "@n{0}"  # x\n\n'
-    places = SourceMap("".join(node.format(i) for i in range(715)))
+    source_map = SourceMap("".join(node.format(i) for i in range(715)))
     gc.disable()  # a collection looks at all that other tests have imported
     try:
         start = time.process_time()
-        assert places.value(("node_714", "dim")) is not None
+        assert source_map.value(("node_714", "dim")) is not None
         assert time.process_time() - start < 0.2
     finally:
         gc.enable()

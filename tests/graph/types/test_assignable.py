@@ -5,7 +5,7 @@ from typing import Annotated, Any, Generic, Literal, NewType, TypeVar
 
 import pytest
 
-from drawloom.graph.types.assignable import assignable, bindings, substitute
+from drawloom.graph.types.assignable import find_type_arguments, is_assignable, substitute
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -65,12 +65,12 @@ class Named(Pairs[int, str]):
 )
 def test_assignability_of_annotated_types(given: Any, promised: Any, fine: bool) -> None:
     """As type checkers have it, and in doubt yes."""
-    assert assignable(given, promised) is fine
+    assert is_assignable(given, promised) is fine
 
 
 def test_type_arguments_are_followed_up_to_a_base() -> None:
     """Type arguments are found in any order in which classes pass them on."""
-    assert bindings(Named, Mapping) == {0: str, 1: int}
-    assert list(bindings(Named, Pairs).values()) == [int, str]
+    assert find_type_arguments(Named, Mapping) == {0: str, 1: int}
+    assert list(find_type_arguments(Named, Pairs).values()) == [int, str]
     assert substitute(Iterator[K], {K: int}) == Iterator[int]  # type: ignore[valid-type]
     assert substitute(int, {K: int}) is int

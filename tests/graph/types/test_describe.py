@@ -78,7 +78,7 @@ def test_types_are_named_in_terms_of_toml(kind: Any, text: str) -> None:
 )
 def test_each_alternative_has_its_article(kind: Any, text: str) -> None:
     """But for choices, which are written out."""
-    assert describe.expected(kind) == text
+    assert describe.describe_expected(kind) == text
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,5 @@ def test_values_are_named_by_their_type_and_text(value: Any, text: str) -> None:
 def test_a_value_is_shown_in_one_short_printable_line(value: Any) -> None:
     """Values of any type and length give one line, so that a message stays on one line."""
     shown = describe.shorten(value)
-    assert 0 < len(shown) <= describe.SHOWN
+    assert 0 < len(shown) <= describe.MAX_VALUE_LENGTH
     assert not {c for c in shown if c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff"}

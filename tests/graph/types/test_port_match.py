@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from drawloom.graph.types.port_match import call_mismatch, members, mismatches
+from drawloom.graph.types.port_match import find_call_mismatch, find_members, find_mismatches
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -194,7 +194,7 @@ class TextBox(Box[str]):
 )
 def test_every_mismatch_with_a_port_is_reported(cls: type, port: Any, reasons: list[str]) -> None:
     """Members, their types, and the ways in which methods can be called, through generics and other ports."""
-    assert mismatches(cls, port) == reasons
+    assert find_mismatches(cls, port) == reasons
 
 
 def test_members_are_those_of_all_protocols_above() -> None:
@@ -203,7 +203,7 @@ def test_members_are_those_of_all_protocols_above() -> None:
     class More(Reads, Protocol):
         more: int
 
-    assert members(More) == ("name", "size", "read", "more")
+    assert find_members(More) == ("name", "size", "read", "more")
 
 
 NAMES = ("a", "b", "c")
@@ -259,7 +259,7 @@ def test_a_class_that_implements_a_port_accepts_every_call_of_it(
     """If nothing is wrong, every call that the promise allows is taken; if something is, some call is not."""
     assume("**more" not in shown(promised))  # whose names may be those of our parameters, and be given twice
     broken = [call for call in calls() if allows(promised, call) and not allows(given, call)]
-    if not call_mismatch(given, promised):
+    if not find_call_mismatch(given, promised):
         assert not broken, f"{shown(given)} for {shown(promised)}"
     else:
         others = [name for name in inspect.signature(given).parameters if name not in NAMES]
@@ -278,5 +278,5 @@ def test_a_coroutine_does_not_implement_a_plain_method() -> None:
 
     def now(self: Any) -> None: ...
 
-    assert call_mismatch(later, now) == "has now() as a coroutine"
-    assert call_mismatch(now, later) == "has later() not as a coroutine"
+    assert find_call_mismatch(later, now) == "has now() as a coroutine"
+    assert find_call_mismatch(now, later) == "has later() not as a coroutine"

@@ -13,7 +13,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import UserError
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.kernels import DEVICE
 from support.qwen3 import (
     SIZES,
@@ -89,7 +89,7 @@ def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tens
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Model."""
-    assert mismatches(Qwen3Dense, Model) == []
+    assert find_mismatches(Qwen3Dense, Model) == []
 
 
 def test_logits_equal(model: Qwen3Dense) -> None:

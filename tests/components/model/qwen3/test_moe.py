@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
-from drawloom.graph.types.port_match import mismatches
+from drawloom.graph.types.port_match import find_mismatches
 from support.kernels import DEVICE
 from support.qwen3 import kernels_on, logits_of, losses_of, one_document, packed, sparse, to, twin, whole
 
@@ -52,7 +52,7 @@ def random_rows(model: Qwen3Moe, rows: int, length: int) -> tuple[Tensor, Tensor
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Model."""
-    assert mismatches(Qwen3Moe, Model) == []
+    assert find_mismatches(Qwen3Moe, Model) == []
 
 
 def test_logits_equal(model: Qwen3Moe) -> None:
