@@ -19,19 +19,21 @@ from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
 
-def stage_nodes(stages: NodeView) -> Iterator[StageNodes]:
-    """Yield the nodes that decide how stages are shared, if the recipe has a mesh."""
-    for mesh in stages.neighbours("mesh"):
-        yield StageNodes(
-            stages=stages,
-            mesh=mesh,
-            model=next(iter(stages.neighbours("model")), None),
-            precision=next(iter(stages.neighbours("precision")), None),
-        )
+def stage_nodes(stages: NodeView) -> StageNodes | None:
+    """Return the nodes that decide how stages are shared; None for a recipe without a mesh."""
+    mesh = stages.neighbour("mesh")
+    if mesh is None:
+        return None
+    return StageNodes(
+        stages=stages, mesh=mesh, model=stages.neighbour("model"), precision=stages.neighbour("precision")
+    )
 
 
-def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterator[Problem]:
-    """A warning of weights that are wider than the parameters that they become."""
+def roundings(stages: NodeView) -> Iterator[Problem]:
+    """Warn of weights that are wider than the parameters that they become."""
+    model, precision = stages.neighbour("model"), stages.neighbour("precision")
+    if model is None or precision is None:
+        return
     named = model.settings.get("path") if model.settings.get("weights") else None
     folder: Path | None = stages.settings["weights"] or named
     kept = getattr(torch, str(precision.settings["parameter"]))
@@ -44,20 +46,19 @@ def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterato
         yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
-def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
-    """Meshes and adapters whose passes are not the same launches in each step."""
-    if not stages.settings["capture"]:
+def misfits_of_capture(nodes: StageNodes) -> Iterator[Problem]:
+    """Yield meshes and adapters whose passes are not the same launches in each step."""
+    if not nodes.stages.settings["capture"]:
         return
-    for mesh in stages.neighbours("mesh"):
-        sizes = PerDimension.of_settings(mesh.settings).settings()
-        wide = (kind.name for kind in DIMENSIONS if not kind.can_capture and sizes[kind.name] > 1)
-        if name := next(wide, None):
-            text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
-            yield stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{mesh.name}]")
-    for adapter in stages.neighbours("adapters"):
+    sizes = nodes.sizes.settings()
+    if name := next((kind.name for kind in DIMENSIONS if not kind.can_capture and sizes[kind.name] > 1), None):
+        text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
+        yield nodes.stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{nodes.mesh.name}]")
+    for adapter in nodes.stages.neighbours("adapters"):
         if adapter.settings.get("dropout"):
             text = f"the dropout of [{adapter.name}] draws other numbers in each pass, and a CUDA graph does the same"
-            yield stages.problem("capture", text, f"write capture = false, or dropout = 0.0 in [{adapter.name}]")
+            hint = f"write capture = false, or dropout = 0.0 in [{adapter.name}]"
+            yield nodes.stages.problem("capture", text, hint)
 
 
 def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.parallel.buckets import BUCKET_BYTES
+from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.parallel.master_weights import ParameterStore
-from drawloom.components.parallel.sharding import Sharding
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
@@ -131,19 +130,19 @@ class MaterializedStages:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield what does not fit together: see checks.py, compilation.py, and each mesh dimension's `check`."""
-        for nodes in stage_nodes(node):
+        if nodes := stage_nodes(node):
             for dimension in DIMENSIONS:
                 yield from dimension.check(nodes)
-        for model, precision in product(node.neighbours("model"), node.neighbours("precision")):
-            yield from roundings(node, model, precision)
-        for loss in node.neighbours("loss"):
+            if schedule := node.neighbour("schedule"):
+                yield from undivided_backwards(node, schedule, nodes.mesh)
+                yield from policies_of_schedule(node, schedule, nodes.mesh)
+            yield from misfits_of_capture(nodes)
+        yield from roundings(node)
+        if loss := node.neighbour("loss"):
             yield from losses_that_are_modules(node, loss)
-        for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
-            yield from undivided_backwards(node, schedule, mesh)
+        if schedule := node.neighbour("schedule"):
             yield from costs_of_ends(node, schedule)
-            yield from policies_of_schedule(node, schedule, mesh)
         yield from idle_policies(node)
-        yield from misfits_of_capture(node)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
@@ -151,12 +150,12 @@ class MaterializedStages:
         yield from notes_of_policy(node.settings["recompute"])
         if node.settings["capture"]:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
-        for nodes in stage_nodes(node):
+        if nodes := stage_nodes(node):
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
-        for mesh in node.neighbours("mesh"):
-            for schedule, model in product(node.neighbours("schedule"), node.neighbours("model")):
-                yield from layers_of_stages(schedule, mesh, model)
+            schedule = node.neighbour("schedule")
+            if schedule and nodes.model:
+                yield from layers_of_stages(schedule, nodes.mesh, nodes.model)
 
     def check_machine(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files."""
@@ -188,7 +187,7 @@ class MaterializedStages:
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
         tie(modules)
-        self._adopt(parallel, self._sharding(parallel).planned_store(modules))
+        self._adopt(parallel, self._data_parallel(parallel).planned_store(modules))
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -214,8 +213,8 @@ class MaterializedStages:
         """Build this rank's modules on the meta device, split over ranks."""
         return self._builder.build_local()
 
-    def _sharding(self, parallel: ParallelModules) -> Sharding:
-        return Sharding(
+    def _data_parallel(self, parallel: ParallelModules) -> DataParallel:
+        return DataParallel(
             mesh=self.mesh,
             precision=self.precision,
             blocks=self.model.blocks,
@@ -231,15 +230,15 @@ class MaterializedStages:
         """Shard modules, give them memory and values, and return the store of their parameters."""
         modules = [*parallel.modules.values()]
         check_capacity(modules, self.mesh.shard_group.size, self.device.device)
-        sharding = self._sharding(parallel)
-        sharded = sharding.shard(modules)
+        data_parallel = self._data_parallel(parallel)
+        sharded = data_parallel.shard(modules)
         slices = {name: part.place for name, part in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules))
         if self.adapters:
             self._values.fill_adapters(modules)
         tie(modules)
-        return sharding.store(modules, sharded)
+        return data_parallel.store(modules, sharded)
 
     def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
         """Make modules, whose parameters the store holds, this rank's stages."""

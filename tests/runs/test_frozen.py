@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from drawloom.components.parallel.sharding import Sharding
+from drawloom.components.parallel.data_parallel import DataParallel
 from support.mutations import put
 from support.processes import run_ranks
 from support.runs import Outcome, command, series, take_back, write_corpus
@@ -26,14 +26,14 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 def _frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:
     """A process of a run in which all parameters of one pipeline rank are frozen."""
-    store = Sharding.store
+    store = DataParallel.store
 
-    def freeze(sharding: Sharding, modules: Sequence[nn.Module], sharded: Sequence[Any]) -> Any:
-        for module in modules if sharding.mesh.indices.pipeline == frozen else ():
+    def freeze(data_parallel: DataParallel, modules: Sequence[nn.Module], sharded: Sequence[Any]) -> Any:
+        for module in modules if data_parallel.mesh.indices.pipeline == frozen else ():
             module.requires_grad_(False)
-        return store(sharding, modules, sharded)
+        return store(data_parallel, modules, sharded)
 
-    put(Sharding, "store", freeze)
+    put(DataParallel, "store", freeze)
     return command(folder, arguments, None)
 
 

@@ -29,7 +29,7 @@ from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Batch, Examples, MeasuredRows, MovableData, PackedDataset, RowSource
-from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.pipeline import OuterLayersSchedule
 from drawloom.components.ports.run import Batching, RunInfo, Step
@@ -104,7 +104,7 @@ def chosen_kernels(use: str, values: Values, _place: Path) -> Any:
 
 def rows_of_peers(use: str, values: Values, _place: Path) -> Any:
     """How many rows the first of two ranks makes, whose tokens are all its own, as the second never writes."""
-    made = build(use, kernels=cpu_kernels(), mesh=fake(Mesh, group=lambda *_: _Pair()), **values)
+    made = build(use, kernels=cpu_kernels(), mesh=fake(Mesh, expert_group=_Pair()), **values)
     return made.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2), 2).rows.shape
 
 
@@ -451,7 +451,7 @@ def validated(use: str, values: Values, _place: Path) -> Any:
 
 def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
     """The positions of two steps on the first of two ranks."""
-    mesh = fake(Mesh, size=lambda dimension: 2 if dimension == "data_shard" else 1)
+    mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension(data_shard=0))
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
     return [batching.positions(step) for step in (1, 2)]
 

@@ -15,7 +15,7 @@ from drawloom.components.ports.distributed import Mesh, Precision
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Sharding:
+class DataParallel:
     """
     The choice of a parameter store for the stages of this rank.
 
