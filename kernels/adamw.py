@@ -25,9 +25,10 @@ class ParamState:
     """
     A weight (any shape, float32 or bfloat16) with its optimizer state (same shape, float32 or bfloat16).
 
-    `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares. The noise of an element depends
-    on `key`, the step's counter, and the element's index in the whole parameter. The weight is a part of the parameter:
-    rows of `width` elements, `stride` elements apart, from element `first` on.
+    `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares; `max_exp_avg_sq`, if it is not
+    None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise
+    of an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
+    part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on.
     """
 
     weight: Tensor
@@ -38,12 +39,20 @@ class ParamState:
     first: int = 0
     width: int = ALL
     stride: int = 0
+    max_exp_avg_sq: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.exp_avg.dtype != self.exp_avg_sq.dtype:
-            raise ValueError(
-                f"exp_avg is {self.exp_avg.dtype} and exp_avg_sq {self.exp_avg_sq.dtype}; make them one dtype"
-            )
+        kept = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+        dtypes = {name: tensor.dtype for name, tensor in kept.items() if tensor is not None}
+        if len({*dtypes.values()}) > 1:
+            text = " and ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+            raise ValueError(f"{text}; make them one dtype")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The weight, and the two or three tensors of its state."""
+        greatest = [] if self.max_exp_avg_sq is None else [self.max_exp_avg_sq]
+        return [self.weight, self.exp_avg, self.exp_avg_sq, *greatest]
 
     @property
     def is_contiguous(self) -> bool:
@@ -71,10 +80,11 @@ def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | 
 
 
 class AdamwEager:
-    """Optimizer step in plain torch, one weight at a time."""
+    """Optimizer step in plain torch, one weight at a time; with `maximize` it climbs the gradients."""
 
-    def __init__(self, params: Sequence[ParamState]) -> None:
+    def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
         self._params = params
+        self._maximize = maximize
 
     def step(
         self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
@@ -87,12 +97,12 @@ class AdamwEager:
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):
-            _step(param, grad.reshape(-1), row, counter, found_inf)
+            ascent = grad.reshape(-1).neg() if self._maximize else grad.reshape(-1)
+            _step(param, ascent, row, counter, found_inf)
 
 
 def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None) -> None:
-    tensors = param.weight, param.exp_avg, param.exp_avg_sq
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    flat = [tensor.detach().reshape(-1) for tensor in param.tensors]
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
@@ -100,9 +110,12 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
         if counter is not None:
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
             results = [_round(*args) for args in zip(results, noise, values, strict=False)]
+        if param.max_exp_avg_sq is not None:
+            # The stored mean is not rounded again: values that are rounded stochastically have a largest one already.
+            results.append(torch.maximum(values[3].float(), results[2].float()))
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
-    for tensor, changed in zip(tensors, flat, strict=True):
+    for tensor, changed in zip(param.tensors, flat, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(changed.view(tensor.shape))
 
@@ -112,14 +125,15 @@ def _round(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
 
 
 def _update(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
-    """Return weight, exp_avg and exp_avg_sq after a step, in float32."""
+    """Return weight, exp_avg and exp_avg_sq after a step, in float32; with max_exp_avg_sq in values, it divides."""
     lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars.unbind()
-    weight, exp_avg, exp_avg_sq = (value.float() for value in values)
+    weight, exp_avg, exp_avg_sq, *greatest = (value.float() for value in values)
     grad = grad.float()
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * one_minus_beta2
     weight = weight - weight * (lr * weight_decay)
-    root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded on CPUs
+    divisor = torch.maximum(greatest[0], exp_avg_sq) if greatest else exp_avg_sq
+    root = divisor.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded on CPUs
     return [weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq]
 
 

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
-from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
+from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, AMSGRAD_MOMENTS, TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, inherited, setting
@@ -35,7 +35,7 @@ class AdamSettings(TorchOptimizer):
 
     def moments(self) -> dict[str, Sequence[str]]:
         """Return the means of gradients and of their squares, and with `amsgrad` the largest of the latter."""
-        names = (*ADAM_MOMENTS, "max_exp_avg_sq") if self.amsgrad else ADAM_MOMENTS
+        names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
         return {name: names for name, _ in self.parameters.named()}
 
     def _options(self) -> dict[str, Any]:

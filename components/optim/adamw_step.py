@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.operation import why_no_triton
 
@@ -13,15 +14,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""
 
 
-def adamw(
-    groups: Iterable[dict[str, Any]], *, amsgrad: bool = False, maximize: bool = False, **defaults: Any
-) -> torch.optim.AdamW:
+def adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
     """Return the fastest AdamW for the parameters of torch's groups; its state is torch's, whichever it is."""
     groups = list(groups)
-    if amsgrad or maximize:  # the kernel has neither
-        return torch.optim.AdamW(groups, fused=True, amsgrad=amsgrad, maximize=maximize, **defaults)
     kind = AdamWTriton if all(_suits(part) for group in groups for part in group["params"]) else torch.optim.AdamW
-    return kind(groups, fused=True, **defaults)
+    return kind(groups, fused=True, **options)
 
 
 def _suits(parameter: nn.Parameter) -> bool:
@@ -68,9 +65,15 @@ class AdamWTriton(torch.optim.AdamW):
             from drawloom.kernels.triton.adamw import AdamwTriton
 
             states = [self._state(part) for part in parts]
-            kept = zip(parts, states, strict=True)
             stepper = AdamwTriton(
-                [ParamState(part.detach(), of["exp_avg"], of["exp_avg_sq"], weight_decay) for part, of in kept]
+                [
+                    ParamState(
+                        *(part.detach(), state["exp_avg"], state["exp_avg_sq"], weight_decay),
+                        max_exp_avg_sq=state.get("max_exp_avg_sq"),
+                    )
+                    for part, state in zip(parts, states, strict=True)
+                ],
+                maximize=self.defaults["maximize"],
             )
             self._steppers[number] = parts, stepper
         return stepper
@@ -79,7 +82,8 @@ class AdamWTriton(torch.optim.AdamW):
         state: dict[str, Tensor] = self.state[part]
         if not state:
             state["step"] = torch.zeros((), device=part.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(part), torch.zeros_like(part)
+            names = AMSGRAD_MOMENTS if self.defaults["amsgrad"] else ADAM_MOMENTS
+            state |= {name: torch.zeros_like(part) for name in names}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ class Muon(TorchOptimizer):
         default=(0.9, 0.95), check=check_betas, doc="decay of AdamW's two running means"
     )
     eps: float = setting(default=1e-8, check=above(0), doc="keeps AdamW's denominator from zero")
+    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
@@ -86,8 +87,8 @@ class Muon(TorchOptimizer):
         shared = SharedMatrices(slices, self._sharing)
         how = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         self._optimizers = [
-            MuonStep(ours, matrices, slices, shared, self.adjust_lr_fn, **how),
-            adamw(theirs, lr=self.lr, betas=self.betas, eps=self.eps),
+            MuonStep(ours, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **how),
+            adamw(theirs, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
         ]
 
     def _of_muon(self) -> set[nn.Parameter]:
@@ -139,6 +140,7 @@ class MuonStep(torch.optim.Optimizer):
     def _averaged(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add a gradient to its mean, and give what is to be orthogonalised."""
         state, gradient = self.state[parameter], gradient_of(parameter).to(parameter.dtype)
+        gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         averaged = torch.lerp(mean, gradient, 1 - group["momentum"])
         self._assign(mean, averaged)

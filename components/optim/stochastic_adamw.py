@@ -41,7 +41,8 @@ class StochasticAdamW:
     """
     AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
 
-    Groups with a rate or betas of their own take a launch each.
+    Groups with a rate or betas of their own take a launch each. With `amsgrad`, the largest mean of squares is taken of
+    the means as they are kept.
 
     The noise depends on the run's seed, the parameter's name, the element's index in it and the number of the step: it
     is the same for any layout of ranks, and resuming is bit-exact.
@@ -55,6 +56,12 @@ class StochasticAdamW:
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    amsgrad: bool = setting(
+        default=False,
+        impact="incompatible",
+        doc="divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
+    )
+    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
@@ -84,16 +91,23 @@ class StochasticAdamW:
         decay = {part: group["weight_decay"] for group in every for part in group["params"]}
         for name, parameter in self.parameters.named():
             weight = parameter.detach()
-            exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
-            key = derive_seed(self.job.seed, "stochastic_adamw", name)
-            place = rows_of(slices[name])
-            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, *place)
+            moments = {key: torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for key in self._moments.values()}
+            first, width, stride = rows_of(slices[name])
+            self._params[name] = ParamState(
+                weight,
+                weight_decay=decay[parameter],
+                key=derive_seed(self.job.seed, "stochastic_adamw", name),
+                first=first,
+                width=width,
+                stride=stride,
+                **moments,
+            )
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in every:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
         implementation, states = self._implementation(), self._states()
         for (lr_multiplier, betas), parts in kinds.items():
-            stepper = implementation([states[part] for part in parts])
+            stepper = implementation([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
 
     def run_phase(self, step: Step) -> None:
@@ -113,6 +127,12 @@ class StochasticAdamW:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
             launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
 
+    @property
+    def _moments(self) -> dict[str, str]:
+        """The fields of ParamState by their keys in the state."""
+        moments = {"mean": "exp_avg", "square": "exp_avg_sq"}
+        return moments | ({"max_square": "max_exp_avg_sq"} if self.amsgrad else {})
+
     def _states(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named()}
 
@@ -124,19 +144,19 @@ class StochasticAdamW:
         return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of both running means."""
+        """Bytes of the running means, and with `amsgrad` of the largest mean of squares."""
         count = sum(parameter.numel() for _, parameter in self.parameters.named())
-        return {"optimizer_state": 2 * count * DTYPES[self.state_dtype].itemsize}
+        return {"optimizer_state": len(self._moments) * count * DTYPES[self.state_dtype].itemsize}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The parameters that this rank trains, and of which it has a slice."""
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """Both running means of each parameter (its shape, `state_dtype`), and the number of steps."""
+        """The running means of each parameter (its shape, `state_dtype`), and the number of steps."""
         steps = self._steps_taken()
         return {
-            name: {"mean": param.exp_avg, "square": param.exp_avg_sq, "steps": steps}
+            name: {key: getattr(param, field) for key, field in self._moments.items()} | {"steps": steps}
             for name, param in self._params.items()
         }
 
@@ -148,8 +168,8 @@ class StochasticAdamW:
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
         for name, param in self._params.items():
-            param.exp_avg.copy_(state[name]["mean"])
-            param.exp_avg_sq.copy_(state[name]["square"])
+            for key, field in self._moments.items():
+                getattr(param, field).copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
     def _implementation(self) -> Any:

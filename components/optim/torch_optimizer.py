@@ -20,6 +20,9 @@ from drawloom.graph.wiring.node import NodeView
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of Adam's running means of gradients and of their squares."""
 
+AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
+"""The same, and the largest mean of squares so far."""
+
 Named = Sequence[tuple[str, nn.Parameter]]
 
 KEEP_UPDATES = (

@@ -28,21 +28,23 @@ BLOCK = 512
 ALIGNMENT = 16
 """Bytes of a vectorized load; tensors that are not aligned to it are read element by element."""
 
-TABLE_COLUMNS = 10
+TABLE_COLUMNS = 11
 """
-Numbers in a row of the table: four addresses, the count of elements, the place of the weight among all, and of the
-noise the key, the first index, and the width and the stride of rows.
+Numbers in a row of the table: four addresses, the count of elements, the place of the weight among all, of the noise
+the key, the first index, and the width and the stride of rows, and the address of the largest mean of squares, or 0.
 """
 
 
 class AdamwTriton:
     """The optimizer step with one launch for each combination of dtypes; bitwise the same as AdamwEager."""
 
-    def __init__(self, params: Sequence[ParamState]) -> None:
+    def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
         filled = [place for place, param in enumerate(params) if param.weight.numel()]
         kinds = sorted(filled, key=lambda place: _kind(params[place]))
         groups = [list(group) for _, group in groupby(kinds, key=lambda place: _kind(params[place]))]
-        self._launches = [(places, _FusedStep([params[place] for place in places], places)) for places in groups]
+        self._launches = [
+            (places, _FusedStep([params[place] for place in places], places, maximize)) for places in groups
+        ]
 
     def step(
         self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
@@ -59,21 +61,24 @@ def _kind(param: ParamState) -> tuple[str, ...]:
 
 
 def _constants(param: ParamState) -> dict[str, bool]:
-    """The kernel's compile-time constants: whether loads are aligned, and which noise belongs to which elements."""
-    tensors = param.weight, param.exp_avg, param.exp_avg_sq
-    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-    return {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs}
+    """
+    The kernel's compile-time constants of a weight: whether loads are aligned, which noise belongs to which elements,
+    and whether the step divides by the largest mean of squares.
+    """
+    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.tensors)
+    has_maximum = param.max_exp_avg_sq is not None
+    return {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs, "AMSGRAD": has_maximum}
 
 
 class _FusedStep:
     """Weights of one kind, none of them empty, and the tables of their addresses."""
 
-    def __init__(self, params: list[ParamState], places: list[int]) -> None:
-        if any(not x.is_contiguous() for t in params for x in (t.weight, t.exp_avg, t.exp_avg_sq)):
-            raise ValueError("weights, exp_avg and exp_avg_sq must be contiguous; use AdamwEager for others")
+    def __init__(self, params: list[ParamState], places: list[int], maximize: bool) -> None:
+        if any(not tensor.is_contiguous() for param in params for tensor in param.tensors):
+            raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
         self._params, self._places = params, places
         self._device = params[0].weight.device
-        self._constants = _constants(params[0])
+        self._constants = _constants(params[0]) | {"MAXIMIZE": maximize}
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
@@ -131,10 +136,9 @@ class _FusedStep:
 
 
 def _row(param: ParamState, grad: int, place: int) -> list[int]:
-    tensors = param.weight, param.exp_avg, param.exp_avg_sq
-    weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in tensors)
+    weight, exp_avg, exp_avg_sq, *greatest = (tensor.data_ptr() for tensor in param.tensors)
     noise = param.key, param.first, param.width, param.stride
-    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), place, *noise]
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), place, *noise, *(greatest or [0])]
 
 
 def _readable(grad: Tensor) -> Tensor:
@@ -148,8 +152,8 @@ def _readable(grad: Tensor) -> Tensor:
 @triton.jit
 def _kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    TABLE_COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -163,6 +167,9 @@ def _kernel(
     if ALIGNED:
         weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
+    greatest = tl.load(table + 10).to(exp_avg_like.dtype)
+    if ALIGNED:
+        greatest = tl.multiple_of(greatest, 16)
     count = tl.load(table + 4)
     if found_inf is not None:
         count = tl.where(tl.load(found_inf) == 0, count, 0)
@@ -181,11 +188,11 @@ def _kernel(
         else:
             index = _index(place, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, exp_avg, exp_avg_sq, place, None, key, index, noise_of, PAIRS,
-                    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
+            _update(weight, grad, exp_avg, exp_avg_sq, greatest, place, None, key, index, noise_of, PAIRS, AMSGRAD,
+                    MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, exp_avg, exp_avg_sq, place, place < count, key, index, noise_of, PAIRS,
-                    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
+            _update(weight, grad, exp_avg, exp_avg_sq, greatest, place, place < count, key, index, noise_of, PAIRS,
+                    AMSGRAD, MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
 
 
 @triton.jit
@@ -198,7 +205,8 @@ def _index(place, first, width, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def _update(
-    weight, grad, exp_avg, exp_avg_sq, place, mask, key, index, counter, PAIRS: tl.constexpr,
+    weight, grad, exp_avg, exp_avg_sq, greatest, place, mask, key, index, counter, PAIRS: tl.constexpr,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
@@ -207,15 +215,24 @@ def _update(
     g = tl.load(grad + place, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + place, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + place, mask=mask).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
     m = m + (g - m) * one_minus_beta1
     s = s + (g * g - s) * one_minus_beta2
     old = old - old * lr_decay
-    new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
+    divisor = s
+    if AMSGRAD:
+        most = tl.load(greatest + place, mask=mask).to(tl.float32)
+        divisor = tl.maximum(most, s, propagate_nan=tl.PropagateNan.ALL)
+    new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(divisor) * sq_correction + eps)
     if counter is not None:
         for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
         new = _rounded(new, for_weight, index, weight, PAIRS)
         m = _rounded(m, for_mean, index, exp_avg, PAIRS)
         s = _rounded(s, for_square, index, exp_avg_sq, PAIRS)
+    if AMSGRAD:  # of the mean as it is kept: of values that are rounded up and down, the largest needs no rounding
+        most = tl.maximum(most, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(greatest + place, most.to(greatest.dtype.element_ty), mask=mask)
     # What is not rounded yet is rounded to the nearest.
     tl.store(weight + place, new.to(weight.dtype.element_ty), mask=mask)
     tl.store(exp_avg + place, m.to(exp_avg.dtype.element_ty), mask=mask)

@@ -7,22 +7,30 @@ from torch import Tensor
 from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
 
 
-def trained(weight: Tensor, kept: torch.dtype = torch.float32, **settings: float) -> ParamState:
-    mean, exp_avg_sq = (torch.zeros_like(weight, dtype=kept) for _ in range(2))
-    return ParamState(weight, mean, exp_avg_sq, settings.get("weight_decay", 0.0), int(settings.get("key", 5)))
+def trained(
+    weight: Tensor, kept: torch.dtype = torch.float32, *, amsgrad: bool = False, **settings: float
+) -> ParamState:
+    mean, exp_avg_sq, greatest = (torch.zeros_like(weight, dtype=kept) for _ in range(3))
+    numbers = settings.get("weight_decay", 0.0), int(settings.get("key", 5))
+    return ParamState(weight, mean, exp_avg_sq, *numbers, max_exp_avg_sq=greatest if amsgrad else None)
 
 
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize("amsgrad", [True, False])
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_float32_is_adamw(stochastic: bool) -> None:
+def test_float32_is_adamw(stochastic: bool, amsgrad: bool, maximize: bool) -> None:
     """In float32, with noise or without, weights and state are those of torch's AdamW, by each weight's decay."""
     weights = [torch.randn(5, 3), torch.randn(7)]
-    ours = [trained(weights[0].clone(), weight_decay=0.3), trained(weights[1].clone())]
+    ours = [
+        trained(weights[0].clone(), weight_decay=0.3, amsgrad=amsgrad),
+        trained(weights[1].clone(), amsgrad=amsgrad),
+    ]
     theirs = [weight.clone().requires_grad_() for weight in weights]
     groups = [{"params": [theirs[0]], "weight_decay": 0.3}, {"params": [theirs[1]], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
-    stepper = AdamwEager(ours)
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6, amsgrad=amsgrad, maximize=maximize)
+    stepper = AdamwEager(ours, maximize)
     for step in range(1, 6):
-        gradients = [torch.randn_like(weight) for weight in weights]
+        gradients = [torch.randn_like(weight) / step for weight in weights]  # smaller, so that a maximum stays
         for weight, gradient in zip(theirs, gradients, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
@@ -31,6 +39,10 @@ def test_float32_is_adamw(stochastic: bool) -> None:
         torch.testing.assert_close(mine.weight, their.detach(), rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(mine.exp_avg, optimizer.state[their]["exp_avg"], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(mine.exp_avg_sq, optimizer.state[their]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+        if mine.max_exp_avg_sq is not None:
+            greatest = optimizer.state[their]["max_exp_avg_sq"]
+            torch.testing.assert_close(mine.max_exp_avg_sq, greatest, rtol=1e-5, atol=1e-7)
+            assert (greatest > mine.exp_avg_sq).any()
 
 
 def test_scalars_of_weights_are_those_of_each() -> None:

@@ -406,6 +406,7 @@ ROWS: dict[str, Row] = {
             "momentum": 0.5,
             "nesterov": False,
             "ns_steps": 2,
+            "maximize": True,
         },
     ),
     "optim.sgd": Row(
@@ -415,7 +416,9 @@ ROWS: dict[str, Row] = {
         | {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5, "dampening": 0.5, "nesterov": True, "maximize": True},
     ),
     "optim.stochastic_adamw": Row(
-        parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | {"state_dtype": "float32"}
+        parts.weights_after_steps,
+        {"lr": 0.01},
+        BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | {"state_dtype": "float32"},
     ),
     "phases.divergence": Row(parts.lost_steps_seen_by, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
     "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),

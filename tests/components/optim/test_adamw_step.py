@@ -32,12 +32,12 @@ def groups(parts: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def triton(parts: Sequence[nn.Parameter]) -> AdamWTriton:
-    return AdamWTriton(groups(parts), fused=True, **SETTINGS)
+def triton(parts: Sequence[nn.Parameter], **options: bool) -> AdamWTriton:
+    return AdamWTriton(groups(parts), fused=True, **SETTINGS, **options)
 
 
-def torch_own(parts: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups(parts), **SETTINGS)
+def torch_own(parts: Sequence[nn.Parameter], **options: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups(parts), **SETTINGS, **options)
 
 
 def gradients(parts: Sequence[nn.Parameter], seed: int) -> list[Tensor]:
@@ -65,20 +65,22 @@ def load(target: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
 
 def kept(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> list[Tensor]:
     state = optimizer.state[part]
-    return [part.detach(), state["exp_avg"], state["exp_avg_sq"]]
+    return [part.detach(), *(tensor for name, tensor in state.items() if name != "step")]
 
 
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"amsgrad": True, "maximize": True}])
 @pytest.mark.parametrize("of_gradients", [WIDE, NARROW])
-def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype) -> None:
+def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype, options: dict[str, bool]) -> None:
     """Weights and moments after five steps are torch's in float64, to float32's rounding, by group."""
     ours = weights(WIDE)
     theirs = doubles(ours)
-    mine, their = triton(ours), torch_own(theirs)
+    mine, their = triton(ours, **options), torch_own(theirs, **options)
     for seed in range(5):
         step(mine, ours, seed, of_gradients)
         step(their, theirs, seed, torch.float64)
     for one, other in zip(ours, theirs, strict=True):
         assert mine.state[one]["step"] == 5
+        assert mine.state[one].keys() == their.state[other].keys()
         for found, expected in zip(kept(mine, one), kept(their, other), strict=True):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 

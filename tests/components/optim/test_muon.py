@@ -60,6 +60,21 @@ def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> No
         assert torch.equal(ours.parameters[name], theirs.parameters[name]), name
 
 
+def test_maximizing_is_minimizing_the_negative() -> None:
+    """Steps up the gradients are steps down their negatives, of matrices and of all others."""
+    up, down = Weights(SHAPES), Weights(SHAPES)
+    climbing, falling = opened(up, maximize=True), opened(down)
+    for number in (1, 2, 3):
+        up.give_gradients(number)
+        down.give_gradients(number)
+        for _, part in down.named():
+            assert part.grad is not None
+            part.grad.neg_()
+        climbing.run_phase(Step(number, 3))
+        falling.run_phase(Step(number, 3))
+    assert_equal(dict(up.named()), dict(down.named()))
+
+
 def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
     """Stacked experts are moved as torch.optim.Muon moves each of them."""
     ours, theirs = Weights(SHAPES, torch.float64), Weights(SHAPES, torch.float64)

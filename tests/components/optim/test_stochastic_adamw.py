@@ -66,29 +66,58 @@ def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
     assert made(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {"optimizer_state": 2 * size * (24 + 6)}
 
 
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}])
+def test_float32_has_the_steps_of_torch(options: dict[str, bool]) -> None:
+    """Weights and state of float32 are those of torch.optim.AdamW with the same options."""
+    ours, theirs = (Weights(SHAPES, torch.float32, DEVICE) for _ in range(2))
+    optimizer = made(ours, state_dtype="float32", weight_decay=0.0, **options)
+    assert optimizer.memory_bytes() == {"optimizer_state": (3 if "amsgrad" in options else 2) * 4 * (24 + 6)}
+    torch_own = torch.optim.AdamW(theirs.parameters.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, **options)
+    for number in range(1, 6):
+        for weights in (ours, theirs):
+            weights.give_gradients(number)
+            for _, part in weights.named():
+                assert part.grad is not None
+                part.grad /= number**2  # smaller ones, after which the largest mean of squares stays
+        optimizer.run_phase(Step(number, 5))
+        torch_own.step()
+    for name, part in theirs.named():
+        torch.testing.assert_close(ours.parameters[name], part, rtol=1e-5, atol=1e-6)
+        kept, expected = optimizer.state_dict()[name], torch_own.state[part]
+        assert ("max_square" in kept) == ("max_exp_avg_sq" in expected)
+        for key, field in (("mean", "exp_avg"), ("square", "exp_avg_sq"), ("max_square", "max_exp_avg_sq")):
+            if key in kept:
+                torch.testing.assert_close(kept[key], expected[field], rtol=1e-5, atol=1e-7)
+        assert "amsgrad" not in options or (kept["max_square"] > kept["square"]).any()
+
+
 def test_replicas_stay_equal_and_seeds_differ() -> None:
     """Replicas with the same seed get equal bits; another seed gives others."""
     assert same(after(5)[0], after(5)[0])
     assert not same(after(5)[0], after(5, seed=4)[0])
 
 
-def test_triton_equals_eager_bitwise() -> None:
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}])
+def test_triton_equals_eager_bitwise(options: dict[str, bool]) -> None:
     """Weights and state do not depend on the implementation."""
-    (ours, mine), (theirs, their) = after(3, "triton"), after(3, "eager")
+    (ours, mine), (theirs, their) = after(3, "triton", **options), after(3, "eager", **options)
     assert same(ours, theirs)
     for name, values in mine.state_dict().items():
-        assert all(torch.equal(values[key], their.state_dict()[name][key]) for key in ("mean", "square"))
+        moments = values.keys() - {"steps"}
+        assert len(moments) >= 2
+        assert all(torch.equal(values[key], their.state_dict()[name][key]) for key in moments)
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("means", ["bfloat16", "float32"])
-def test_resuming_is_bit_exact(means: str) -> None:
+def test_resuming_is_bit_exact(means: str, amsgrad: bool) -> None:
     """Steps after loading the state are bitwise those of the optimizer that was not interrupted."""
-    weights, first = after(3, state_dtype=means)
+    weights, first = after(3, state_dtype=means, amsgrad=amsgrad)
     others = narrow_weights()
     with torch.no_grad():
         for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
             target.copy_(source)
-    second = made(others, state_dtype=means)
+    second = made(others, state_dtype=means, amsgrad=amsgrad)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for number in (4, 5):
         for optimizer, side in ((first, weights), (second, others)):

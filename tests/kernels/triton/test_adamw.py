@@ -18,16 +18,21 @@ WIDE, NARROW = torch.float32, torch.bfloat16
 kinds = st.tuples(st.integers(0, 1500), st.sampled_from([WIDE, NARROW]), st.sampled_from([WIDE, NARROW]))
 
 
-def twins(shapes: list[tuple[Any, torch.dtype, torch.dtype]]) -> tuple[list[ParamState], list[ParamState]]:
+def twins(
+    shapes: list[tuple[Any, torch.dtype, torch.dtype]], amsgrad: bool = False
+) -> tuple[list[ParamState], list[ParamState]]:
     """Two equal lists of weights with their optimizer state."""
 
     def made() -> list[ParamState]:
         torch.manual_seed(1)
         weights = [torch.randn(shape).to(DEVICE, dtype) for shape, dtype, _ in shapes]
-        kept = [[torch.rand(shape).to(DEVICE, of_kept) for _ in "ms"] for shape, _, of_kept in shapes]
+        kept = [[torch.rand(shape).to(DEVICE, of_kept) for _ in "msg"] for shape, _, of_kept in shapes]
         return [
-            ParamState(weight, mean, square, 0.1 * (place % 2), 2**60 + place, 2 * place)
-            for place, (weight, (mean, square)) in enumerate(zip(weights, kept, strict=True))
+            ParamState(
+                *(weight, mean, square, 0.1 * (place % 2), 2**60 + place, 2 * place),
+                max_exp_avg_sq=greatest if amsgrad else None,
+            )
+            for place, (weight, (mean, square, greatest)) in enumerate(zip(weights, kept, strict=True))
         ]
 
     return made(), made()
@@ -35,14 +40,19 @@ def twins(shapes: list[tuple[Any, torch.dtype, torch.dtype]]) -> tuple[list[Para
 
 def assert_same_bits(ours: list[ParamState], theirs: list[ParamState]) -> None:
     for mine, their in zip(ours, theirs, strict=True):
-        for name in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(getattr(mine, name), getattr(their, name)), name
+        assert len(mine.tensors) == len(their.tensors)
+        for number, pair in enumerate(zip(mine.tensors, their.tensors, strict=True)):
+            assert torch.equal(*pair), number
 
 
 def step_both(
-    ours: list[ParamState], theirs: list[ParamState], gradients: list[list[Tensor]], noise: int | None = 2**40
+    ours: list[ParamState],
+    theirs: list[ParamState],
+    gradients: list[list[Tensor]],
+    noise: int | None = 2**40,
+    maximize: bool = False,
 ) -> None:
-    triton, eager = AdamwTriton(ours), AdamwEager(theirs)
+    triton, eager = AdamwTriton(ours, maximize), AdamwEager(theirs, maximize)
     for step, of_step in enumerate(gradients, 1):
         numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         counter = None if noise is None else step + noise
@@ -51,17 +61,29 @@ def step_both(
 
 
 @few
-@given(seeds, st.lists(kinds, min_size=1, max_size=4), st.sampled_from([WIDE, NARROW]), st.sampled_from([2**40, None]))
+@given(
+    seeds,
+    st.lists(kinds, min_size=1, max_size=4),
+    st.sampled_from([WIDE, NARROW]),
+    st.sampled_from([2**40, None]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_same_bits(
-    _seed: object, shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype, noise: int | None
+    _seed: object,
+    shapes: list[tuple[int, torch.dtype, torch.dtype]],
+    of_gradients: torch.dtype,
+    noise: int | None,
+    amsgrad: bool,
+    maximize: bool,
 ) -> None:
     """
     Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step, with
-    noise or rounded to the nearest.
+    noise or rounded to the nearest, and as AMSGrad; downwards and upwards.
     """
-    ours, theirs = twins(shapes)
+    ours, theirs = twins(shapes, amsgrad)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
-    step_both(ours, theirs, gradients, noise)
+    step_both(ours, theirs, gradients, noise, maximize)
     assert_same_bits(ours, theirs)
 
 
