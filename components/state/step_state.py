@@ -16,9 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.cell import Cell
 from drawloom.components.state.host_copy import HostCopy
-from drawloom.components.state.sharding import check_spec
+from drawloom.components.state.sharding import check_spec, shard_tree, spec_of_shard, spec_of_whole, unshard_tree
 from drawloom.components.state.specs import SpecTree
 from drawloom.components.state.trees import leaves, transform
 
@@ -65,7 +64,7 @@ class StepState:
         state["loss"]  # tensor([1., 2.])
 
     Tensors are detached from their autograd graph when they are written. Values are shared, not copied: a reader does
-    not change them in place.
+    not change them in place. A value that is read in the other view is converted once, until it is written again.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class StepState:
         microbatches: int = 1,
         specs: Mapping[str, SpecTree] | None = None,
     ) -> None:
-        self._cells: dict[str, Cell] = {}
         self._copies: list[tuple[list[Tensor], HostCopy]] = []
         self._read: dict[int, float] = {}
         self.split(microbatches, specs or {})
@@ -93,7 +91,11 @@ class StepState:
         for key, spec in specs.items():
             _with_location(f"the specification of {key!r}", partial(check_spec, spec))
         self.microbatches, self._specs = microbatches, dict(specs)
-        self._cells, self._copies, self._read = {}, [], {}
+        self._copies, self._read = [], {}
+        self._written: dict[str, Any] = {}  # by name, values that were written in the global view
+        self._joined: dict[str, Any] = {}  # values that were joined from the shards of all microbatches
+        self._shards: dict[str, dict[int, Any]] = {}  # by microbatch, shards that were written or split off
+        self._inferred: dict[str, SpecTree] = {}  # specs by which values without a given one were split
 
     def microbatch(self, index: int) -> StateView:
         """Return the sharded view of one microbatch, counted from 0."""
@@ -102,30 +104,31 @@ class StepState:
         return _MicrobatchView(self, index)
 
     def __getitem__(self, key: str) -> Any:
-        cell = self._cells.get(key)
-        if cell is None or not cell.is_whole:
-            raise self._missing(key, range(self.microbatches), f"[{key!r}]")
-        return _with_location(f"[{key!r}]", cell.read)
+        if key in self._written:
+            return self._written[key]
+        if key not in self._joined:
+            self._joined[key] = self._join(key)
+        return self._joined[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._cell(key).write(_detached(value))
+        self._written[key] = _detached(value)
+        for derived in (self._joined, self._shards, self._inferred):
+            derived.pop(key, None)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._cells and self._cells[key].is_whole
+        return key in self._written or 0 < self.microbatches == len(self._shards.get(key, ()))
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names that the global view contains, in the order of their first write."""
-        return (key for key, cell in self._cells.items() if cell.is_whole)
+        """Iterate over the names that the global view contains."""
+        return (key for key in {**self._written, **self._shards} if key in self)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value of the global view, or the default if the view does not contain it."""
-        if key not in self:
-            return default
-        return self[key]
+        return self[key] if key in self else default
 
     def microbatches_present(self, key: str) -> list[int]:
         """Return the microbatches in whose view a name can be read; none for a name that has not been written."""
-        return self._cells[key].present() if key in self._cells else []
+        return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
 
     def is_remote(self, tensor: Tensor) -> bool:
         """Return whether the host has to wait for a device to read a tensor."""
@@ -172,14 +175,13 @@ class StepState:
         return self._read[id(value)]
 
     def numbers(self) -> dict[str, float]:
-        """Return all numbers of the global view by name: floats, and float tensors without dimensions."""
-        return {key: self.number(key) for key in self if self._cells[key].is_global and _is_number(self[key])}
+        """Return the numbers written in the global view by name: floats, and float tensors without dimensions."""
+        return {key: self.number(key) for key, value in self._written.items() if _is_number(value)}
 
     def _on_devices(self) -> Iterator[Tensor]:
-        """Yield the tensors of the global view that are not on the CPU."""
-        for cell in self._cells.values():
-            if cell.is_global:
-                yield from (leaf for leaf in leaves(cell.read()) if isinstance(leaf, Tensor) and self.is_remote(leaf))
+        """Yield the tensors written in the global view that are not on the CPU."""
+        for value in self._written.values():
+            yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
 
     def _copied(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
@@ -190,8 +192,39 @@ class StepState:
                 part, rest[name] = rest[name][: tensor.numel()], rest[name][tensor.numel() :]
                 yield id(tensor), part.view(tensor.shape)
 
-    def _cell(self, key: str) -> Cell:
-        return self._cells.setdefault(key, Cell(self.microbatches, self._specs.get(key)))
+    def _join(self, key: str) -> Any:
+        """Return a value from the shards of all microbatches."""
+        if key not in self:
+            raise self._missing(key, range(self.microbatches), f"[{key!r}]")
+        shards = [self._shards[key][index] for index in range(self.microbatches)]
+        spec = self._specs[key] if key in self._specs else self._inferred.get(key)
+        spec = spec_of_shard(shards[0]) if spec is None else spec
+        return _with_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
+
+    def _read_shard(self, key: str, index: int, location: str) -> Any:
+        if index not in self.microbatches_present(key):
+            raise self._missing(key, [index], location)
+        return self._split_off(key, location)[index]
+
+    def _write_shard(self, key: str, index: int, value: Any, location: str) -> None:
+        """Replace the shard of one microbatch; the others keep theirs."""
+        shards = self._split_off(key, location)  # of the written value, before it is dropped
+        self._written.pop(key, None)
+        self._joined.pop(key, None)
+        shards[index] = _detached(value)
+
+    def _split_off(self, key: str, location: str) -> dict[int, Any]:
+        """Return the shards of a value, which are split off if it was written in the global view."""
+        if key not in self._shards:
+            shards = _with_location(location, partial(self._split, key)) if key in self._written else {}
+            self._shards[key] = shards
+        return self._shards[key]
+
+    def _split(self, key: str) -> dict[int, Any]:
+        value, spec = self._written[key], self._specs.get(key)
+        if spec is None:
+            spec = self._inferred[key] = spec_of_whole(value)
+        return dict(enumerate(shard_tree(value, spec, self.microbatches)))
 
     def _missing(self, key: str, shards: Sequence[int], location: str) -> MissingStateError:
         """Return the error for shards of a value that are missing."""
@@ -210,21 +243,16 @@ class _MicrobatchView:
     _index: int
 
     def __getitem__(self, key: str) -> Any:
-        if self._index not in self._state.microbatches_present(key):
-            raise self._state._missing(key, [self._index], self._location(key))
-        return _with_location(self._location(key), partial(self._state._cells[key].read_shard, self._index))
+        return self._state._read_shard(key, self._index, self._location(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
-        write = partial(self._state._cell(key).write_shard, self._index, _detached(value))
-        _with_location(self._location(key), write)
+        self._state._write_shard(key, self._index, value, self._location(key))
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
+        return self[key] if key in self else default
 
     def _location(self, key: str) -> str:
         return f"microbatch({self._index})[{key!r}]"
@@ -238,6 +266,8 @@ def _is_number(value: Any) -> bool:
 
 def _detached(value: Any) -> Any:
     """Return a value without autograd graphs: the same object if it has none."""
+    if isinstance(value, Tensor | float):  # most values of a step
+        return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value)):
         return transform(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
     return value

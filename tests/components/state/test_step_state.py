@@ -201,6 +201,47 @@ def test_a_shard_id_out_of_range_is_refused(shard: int) -> None:
         StepState(microbatches=-1)
 
 
+def _state_of_shards(*shards: torch.Tensor) -> StepState:
+    state = StepState(microbatches=len(shards))
+    for index, shard in enumerate(shards):
+        state.microbatch(index)["x"] = shard
+    return state
+
+
+def test_a_value_is_joined_once_after_each_write() -> None:
+    """Reading again gives the same object, until a microbatch writes."""
+    state = _state_of_shards(torch.ones(1), torch.ones(1))
+    whole = state["x"]
+    assert state["x"] is whole
+    state.microbatch(1)["x"] = torch.zeros(1)
+    assert state["x"].tolist() == [1, 0]
+
+
+def test_a_read_keeps_the_shards() -> None:
+    """Shards of unequal sizes stay as they were after the whole is read."""
+    parts = [torch.arange(3), torch.arange(2)]
+    state = _state_of_shards(*parts)
+    assert state["x"].tolist() == [0, 1, 2, 0, 1]
+    assert [state.microbatch(index)["x"] for index in range(2)] == parts
+
+
+def test_a_failed_write_of_a_shard_changes_nothing() -> None:
+    """A shard of a whole that can't be split is refused, and the whole stays."""
+    state = StepState({"x": torch.arange(3)}, microbatches=2)
+    with pytest.raises(PipelineStateError, match="evenly"):
+        state.microbatch(0)["x"] = torch.ones(1)
+    assert state["x"].tolist() == [0, 1, 2]
+
+
+def test_the_inferred_spec_follows_the_last_write() -> None:
+    """A number written as a whole is replicated, rows are sharded; a given spec stays."""
+    state = StepState({"x": torch.tensor(5.0)}, microbatches=2, specs={"given": Stack()})
+    assert [float(state.microbatch(index)["x"]) for index in range(2)] == [5, 5]
+    for name, shards in (("x", [[5], [6]]), ("given", [5, 6])):
+        state[name] = torch.tensor([5.0, 6.0])
+        assert [state.microbatch(index)[name].tolist() for index in range(2)] == shards
+
+
 def test_split_drops_values_and_inferred_specs() -> None:
     """A name that had numbers can have rows after a split; specs are those of the split."""
     state = StepState()
