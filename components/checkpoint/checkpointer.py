@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,8 +23,6 @@ from drawloom.components.ports.distributed import Group, Mesh, Processes
 from drawloom.components.ports.run import (
     Cadence,
     Durable,
-    Event,
-    Events,
     GrowingState,
     RunFolder,
     Stateful,
@@ -47,12 +44,11 @@ run_log = logging.getLogger("drawloom.run")  # whose messages rank 0 prints
 
 @attrs.define
 class PendingSave:
-    """A save in the background: its step, its bytes on all ranks, and whether the state may change already."""
+    """A save in the background: its step, and its bytes on all ranks."""
 
     step: int
     bytes: int
     done: Future[None]
-    staged: bool
 
 
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
@@ -74,7 +70,6 @@ class Checkpointer:
     records: Every[Durable]
     recipe: ResolvedRecipe
     staging: Stager | None = None
-    events: Events | None = None
     every: Cadence = setting(
         default="last", check=check_cadence, doc="steps between checkpoints; the last is always saved"
     )
@@ -91,12 +86,13 @@ class Checkpointer:
     _saved: int = attrs.field(init=False, default=0)  # the step of the newest save that has not failed
     _failed: int = attrs.field(init=False, default=0)  # failed saves in a row
     _pending: PendingSave | None = attrs.field(init=False, default=None)
-    _group: Group | None = attrs.field(init=False, default=None)
+    _world: Group = attrs.field(init=False)
+    _group: Group = attrs.field(init=False)  # for the thread in which a checkpoint is written
 
     def open(self) -> None:
         """Create the folder of checkpoints, and remove what a killed run was writing."""
-        run_on_rank0(self.mesh.world, lambda: commit.prepare(self._checkpoints))
-        self._group = self.processes.control_group("checkpoint")
+        self._world, self._group = self.mesh.world, self.processes.control_group("checkpoint")
+        run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
 
     def close(self) -> None:
         """Wait up to CLOSE_TIMEOUT for the pending save, and free the memory of copies."""
@@ -110,15 +106,14 @@ class Checkpointer:
         """Save at the cadence, in the background if staging copies; at the last step, return when the save is done."""
         if self._pending is not None and self._is_done(self._pending):
             self._finish()
-        if step.goes_back:  # to an earlier one
-            return
-        if step.last:
-            self.save(step)
-        elif due(self.every, step):
-            with self._saving(step):
-                self._start(step)
-                if not self._in_background:
-                    self._finish()
+        if self.saves_after(step):
+            self._start(step)
+            if step.last or not self._in_background:
+                self._finish(required=step.last)
+
+    def saves_after(self, step: Step) -> bool:
+        """Return whether `run_phase` saves a step: at the cadence and at the last, unless the run goes back."""
+        return not step.goes_back and (step.last or due(self.every, step))
 
     def save(self, step: Step) -> None:
         """
@@ -126,18 +121,13 @@ class Checkpointer:
 
         Raises UserError on every rank if it fails on any; earlier checkpoints are unchanged.
         """
-        if step.index == self._saved and self._pending is None:
-            return
-        with self._saving(step):
-            if step.index != self._saved:
-                self._start(step)
-            self._finish(required=True)
+        self._start(step)
+        self._finish(required=True)
 
-    def staged(self) -> None:
-        """Wait until the state may change, because a pending save has copied it. All ranks call this."""
-        if self._pending is not None and self.staging is not None and not self._pending.staged:
-            run_on_all(self.mesh.world, self.staging.synchronize_staging)
-            self._pending.staged = True
+    def wait_until_staged(self) -> None:
+        """Wait until the state may change, because the stager has copied it."""
+        if self.staging is not None:
+            self.staging.synchronize_staging()
 
     def restore(self) -> int:
         """
@@ -174,39 +164,29 @@ class Checkpointer:
 
     @cached_property
     def _protocol(self) -> commit.CommitProtocol:
-        plan = ShardPlan.of(self.states, self.mesh.world)
-        return commit.CommitProtocol(self._group or self.mesh.world, plan, self.recipe)
-
-    @contextmanager
-    def _saving(self, step: Step) -> Iterator[None]:
-        """Emit the events around a save, with which the timeouts listener allows more time."""
-        if self.events is not None:
-            self.events.emit(Event("saving_started", step))
-        try:
-            yield
-        finally:
-            if self.events is not None:
-                self.events.emit(Event("saving_ended", step))
+        return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
 
     def _start(self, step: Step) -> None:
-        """Take and stage a snapshot, and write it, in the background if staging copies."""
+        """Stage a snapshot of a step that is not saved yet, and write it, in the background if staging copies."""
+        if step.index == self._saved:
+            return
         self._finish()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
         snapshot, sizes = run_on_all(
-            self.mesh.world,
+            self._world,
             lambda: plan.take(self.states, step, self.staging),
             share=lambda taken: taken.bytes,
         )
         run = submit if self._in_background else run_now
         done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
-        self._pending = PendingSave(step.index, sum(sizes), done, snapshot.staged)
+        self._pending = PendingSave(step.index, sum(sizes), done)
         self._saved = step.index
 
     def _write(self, checkpoint: Path, snapshot: Snapshot) -> None:
         """Write and commit a snapshot, and remove expired checkpoints; in the background, if staging copies."""
         self._flush_logs()
         self._protocol.save(checkpoint, snapshot)
-        if self._protocol.group.rank == 0:
+        if self._group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
             self._retention.mark_valid(checkpoint, snapshot.values)
             self._remove_expired(checkpoint)
@@ -232,7 +212,7 @@ class Checkpointer:
         """Whether a save is done on all ranks."""
         # ranks must agree: what follows is a collective
         waiting = torch.tensor(0 if pending.done.done() else 1)
-        self.mesh.world.max(waiting)
+        self._world.max(waiting)
         return not waiting.item()
 
     def _finish(self, *, required: bool = False) -> None:
@@ -265,7 +245,7 @@ class Checkpointer:
 
     def _find(self) -> LoadedCheckpoint | None:
         """The newest checkpoint that is valid on all ranks; each rank has read the states that it needs."""
-        world, corrupt = self.mesh.world, dict[Path, str]()
+        world, corrupt = self._world, dict[Path, str]()
         for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
             checkpoint = self._checkpoints / f"step-{step}"
             found, faults = self._read(checkpoint)
@@ -281,7 +261,7 @@ class Checkpointer:
 
     def _read(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
         """The states that this rank needs of a checkpoint that is valid on all ranks; or None, and their faults."""
-        world = self.mesh.world
+        world = self._world
         found, told = run_on_all(world, lambda: _found(checkpoint, self.states, world.rank), share=_told)
         faults = [each["fault"] for each in told]
         if isinstance(found, LoadedCheckpoint) and not any(faults):
@@ -291,7 +271,7 @@ class Checkpointer:
         return (found if isinstance(found, LoadedCheckpoint) and not any(faults) else None), faults
 
     def _load(self, found: LoadedCheckpoint) -> None:
-        world = self.mesh.world
+        world = self._world
         held = world.gather_json({name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))})
         run_on_all(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
         run_on_all(world, lambda: load(found, self.states))
@@ -308,7 +288,7 @@ class Checkpointer:
     def _check_space(self, last: int) -> None:
         """Check the free disk space; `last` is the size of the newest checkpoint in bytes, 0 if there is none."""
         mine = self._protocol.plan.forecast_bytes(self.states, self.growing)
-        check_space(self.mesh.world, self._checkpoints, mine, last)
+        check_space(self._world, self._checkpoints, mine, last)
 
 
 def _found(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpoint:

@@ -42,11 +42,6 @@ class Snapshot:
     bytes: int
     values: dict[str, float | None]
 
-    @property
-    def staged(self) -> bool:
-        """Whether the stager has made all copies."""
-        return not isinstance(self.tensors, Future)
-
     def ready(self) -> dict[str, Tensor]:
         """The tensors by name, of any shape and dtype; waits until all copies are made."""
         return self.tensors.result() if isinstance(self.tensors, Future) else self.tensors
@@ -120,7 +115,7 @@ def _has(node: str, entry: str, place: list[list[int]] | None, held: Mapping[str
 def _values(step: Step) -> dict[str, float | None]:
     """Return the numbers of a step by name, None for one that is not finite; a skipped step has no loss."""
     values = {name: number if math.isfinite(number) else None for name, number in step.state.numbers().items()}
-    return values | {"loss": None} if step.skip_reason else values
+    return values | {"loss": None} if values.get("skip") else values
 
 
 def mark(state: Any, place: TensorSlice | None) -> Any:

@@ -368,7 +368,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
-        restorer.staged()
+        restorer.wait_until_staged()
         found = restorer.restore()
         expect(found == index, f"step {index} was saved, and step {found} is restored")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Literal
 
 import attrs
@@ -73,15 +74,19 @@ class Piecewise:
         doc="in order: steps = N, until_tokens = N, until_percent = P, or none for the rest"
     )
 
+    @cached_property
+    def _sizes(self) -> TokenCounts:
+        return token_counts(self.batching, self.rows)
+
     def run_phase(self, step: Step) -> None:
         """Set the output `lr_factor` of this step."""
         step.state["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""
-        value, begin, sizes = self.start, 0, token_counts(self.batching, self.rows)
+        value, begin = self.start, 0
         for phase in self.phases:
-            end = max(begin, phase.end(begin, total, sizes))
+            end = max(begin, phase.end(begin, total, self._sizes))
             if done < end:
                 return between(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end

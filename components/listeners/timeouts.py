@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar, get_args
 
 import attrs
 
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.logging import open_log, rank_log
 from drawloom.components.ports.distributed import Mesh, Timed
-from drawloom.components.ports.run import Event, RunFolder
+from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.graph import above, component, setting
 
 Clock = Callable[[], float]
@@ -138,6 +139,8 @@ class Timeouts:
     opening: float = setting(
         default=1800.0, check=above(0), doc="seconds for a component to open or close, counted from what it last logged"
     )
+
+    observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
     tick: float = attrs.field(init=False, default=0.5)

@@ -126,8 +126,7 @@ class TorchOptimizer:
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         for optimizer in self._optimizers:
             step.apply_update(partial(self._update, optimizer, lr))
-        for _, parameter in self.parameters.named():
-            parameter.grad = None
+            optimizer.zero_grad()
 
     def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         for group in optimizer.param_groups:

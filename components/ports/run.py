@@ -59,7 +59,7 @@ class Step:
     after this step, which is skipped.
 
     Whether the update is skipped is `skip` in the state, float32 () on the device of the gradients: 1 if it is, else 0.
-    On a GPU the host issues the update before it knows that number.
+    On a GPU the host issues the update before it knows that number. `before_update` is called before every update.
     """
 
     index: int
@@ -68,6 +68,7 @@ class Step:
     started: float = attrs.field(factory=time.monotonic)
     excluded_seconds: float = 0.0
     goes_back: bool = False
+    before_update: Callable[[], object] = lambda: None
     _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
 
     @property
@@ -109,6 +110,7 @@ class Step:
         `update` gets None if the host knows that the step is not skipped. On a GPU it gets the flag `skip`, float32 ()
         there, and changes nothing where that is 1; the host does not wait.
         """
+        self.before_update()
         flag: Tensor | None = self.state.get("skip")
         if flag is not None and self.state.is_remote(flag):
             update(flag)
@@ -192,7 +194,7 @@ class Stateful(Protocol):
     TensorSlice of which its tensors are, or None for a whole one. They are loaded again, whichever ranks saved them,
     in whatever slices; tensors with as many dimensions as the slice are slices, others are not.
 
-    Tensors of a state are read until the next phase that writes weights begins; a node that changes one earlier
+    Tensors of a state are read until `Step.apply_update` is called in the next step; a node that changes one earlier
     returns a copy.
     """
 
@@ -357,12 +359,16 @@ class Restorer(Protocol):
         """Load the newest checkpoint into every stateful node; its step, 0 if there is none."""
         ...
 
+    def saves_after(self, step: Step) -> bool:
+        """Return whether a checkpoint is saved in a phase of this step."""
+        ...
+
     def save(self, step: Step) -> None:
         """Save a checkpoint after a step, unless it is saved already."""
         ...
 
-    def staged(self) -> None:
-        """Wait until the state may change, because a save has copied it; all ranks call this before weights change."""
+    def wait_until_staged(self) -> None:
+        """Wait until the state may change, because a save has copied it."""
         ...
 
 

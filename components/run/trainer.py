@@ -3,6 +3,7 @@
 import logging
 import signal as signals
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -107,7 +108,7 @@ class Trainer:
         elif done:
             log.info("resuming after step %d", done)
         while done < self.steps:
-            step = Step(done + 1, self.steps)
+            step = self._next_step(done + 1)
             self._run_step(step)
             done = self._go_back(step) if step.goes_back else step.index
         with self.stop.raising():
@@ -115,20 +116,24 @@ class Trainer:
         self.events.emit(Event("run_ended"))
         self._skipped.fail_at_the_end()
 
+    def _next_step(self, index: int) -> Step:
+        if self.checkpointer is None:
+            return Step(index, self.steps)
+        return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged)
+
     def _after_restore(self) -> None:
         for node in self.restored.values():
             node.after_restore()
 
     def _go_back(self, step: Step) -> int:
         """Restore the newest checkpoint; the step that it is of, or this one if there is none."""
-        self.events.emit(Event("saving_started", step))  # which has as much time as saving
-        done = self.checkpointer.restore() if self.checkpointer else 0
-        if done:
-            self._after_restore()
-            log.info("resuming after step %d", done)
-        else:
-            log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
-        self.events.emit(Event("saving_ended", step))
+        with self._saving(step):  # which has as much time
+            done = self.checkpointer.restore() if self.checkpointer else 0
+            if done:
+                self._after_restore()
+                log.info("resuming after step %d", done)
+            else:
+                log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
         return done or step.index
 
     def _finish(self, last: int) -> None:
@@ -147,9 +152,9 @@ class Trainer:
         self.events.emit(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
-            if self.checkpointer and changes_weights(phase):
-                self.checkpointer.staged()
-            phase.run_phase(step)
+            saves = phase is self.checkpointer and self.checkpointer.saves_after(step)
+            with self._saving(step) if saves else nullcontext():
+                phase.run_phase(step)
             # The GPU has this step's first phase to compute while the host reads the numbers of the last step.
             self._skipped.read()
             self.events.emit(Event("phase_ended", step, name))
@@ -160,9 +165,19 @@ class Trainer:
             self._skipped.read()
             self._stop(step, signal)
 
+    @contextmanager
+    def _saving(self, step: Step) -> Iterator[None]:
+        """Emit the events around a save, with which the timeouts listener allows more time."""
+        self.events.emit(Event("saving_started", step))
+        try:
+            yield
+        finally:
+            self.events.emit(Event("saving_ended", step))
+
     def _stop(self, step: Step, signal: int) -> None:
         if self.checkpointer and not step.goes_back:  # it resumes from the checkpoint that it would go back to
-            self.checkpointer.save(step)
+            with self._saving(step):
+                self.checkpointer.save(step)
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
         log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)
         raise StoppedError(signal)
@@ -177,15 +192,9 @@ class Trainer:
         return ("changes_training", why) if derived else ("safe", "")
 
 
-def changes_weights(phase: Phase) -> bool:
-    """Whether a phase's component declares that it writes or changes weights."""
-    flow = _flow(phase)
-    return "weights" in (*flow.writes, *flow.changes)
-
-
-def _flow(phase: Any) -> Flow:
-    """What a phase or its component declares that it reads and writes; nothing for one that is no component."""
-    traits: Traits | None = getattr(phase, "__component__", None)
+def _flow(component: type) -> Flow:
+    """What a component declares that it reads and writes."""
+    traits: Traits | None = getattr(component, "__component__", None)
     return Flow() if traits is None else traits.flow
 
 

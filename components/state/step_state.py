@@ -124,7 +124,9 @@ class StepState:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value of the global view, or the default if the view does not contain it."""
-        return self[key] if key in self else default
+        if key not in self:
+            return default
+        return self[key]
 
     def microbatches_present(self, key: str) -> list[int]:
         """Return the microbatches in whose view a name can be read; none for a name that has not been written."""
@@ -252,7 +254,9 @@ class _MicrobatchView:
         return self._index in self._state.microbatches_present(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        if key not in self:
+            return default
+        return self[key]
 
     def _location(self, key: str) -> str:
         return f"microbatch({self._index})[{key!r}]"

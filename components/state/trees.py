@@ -41,11 +41,11 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
     """A node like this one with other children, given in the same order."""
     if type(node) in (list, tuple):
         return type(node)(children)
-    if _is_named_tuple(node):
-        return node._make(children)
     new = copy.copy(node)
     if isinstance(node, dict):
         new.update(zip(node, children, strict=True))
+    elif _is_named_tuple(node):
+        return node._make(children)
     else:
         for name, child in zip(_fields(node), children, strict=True):
             object.__setattr__(new, name, child)  # setattr would fail for frozen classes

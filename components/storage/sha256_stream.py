@@ -7,7 +7,6 @@ A file has a digest for each of its blocks, and not one for all of it, so that a
 import hashlib
 import queue
 import threading
-from collections.abc import Iterable
 
 import attrs
 
@@ -16,16 +15,12 @@ LARGE = 2**18  # bytes; hashing a smaller piece takes less time than starting a 
 AHEAD = 4  # queued pieces; more would only hold memory, since hashing is about as fast as the disk
 
 
-def _as_tuple(digests: Iterable[str]) -> tuple[str, ...]:
-    return tuple(digests)
-
-
 @attrs.frozen
 class Content:
     """Identifies what a file holds: its size in bytes, and the SHA-256 of each of its blocks in hexadecimal."""
 
     size: int
-    blocks: tuple[str, ...] = attrs.field(converter=_as_tuple)
+    blocks: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
 
     @property
     def digest(self) -> str:

@@ -35,7 +35,7 @@ EVENTS = {
     "data_loaded": "when the microbatches of the step are loaded, in the phase that trains on them",
     "phase_ended": "after a phase, whose node is `event.phase`",
     "step_ended": "after the last phase of a step",
-    "saving_started": "before a checkpoint is saved, in the phase that does it",
+    "saving_started": "before a checkpoint is saved, in the phase that does it or when the run stops",
     "saving_ended": "when training continues, though files may still be written in the background",
     "run_ended": "after the last step and the final tasks; not if the run fails or is stopped",
 }

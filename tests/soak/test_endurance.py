@@ -224,7 +224,7 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
                 node._finish()
         else:
             node.run_phase(Step(index, steps))
-        node.staged()
+        node.wait_until_staged()
         if index % (steps // 10) == 0:
             memory_used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             seen.append([len(os.listdir("/proc/self/fd")), threading.active_count(), memory_used])

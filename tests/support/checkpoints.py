@@ -11,7 +11,7 @@ from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.mesh_layout import MeshView
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group, PerDimension
-from drawloom.components.ports.run import Event, Stateful, Step
+from drawloom.components.ports.run import Stateful, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
@@ -95,17 +95,6 @@ class SingleRankProcesses:
     def control_group(self, name: str) -> Group:
         """A group of one rank."""
         return SingleProcess()
-
-
-@attrs.define
-class EventRecorder:
-    """Records the kind and step of each event."""
-
-    events: list[tuple[str, int]] = attrs.field(factory=list)
-
-    def emit(self, event: Event) -> None:
-        """Record an event."""
-        self.events.append((event.kind, event.step.index if event.step else 0))
 
 
 def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> Checkpointer:

@@ -103,7 +103,7 @@ def no_waiting_for_copies() -> None:
     def nothing(self: Checkpointer) -> None:
         return
 
-    put(Checkpointer, "staged", nothing)
+    put(Checkpointer, "wait_until_staged", nothing)
 
 
 def nothing() -> None:

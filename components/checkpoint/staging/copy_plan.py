@@ -112,13 +112,14 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
     raises TypeError with its path or, without `type_check`, is deep-copied.
     """
 
-    def walk(copy_of: Callable[[Tensor], Tensor]) -> Any:
-        return transform_with_path(lambda path, value: _staged(path, value, copy_of, type_check), state)
+    wanted: dict[Any, Copy] = {}  # each once: memory is allocated for all of them together, after the walk
 
-    found: dict[Any, Tensor] = {}  # each once: memory is allocated for all of them together
-    walk(lambda tensor: found.setdefault(_key(tensor), tensor))
-    targets, copies = _allocate(list(found.values()), pool)
-    return walk(lambda tensor: targets[_key(tensor)]), copies
+    def copy_of(tensor: Tensor) -> Tensor:
+        without_memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return wanted.setdefault(_key(tensor), Copy(tensor, without_memory)).target
+
+    staged = transform_with_path(lambda path, value: _staged(path, value, copy_of, type_check), state)
+    return staged, _allocate([*wanted.values()], pool)
 
 
 def _staged(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Tensor], type_check: bool) -> Any:
@@ -154,53 +155,49 @@ def _like(path: tuple[Any, ...], tensor: Tensor, copy_of: Callable[[Tensor], Ten
 
 @attrs.define
 class _StorageRange:
-    """A byte range of a storage, from `start` to `end`, and the tensors in it."""
+    """A byte range of a storage, from `start` to `end`, and the copies of tensors in it."""
 
     start: int
     end: int
-    members: list[Tensor]
+    members: list[Copy]
 
     def is_dense(self) -> bool:
         """Whether to copy the range as a whole instead of tensor by tensor."""
         # conjugate and negative views are lazy: copying bytes would lose the conjugation or the sign
-        lazy = any(each.is_conj() or each.is_neg() for each in self.members)
-        return not lazy and self.end - self.start <= SPARSE * sum(each.nbytes for each in self.members)
+        lazy = any(member.source.is_conj() or member.source.is_neg() for member in self.members)
+        return not lazy and self.end - self.start <= SPARSE * sum(member.source.nbytes for member in self.members)
 
     def source(self) -> Tensor:
         """The range as a uint8 tensor, (end - start,)."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.members[0].device)
-        return flat.set_(self.members[0].untyped_storage(), self.start, (self.end - self.start,), (1,))
+        first = self.members[0].source
+        flat = torch.empty(0, dtype=torch.uint8, device=first.device)
+        return flat.set_(first.untyped_storage(), self.start, (self.end - self.start,), (1,))
 
 
-def _allocate(tensors: list[Tensor], pool: Pool) -> tuple[dict[Any, Tensor], list[Copy]]:
-    """The copy of each of these distinct tensors, by its key, and the copies to make."""
-    targets = {_key(each): torch.empty(each.shape, dtype=each.dtype) for each in tensors if not each.numel()}
-    ranges = list(_ranges([each for each in tensors if each.numel()]))
+def _allocate(wanted: Sequence[Copy], pool: Pool) -> list[Copy]:
+    """Give the targets of copies memory; the copies to make, of whole ranges of storages where they are dense."""
+    ranges = list(_ranges([member for member in wanted if member.source.numel()]))
     whole = [extent for extent in ranges if extent.is_dense()]
     single = [member for extent in ranges if not extent.is_dense() for member in extent.members]
-    memory = iter(pool.tensors([*(each.end - each.start for each in whole), *(each.nbytes for each in single)]))
-    copies: list[Copy] = []
+    sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
+    memory = pool.tensors(sizes)
+    for member, target in zip(single, memory[len(whole) :], strict=True):
+        member.target.set_(target.view(member.source.dtype).view(member.source.shape))
     for extent, target in zip(whole, memory, strict=False):
-        copies.append(Copy(extent.source(), target))
         for member in extent.members:
-            offset = int(member.storage_offset()) - extent.start // member.itemsize
-            view = torch.empty(0, dtype=member.dtype)
-            targets[_key(member)] = view.set_(target.untyped_storage(), offset, member.shape, member.stride())
-    for member, target in zip(single, memory, strict=False):
-        dense = target.view(member.dtype).view(member.shape)
-        copies.append(Copy(member, dense))
-        targets[_key(member)] = dense
-    return targets, copies
+            offset = int(member.source.storage_offset()) - extent.start // member.source.itemsize
+            member.target.set_(target.untyped_storage(), offset, member.source.shape, member.source.stride())
+    return [*map(Copy, map(_StorageRange.source, whole), memory), *single]
 
 
-def _ranges(tensors: Sequence[Tensor]) -> Iterator[_StorageRange]:
+def _ranges(wanted: Sequence[Copy]) -> Iterator[_StorageRange]:
     """The ranges of storages that overlapping tensors cover."""
     by_storage: dict[Any, list[_StorageRange]] = {}
-    for tensor in tensors:
-        key = tensor.device, tensor.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append(_extent(tensor))
+    for each in wanted:
+        key = each.source.device, each.source.untyped_storage().data_ptr()
+        by_storage.setdefault(key, []).append(_extent(each))
     for ranges in by_storage.values():
-        last, *others = sorted(ranges, key=lambda each: (each.start, each.end))
+        last, *others = sorted(ranges, key=lambda extent: (extent.start, extent.end))
         for extent in others:
             if extent.start < last.end:
                 last.end, last.members = max(last.end, extent.end), last.members + extent.members
@@ -210,8 +207,9 @@ def _ranges(tensors: Sequence[Tensor]) -> Iterator[_StorageRange]:
         yield last
 
 
-def _extent(tensor: Tensor) -> _StorageRange:
+def _extent(wanted: Copy) -> _StorageRange:
     """The range from a tensor's first element to its last."""
+    tensor = wanted.source
     start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _StorageRange(start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize, [tensor])
+    return _StorageRange(start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize, [wanted])

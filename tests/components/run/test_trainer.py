@@ -10,7 +10,7 @@ import torch
 from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import Event, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Every, Ordered, RecipeError, UserError, component
+from drawloom.graph import Every, Ordered, RecipeError, UserError
 from drawloom.graph.project import Recipe
 from support.steps import LateState
 
@@ -39,8 +39,11 @@ class Record:
     def save(self, step: Step) -> None:
         self.calls.append(f"save {step.index}")
 
-    def staged(self) -> None:
-        self.calls.append("staged")
+    def saves_after(self, step: Step) -> bool:
+        return False
+
+    def wait_until_staged(self) -> None:
+        self.calls.append("wait")
 
     def is_finished(self, step: int) -> bool:
         return self.finished == step
@@ -205,11 +208,11 @@ def test_a_late_skip_stops_the_run_before_weights_change_again() -> None:
     """The host learns it after the first phase of the next step, at whose end nothing is left to learn."""
     record = Skipping(which={2}, late=True)
     run = trainer(record, steps=4, max_skipped_steps=1)
-    run.phases = Ordered([record, Writer(record=record)], ["train", "update"])
+    run.phases = Ordered([record, Updates(record.calls)], ["train", "update"])
     with pytest.raises(UserError, match="1 steps in a row were skipped, at last step 2"):
         run.run()
-    changes = [call for call in record.calls if call != "staged"]
-    assert changes == ["phase 1/4", "write", "phase 2/4", "write", "phase 3/4"]
+    changes = [call for call in record.calls if call != "wait"]
+    assert changes == ["phase 1/4", "update 1", "phase 2/4", "update 2", "phase 3/4"]
 
 
 @late_or_not
@@ -236,39 +239,44 @@ def test_events_surround_steps_and_phases() -> None:
     assert kinds == ["run_started", *step, "run_ended"]
 
 
-@component(writes=("weights",))
-class Writer:
-    """A phase that changes weights."""
+@attrs.define
+class Updates(Record):
+    """A phase that updates weights in its steps, and saves in those of `saved`, which `failing` ones can't."""
 
-    record: Any
+    saved: tuple[int, ...] = ()
+    failing: int = 0
 
     def run_phase(self, step: Step) -> None:
-        self.record.calls.append("write")
+        step.apply_update(lambda _skip: self.calls.append(f"update {step.index}"))
+        if step.index == self.failing:
+            raise UserError("the disk is broken")
+
+    def saves_after(self, step: Step) -> bool:
+        return step.index in self.saved
+
+    def emit(self, event: Event) -> None:
+        if event.kind.startswith("saving"):
+            self.calls.append(event.kind)
 
 
-@component(changes=("weights",))
-class Changer(Writer):
-    """A phase that changes weights in place."""
+def test_an_update_waits_for_staging() -> None:
+    """Every step waits before its update, so that a save has copied the state that the update changes."""
+    record = Updates()
+    trainer(record, steps=2, on_finish=[]).run()
+    assert record.calls == ["wait", "update 1", "wait", "update 2"]
 
 
-@component(reads=("weights",), writes=("lr",))
-class Reader(Writer):
-    """A phase that does not change weights."""
-
-
-def test_phases_that_change_weights_wait_for_staging() -> None:
-    """The trainer waits before each phase that declares weights as written or changed, and no other."""
-    record = Record()
-    phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
-    parts: dict[str, Any] = {
-        "events": record,
-        "stop": record,
-        "checkpointer": record,
-        "randomness": record,
-        "restored": Every(),
-    }
-    Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
-    assert record.calls == ["write", "staged", "write", "staged", "write"]
+def test_events_surround_a_save() -> None:
+    """Listeners hear of a phase that saves, also of one that fails, and of a save at which the run stops."""
+    record = Updates(saved=(2,), failing=2)
+    with pytest.raises(UserError, match="broken"):
+        trainer(record).run()
+    saving = ["saving_started", "saving_ended"]
+    assert record.calls == ["wait", "update 1", saving[0], "wait", "update 2", saving[1]]
+    stopped = Updates(signal_after=0)
+    stopped.last = stopped.signal_after = 1
+    trainer(stopped).run()
+    assert stopped.calls == ["wait", "update 1", saving[0], "save 1", saving[1]]
 
 
 @attrs.define
@@ -291,7 +299,7 @@ def test_a_step_that_goes_back_is_followed_by_the_one_after_the_checkpoint(at: i
     record = GoesBack(at=at)
     trainer(record, steps=4, restored=Every({"folder": record})).run()
     phases = [f"phase {index}/4" for index in range(1, 5)]
-    calls = [call for call in record.calls if call != "staged"]
+    calls = [call for call in record.calls if call != "wait"]
     assert calls == ["after restore", *phases[:at], "after restore", *phases[1:], "finish 4"]
     stopped = GoesBack(at=2, signal_after=2)
     assert trainer(stopped).run() == 15
