@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.process_group import peer_errors
+from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.ports.distributed import P2PChannel, Pending, Processes
 
 Edge = tuple[int, int]
@@ -54,7 +54,7 @@ class TorchCommunicator:
     ranks: Edge
     backend: Any
     device: torch.device
-    monitor: HangMonitor
+    monitor: RankMonitor
 
     def send(self, tensor: Tensor) -> P2PWork:
         """Start to send a contiguous tensor of any shape and dtype."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.distributed.hang_diagnosis import HangMonitor
+from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.symmetric_memory import HostMemory, gpu_memory, host_memory
 from drawloom.components.ports.distributed import Pending, SymmetricMemory
 from drawloom.graph import UserError
@@ -89,7 +89,7 @@ class TorchGroup:
 
     `name` and `ranks` are for messages; `hosts` numbers the host of each rank, by default one host. Tensors that are
     not on `device`, where the backend works, are copied there and back. If a process fails or dies, the others raise a
-    UserError that names it, by way of the hang monitor.
+    UserError that names it, by way of the monitor.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TorchGroup:
         ranks: Sequence[int],
         handle: Any,
         device: torch.device,
-        monitor: HangMonitor | None = None,
+        monitor: RankMonitor | None = None,
         hosts: Sequence[int] = (),
     ) -> None:
         self.name = name
@@ -106,7 +106,7 @@ class TorchGroup:
         self._hosts = tuple(hosts) or (0,) * len(self.ranks)
         self._handle = handle
         self.device = device
-        self._monitor = monitor or HangMonitor(0, 1)
+        self._monitor = monitor or RankMonitor()
 
     @property
     def rank(self) -> int:
@@ -236,26 +236,23 @@ class TorchWork:
 
 
 @contextmanager
-def peer_errors(monitor: HangMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
     """Mark this rank as blocked in an operation of a group; torch's errors become a UserError with a diagnosis."""
-    monitor.blocked_in = operation, name
-    try:
-        yield
-    except RuntimeError as error:
-        raise _peer_error(
-            error, f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})", monitor
-        ) from error
-    finally:
-        monitor.blocked_in = None
+    with monitor.blocked(operation, name):
+        try:
+            yield
+        except RuntimeError as error:
+            what = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
+            raise _peer_error(error, what, monitor) from error
 
 
-def with_diagnosis(error: Exception, monitor: HangMonitor) -> Exception:
+def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
     """A UserError with a diagnosis for an error of gloo or NCCL in a collective that torch calls, as FSDP2; else it."""
     is_of_peers = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
     return _peer_error(error, "a collective", monitor) if is_of_peers else error
 
 
-def _peer_error(error: Exception, what: str, monitor: HangMonitor) -> UserError:
+def _peer_error(error: Exception, what: str, monitor: RankMonitor) -> UserError:
     cause = monitor.diagnose() or "most likely another process stopped"
     said = str(error).strip().splitlines()[0]
     return UserError(f"{what} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {said}")

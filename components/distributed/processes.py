@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.failure_monitor import FailureMonitor, connect
-from drawloom.components.distributed.hang_diagnosis import HangMonitor
+from drawloom.components.distributed.launch_store import connect
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors, with_diagnosis
+from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.torchrun import Launch, machine, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel
 from drawloom.graph import UserError, above, component, setting
@@ -47,8 +47,7 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _hosts: list[int] = attrs.field(init=False, factory=list)  # the number of each rank's host
     _store: Any = attrs.field(init=False, default=None)
-    _failures: FailureMonitor | None = attrs.field(init=False, default=None)
-    _monitor: HangMonitor = attrs.field(init=False, factory=lambda: HangMonitor(0, 1))
+    _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
 
     @property
     def rank(self) -> int:
@@ -96,27 +95,23 @@ class TorchProcesses:
         self._monitor = self._start_monitor()
 
     def close(self) -> None:
-        """Destroy the process group, and stop the monitors."""
-        if self._failures is not None:
-            self._failures.announce_exit()
+        """Destroy the process group, and stop the monitor."""
+        self._monitor.announce_exit()
         if self._joined:
             self._joined = False
             self._handles = {}
             self._close_communicators()
             dist.destroy_process_group()
         # stopped last: after a failure, the monitor kills a process that hangs in one of the calls above
-        self._monitor.stop()
-        if self._failures is not None:
-            self._failures.close()
-            self._failures = None
+        self._monitor.close()
+        self._monitor = RankMonitor()
 
     def on_failure(self, error: BaseException) -> BaseException | None:
         """Report this rank's failure, which ends all ranks; among several ranks, a ReportedError for it."""
         if not isinstance(error, Exception):
             return None
-        if self._failures is not None:
-            error = with_diagnosis(error, self._monitor)
-            failure = self._failures.report_exception(error, self._monitor.location)
+        if self._monitor.store is not None:
+            failure = self._monitor.report_exception(with_diagnosis(error, self._monitor))
             sys.excepthook = _print_unless_reported  # a script that catches nothing would repeat it on each rank
             return ReportedError(failure.text, failure.exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
@@ -149,7 +144,7 @@ class TorchProcesses:
             return SingleProcess()
         ranks = list(range(self.world_size))
         handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
-        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor.for_thread(), hosts=self._hosts)
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor, hosts=self._hosts)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
@@ -171,8 +166,8 @@ class TorchProcesses:
 
     def fail(self, text: str) -> None:
         """Report a failure of this rank, which ends all ranks."""
-        if self._failures is not None:
-            self._failures.report(text)
+        if self._monitor.store is not None:
+            self._monitor.report(text)
         else:
             log.error("%s", text)
 
@@ -183,10 +178,10 @@ class TorchProcesses:
         limit = timedelta(seconds=seconds)
         return limit + NCCL_MARGIN if self.device.backend == "nccl" else limit
 
-    def _start_monitor(self) -> HangMonitor:
-        """Start this rank's hang and failure monitors; a single process has neither store nor thread."""
+    def _start_monitor(self) -> RankMonitor:
+        """Start this rank's monitor; that of a single process has neither store nor thread."""
         launch = self._launch
-        monitor = HangMonitor(self.rank, self.world_size)
+        monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, monitor)
             here = machine() if hasattr(os, "pidfd_open") else ""
@@ -197,10 +192,8 @@ class TorchProcesses:
             monitor.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]
-            where = f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else ""
-            failures = FailureMonitor(self.rank, monitor.store, peers, launch.error_file, where=where)
-            self._failures = monitor.failures = failures
-            self._failures.open()
+            monitor.peers = peers
+            monitor.where = f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else ""
             monitor.start()
         return monitor
 

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.error_file import write_error_file
+from drawloom.components.distributed.launch_store import Failure, call_with_timeout, claim, connect
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import Console
 
@@ -113,7 +114,6 @@ def _is_first(launch: Launch, text: str) -> bool:
     """Whether this rank is the first to fail; True if there is no store to ask."""
     if launch.alone or not launch.agent_store:
         return True
-    from drawloom.components.distributed.failure_monitor import Failure, call_with_timeout, claim, connect
 
     def ask() -> Failure:
         store = connect(launch.address, launch.port, launch.attempt, STORE_TIMEOUT)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import failure_monitor
-from drawloom.components.distributed.failure_monitor import Failure, FailureMonitor
+from drawloom.components.distributed import rank_monitor
+from drawloom.components.distributed.launch_store import Failure
 from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.graph import UserError
 
 
@@ -25,9 +26,9 @@ def store() -> Any:
     return HashStore()
 
 
-def both(store: Any, **changes: Any) -> tuple[FailureMonitor, FailureMonitor]:
+def both(store: Any, **changes: Any) -> tuple[RankMonitor, RankMonitor]:
     """The monitors of rank 0 and rank 1."""
-    return FailureMonitor(0, store, **changes), FailureMonitor(1, store, **changes)
+    return RankMonitor(0, 2, store, **changes), RankMonitor(1, 2, store, **changes)
 
 
 def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,19 +43,19 @@ def test_a_rank_learns_another_s_failure_by_polling(store: Any, capsys: pytest.C
     """It prints nothing, and is not killed before its grace period is over."""
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)
-    zero.poll()
+    zero.check_failures()
     zero.exit_if_overdue()
     assert zero.failure is None
     one.report("rank 1 has no disk", 2)
     capsys.readouterr()
-    zero.poll()
+    zero.check_failures()
     zero.exit_if_overdue()
     assert zero.failure == one.failure and codes == [] and capsys.readouterr().err == ""
 
 
 def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the grace period a rank exits with the failure's exit code, but not once it is closed."""
-    monkeypatch.setattr(failure_monitor, "GRACE", 0.05)
+    monkeypatch.setattr(rank_monitor, "GRACE", 0.05)
     codes: list[int] = []
     for each in both(store, exit=codes.append):
         each.report("a failure", 3)
@@ -81,7 +82,7 @@ def test_the_message_of_an_exception_names_rank_and_location(
     try:
         raise error
     except Exception as caught:
-        failure = FailureMonitor(1, store).report_exception(caught, "step 3, phase [clip]")
+        failure = RankMonitor(1, 2, store, location="step 3, phase [clip]").report_exception(caught)
     assert failure == Failure(1, text, code)
     printed = capsys.readouterr().err
     assert printed.endswith(f"{text}\n") and printed.count("Traceback") == ("ZeroDivision" in text)
@@ -97,10 +98,10 @@ def test_the_rank_with_the_traceback_reports_first(
 
     def wait(*_: object) -> None:
         one.report("with a traceback")
-        zero.poll()
+        zero.check_failures()
 
-    monkeypatch.setattr(FailureMonitor, "_wait_for_failure", wait)
-    zero.report_exception(Agreed("rank 1: ZeroDivisionError: by what", 1, rank=1), "")
+    monkeypatch.setattr(RankMonitor, "_wait_for_failure", wait)
+    zero.report_exception(Agreed("rank 1: ZeroDivisionError: by what", 1, rank=1))
     assert capsys.readouterr().err == "with a traceback\n"
 
 
@@ -111,20 +112,20 @@ def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]
         def compare_set(self, *_words: str) -> None:
             raise RuntimeError("connection reset by peer")
 
-    assert FailureMonitor(0, Gone()).report("no room").text == "no room"
+    assert RankMonitor(0, 2, Gone()).report("no room").text == "no room"
     assert capsys.readouterr().err == "no room\n"
 
 
-def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> FailureMonitor:
+def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> RankMonitor:
     """The monitor of rank 0 after its peer, rank 1, has ended in this way."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        zero = FailureMonitor(0, store, {1: process.pid}, where=", on host 1, deep")
-        zero.open()
-        zero.poll()
+        zero = RankMonitor(0, 2, store, {1: process.pid}, where=", on host 1, deep")
+        zero.watch_peers()
+        zero.check_failures()
         assert zero.failure is None
         end(process)
         process.wait()
-        zero.poll()
+        zero.check_failures()
         zero.close()
     return zero
 
@@ -141,7 +142,7 @@ def test_a_peer_that_announced_its_exit_is_no_failure(store: Any) -> None:
     """Ranks that end normally do not end at the same moment."""
 
     def end(process: "subprocess.Popen[bytes]") -> None:
-        FailureMonitor(1, store).announce_exit()
+        RankMonitor(1, 2, store).announce_exit()
         process.communicate(b"\n")
 
     assert _after(store, end).failure is None
@@ -150,8 +151,8 @@ def test_a_peer_that_announced_its_exit_is_no_failure(store: Any) -> None:
 def test_closing_leaves_no_descriptor(store: Any) -> None:
     """Each peer takes one descriptor while the monitor is open."""
     before = len(os.listdir("/proc/self/fd"))
-    zero = FailureMonitor(0, store, {1: os.getpid()})
-    zero.open()
+    zero = RankMonitor(0, 2, store, {1: os.getpid()})
+    zero.watch_peers()
     assert len(os.listdir("/proc/self/fd")) == before + 1
     zero.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -160,8 +161,8 @@ def test_closing_leaves_no_descriptor(store: Any) -> None:
 def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any, tmp_path: Path) -> None:
     """Every rank's error file has the cause; the earliest timestamp is that of the rank that failed first."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
-    FailureMonitor(1, store, error_file=str(paths[1])).report("no room\nat all")
-    FailureMonitor(0, store, error_file=str(paths[0])).poll()
+    RankMonitor(1, 2, store, error_file=str(paths[1])).report("no room\nat all")
+    RankMonitor(0, 2, store, error_file=str(paths[0])).check_failures()
     found = [json.loads(path.read_text())["message"] for path in paths]
     assert {each["extraInfo"]["py_callstack"] for each in found} == {"no room"}
     assert int(found[1]["extraInfo"]["timestamp"]) < int(found[0]["extraInfo"]["timestamp"])

@@ -1,0 +1,53 @@
+"""The store of a launch, which all its processes share, and the first failure of any rank in it."""
+
+import json
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import attrs
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Failure:
+    """The rank that reported the failure, its message, and the exit code of all ranks."""
+
+    reporter: int
+    text: str
+    exit_code: int = 1
+
+
+def connect(address: str, port: int, name: str, seconds: float) -> Any:
+    """Return a new connection to the store of this launch; `name` is its key prefix, unique to the launch."""
+    # imported here, so that the command can import this module before it needs torch
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    return PrefixStore(f"drawloom/{name}", store)
+
+
+def call_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
+    """Return the result of `request`, a call to a store; None if the store is gone or does not answer in time."""
+    results: list[T] = []
+
+    def ask() -> None:
+        try:
+            results.append(request())
+        except RuntimeError:  # torch's errors of stores and of the network
+            return
+
+    # a store call can't be cancelled: a daemon thread may stay blocked in it without keeping the process alive
+    thread = threading.Thread(target=ask, name="store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def claim(store: Any, failure: Failure) -> Failure:
+    """Set the failure in the store unless one is set already; return the one that is set then."""
+    # compare_set is atomic: of ranks that fail at the same moment, exactly one reads its own value back
+    kept = store.compare_set("failure", "", json.dumps(attrs.asdict(failure)))
+    return Failure(**json.loads(kept))

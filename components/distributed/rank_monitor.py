@@ -1,0 +1,226 @@
+"""
+What a rank and the other ranks of its launch know of one another: what each is blocked in, and the first failure.
+
+A thread in each process polls the store of the launch every quarter of a second, whatever the main thread is blocked
+in. It has a separate connection to the store, for a process that hangs may hold the lock of the others.
+
+When a rank times out, it requests the status of all ranks, and every rank reports the collective it is blocked in.
+
+The first failure of any rank ends every rank, and is printed once: the first rank to set it in the store prints it, the
+others end silently. A process that is still busy when its grace period is over is killed: a gloo collective can't be
+interrupted from another thread, and with NCCL no host thread waits where it could be. A process that is killed sets no
+failure; the other processes of its machine notice its death by a pidfd, which becomes readable then.
+"""
+
+import json
+import logging
+import math
+import os
+import select
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import attrs
+
+from drawloom.components.distributed.error_file import write_error_file
+from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis, is_waited_for
+from drawloom.components.distributed.launch_store import Failure, call_with_timeout, claim
+from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+
+log = logging.getLogger("drawloom.distributed")
+
+TICK = 0.25  # seconds between two polls
+LOST = "the rendezvous store, which is in rank 0 or in torchrun, does not answer"
+ANSWER_TIMEOUT = 0.8  # seconds; several ticks, so that a live process answers in time
+GRACE = 3.0  # seconds that a process has to close what it has open, after a rank has failed
+STORE_TIMEOUT = 1.0  # seconds for the store to answer, and for a better informed rank to report first
+
+
+@attrs.define(eq=False)
+class RankMonitor:
+    """
+    Publishes what this rank is blocked in and its failure, and learns the same of the other ranks.
+
+    `store` is shared by all ranks (None: a single process); `peers` are the process ids of the other ranks on this
+    machine, by rank, and `where` says which machine it is, if there are several. `location` is the step and phase, for
+    messages; `is_lost` whether the store is gone. The thread that makes the monitor is the main thread.
+    """
+
+    rank: int = 0
+    size: int = 1
+    store: Any = None
+    peers: Mapping[int, int] = attrs.field(factory=dict)
+    error_file: str = ""
+    where: str = ""
+    exit: Callable[[int], object] = os._exit
+    location: str = ""
+    failure: Failure | None = None
+    is_lost: bool = False
+
+    _main: int = attrs.field(init=False, factory=threading.get_ident)
+    _blocked: dict[int, str] = attrs.field(init=False, factory=dict)  # by thread
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _deadline: float = attrs.field(init=False, default=math.inf)
+    _watched: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
+    _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
+    _thread: threading.Thread | None = attrs.field(init=False, default=None)
+
+    def start(self) -> None:
+        """Watch the peers' processes, and start to answer requests."""
+        self.watch_peers()
+        self._thread = threading.Thread(target=self._poll, name="rank-monitor", daemon=True)
+        self._thread.start()
+
+    def watch_peers(self) -> None:
+        """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
+        for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
+            with suppress(OSError):
+                self._watched[os.pidfd_open(process)] = rank
+
+    def close(self) -> None:
+        """Stop to answer requests, watch no process, and kill this one no longer."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(ANSWER_TIMEOUT)
+        self._deadline = math.inf
+        while self._watched:
+            os.close(self._watched.popitem()[0])
+
+    @contextmanager
+    def blocked(self, operation: str, group: str) -> Iterator[None]:
+        """Mark this thread as blocked in an operation of a group."""
+        self._blocked[threading.get_ident()] = f"waits for {operation} in group {group}"
+        try:
+            yield
+        finally:
+            self._blocked.pop(threading.get_ident(), None)
+
+    def diagnose(self) -> str:
+        """
+        Return which ranks the others are waiting for, as a message; empty if unknown or if it is this rank.
+
+        Takes about a second.
+        """
+        if self.store is None:
+            return ""
+        answers: dict[int, RankStatus] = {}
+        asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)  # the store may hang as well
+        asking.start()
+        asking.join(ANSWER_TIMEOUT + TICK)
+        if self.failure is not None:
+            return self.failure.text
+        if self.is_lost or not answers:
+            return LOST
+        if len(answers) == self.size and is_waited_for(self.rank, answers):
+            # this process may be about to end, while the others are still asking for its status
+            time.sleep(ANSWER_TIMEOUT)
+            return ""
+        return diagnosis(dict(answers), self.size)
+
+    def announce_exit(self) -> None:
+        """Announce that this process is about to end normally, so that its peers don't report its death."""
+        if self.store is not None:
+            call_with_timeout(STORE_TIMEOUT, lambda: self.store.set(f"exiting/{self.rank}", b"1"))
+
+    def report(self, text: str, exit_code: int = 1, trace: str = "") -> Failure:
+        """Report this rank's failure to all ranks, and print it if it is the first; return the first failure."""
+        mine = Failure(self.rank, text, exit_code)
+        with self._lock:
+            is_first = self.failure is None
+            failure = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, mine)) or mine
+            self._record(failure)
+        if log.hasHandlers():
+            log.error("%s", f"{trace}{text}", extra={"printed": True})
+        if is_first and failure == mine:
+            print_text(f"{trace}{text}", "stderr")
+        return failure
+
+    def report_exception(self, error: Exception) -> Failure:
+        """Report an exception that was raised at this rank's location; return the first failure."""
+        if isinstance(error, Agreed) and error.rank != self.rank:
+            # the rank that raised it has the traceback
+            self._wait_for_failure(STORE_TIMEOUT)
+        if isinstance(error, UserError):
+            return self.report(self._message(error), error.exit_code)
+        return self.report(self._message(error), trace="".join(traceback.format_exception(error)))
+
+    def check_failures(self) -> None:
+        """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
+        if self.failure is None and self.store.check(["failure"]):
+            failure = Failure(**json.loads(self.store.get("failure")))
+            with self._lock:
+                self._record(failure)
+            log.info("%s; rank %d ends because of it", failure.text, self.rank)
+        for rank in [] if self.failure else self._dead_peers():
+            self.report(f"rank {rank} (process {self.peers[rank]}{self.where}) is gone: it was killed, or it crashed")
+
+    def exit_if_overdue(self) -> None:
+        """Kill this process if a rank has failed and the grace period is over."""
+        if self.failure and time.monotonic() > self._deadline:
+            self.exit(self.failure.exit_code)
+
+    def _poll(self) -> None:
+        while not self._closing.wait(TICK):
+            self.exit_if_overdue()
+            try:
+                if not self.is_lost and self.store.check(["requested"]):
+                    self._answer()
+                if not self.is_lost:
+                    self.check_failures()
+            except RuntimeError:
+                self.is_lost = True
+
+    def _ask(self, answers: dict[int, RankStatus]) -> None:
+        """Request the status of all ranks, and collect the answers until all are there or time is up."""
+        try:
+            # published at once: this process may end before the next poll of its own thread
+            self._answer()
+            self.store.set("requested", b"1")
+            answers[self.rank] = self._status()
+            end = time.monotonic() + ANSWER_TIMEOUT
+            while len(answers) < self.size and time.monotonic() < end and self.failure is None:
+                for rank in range(self.size):
+                    if rank not in answers and self.store.check([str(rank)]):
+                        answers[rank] = RankStatus(**json.loads(self.store.get(str(rank))))
+                time.sleep(TICK / 10)
+        except RuntimeError as error:
+            log.info("can't ask the other ranks: %s", error)
+            self.is_lost = True
+
+    def _answer(self) -> None:
+        self.store.set(str(self.rank), json.dumps(attrs.asdict(self._status())))
+
+    def _status(self) -> RankStatus:
+        blocked = dict(self._blocked)
+        return RankStatus(self.location, blocked.pop(self._main, ""), next(iter(blocked.values()), ""))
+
+    def _record(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure, self._deadline = failure, time.monotonic() + GRACE
+            write_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
+
+    def _dead_peers(self) -> list[int]:
+        """Return the ranks of this machine that have ended without announcing it."""
+        poll = select.poll()
+        for descriptor in self._watched:
+            poll.register(descriptor, select.POLLIN)
+        ranks = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
+        return [rank for rank in ranks if not self.store.check([f"exiting/{rank}"])]
+
+    def _wait_for_failure(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _message(self, error: Exception) -> str:
+        """Return `rank, location: error`, without the rank if all ranks raised the error together."""
+        rank = "" if isinstance(error, Agreed) else f"rank {self.rank}"
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        prefix = ", ".join(filter(None, [rank, self.location]))
+        return f"{prefix}: {text}" if prefix else text
