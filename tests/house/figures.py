@@ -1,19 +1,23 @@
 """
-Figures of the source, `make figures`: how long functions and files are, and how much of them is said in words.
+Figures of the source, `make figures`: how long functions and files are, how much of them is said in words, and what is
+hard to follow. `python tests/house/figures.py --sites` prints where.
 
-"Files per 1000 lines" leaves out __init__.py and files that hold a component, whose name is its path. Docstrings count
-for public classes and functions; shapes are looked for in those of functions that take or give a Tensor.
+"Code lines" are neither blank nor comments nor docstrings. "Files per 1000 lines" leaves out __init__.py and files that
+hold a component, whose name is its path. Docstrings count for public classes and functions; shapes are looked for in
+those of functions that take or give a Tensor.
 """
 
 import ast
 import io
 import re
 import statistics
+import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from support import prose
+from support import prose, structure
+from support.imports import count_circles, module_name
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("graph", "components", "kernels")
@@ -28,13 +32,27 @@ def main() -> None:
     for folders in (*((name,) for name in FOLDERS), FOLDERS):
         files = [path for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
         print(f"{'all' if len(folders) > 1 else folders[0]:<12}" + "".join(f"{cell:>22}" for cell in measured(files)))
+    paths = [path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.py"))]
+    texts = {module_name(path): path.read_text("utf-8") for path in paths}
+    print(f"{'import circles':<22}{count_circles(texts):>6}")
+    trees = {path: ast.parse(path.read_bytes()) for path in paths}
+    for name, sites in SITES.items():
+        where = sites(trees)
+        print(f"{name:<22}{len(where):>6}", *(where if "--sites" in sys.argv[1:] else ()), sep="\n    ")
     for word, count in prose.measure(prose.trees()).items():
         print(f"{word:<22}{count:>6.1f} per 1000")
 
 
+SITES = {
+    "dimension literals": structure.dimension_literals,
+    "undeclared attributes": structure.undeclared_attributes,
+    "unpacked tuples": structure.unpacked_tuples,
+}
+
 HEADS = (
     "files",
     "lines",
+    "code lines",
     "files per 1000 lines",
     "function p50/p90/max",
     "comments per 1000",
@@ -58,6 +76,7 @@ def measured(files: list[Path]) -> list[str]:
     return [
         str(len(files)),
         str(lines),
+        str(sum(map(structure.code_lines, texts.values()))),
         f"{1000 * len(own) / own_lines:.1f}",
         f"{statistics.median(lengths):.0f}/{lengths[int(0.9 * len(lengths))]}/{lengths[-1]}",
         f"{1000 * comments / lines:.1f}",
