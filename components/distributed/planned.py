@@ -27,11 +27,6 @@ class PlannedGroup:
         """The number of ranks in the group."""
         return len(self.ranks)
 
-    @property
-    def is_first_on_host(self) -> bool:
-        """Whether this is the first rank: planned ranks have no hosts."""
-        return self.rank == 0
-
     def sum(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged."""
 
@@ -52,10 +47,6 @@ class PlannedGroup:
     def gather(self, tensor: Tensor) -> Tensor:
         """An empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
-
-    def start_gather(self, tensor: Tensor, gathered: Tensor) -> Pending:
-        """Leave a tensor (size, ...) unchanged."""
-        return Done()
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
         """Empty tensors as this one, (...)."""

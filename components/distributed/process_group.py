@@ -38,7 +38,6 @@ class SingleProcess:
 
     rank = 0
     size = 1
-    is_first_on_host = True
 
     def sum(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged: it is its own sum."""
@@ -61,11 +60,6 @@ class SingleProcess:
         """The tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
 
-    def start_gather(self, tensor: Tensor, gathered: Tensor) -> Pending:
-        """Copy the tensor (...) as the only one, (1, ...)."""
-        gathered.copy_(tensor.detach()[None])
-        return Done()
-
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
         """The tensor (...) as the only one."""
         return [tensor.detach()]
@@ -87,8 +81,8 @@ class TorchGroup:
     """
     Several processes, over a group of torch.distributed.
 
-    `name` and `ranks` are for messages; `hosts` numbers the host of each rank, by default one host. Tensors that are
-    not on `device`, where the backend works, are copied there and back. If a process fails or dies, the others raise a
+    `name` and `ranks` are for messages. Tensors that are not on `device`, where the backend works, are copied there and
+    back. If a process fails or dies, the others raise a
     UserError that names it, by way of the monitor.
     """
 
@@ -99,11 +93,9 @@ class TorchGroup:
         handle: Any,
         device: torch.device,
         monitor: RankMonitor | None = None,
-        hosts: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
-        self._hosts = tuple(hosts) or (0,) * len(self.ranks)
         self._handle = handle
         self.device = device
         self._monitor = monitor or RankMonitor()
@@ -117,11 +109,6 @@ class TorchGroup:
     def size(self) -> int:
         """The number of ranks in the group."""
         return len(self.ranks)
-
-    @property
-    def is_first_on_host(self) -> bool:
-        """Whether no rank of the group with a smaller number runs on the same host."""
-        return self._hosts.index(self._hosts[self.rank]) == self.rank
 
     def sum(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place and in its own dtype, to the sum over the ranks."""
@@ -157,12 +144,6 @@ class TorchGroup:
         with self._peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
         return gathered.view(self.size, *tensor.shape).to(tensor.device)
-
-    def start_gather(self, tensor: Tensor, gathered: Tensor) -> Pending:
-        """Begin to all-gather a contiguous tensor (...) into one (size, ...), both on the group's device."""
-        with self._peer_errors("an all-gather"):
-            work = ALL_GATHER(gathered.view(-1), tensor.detach().view(-1), group=self._handle, async_op=True)
-        return TorchWork(self, "an all-gather", work)
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
         """All-gather tensors of one dtype and number of dimensions, whose shapes (...) differ: by rank."""

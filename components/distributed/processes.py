@@ -45,7 +45,6 @@ class TorchProcesses:
     # torch's process groups by all of the sets that they were made with
     _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
-    _hosts: list[int] = attrs.field(init=False, factory=list)  # the number of each rank's host
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
 
@@ -129,9 +128,7 @@ class TorchProcesses:
             self._handles[key] = self._make(name, own, sets)
         if len(own) == 1:
             return SingleProcess()
-        return TorchGroup(
-            name, own, self._handles[key], self._where, self._monitor, hosts=[self._hosts[rank] for rank in own]
-        )
+        return TorchGroup(name, own, self._handles[key], self._where, self._monitor)
 
     def channel(self, name: str, first: int, second: int) -> P2PChannel:
         """Return the channel of this name between two ranks; ranks that make several follow one order."""
@@ -144,7 +141,7 @@ class TorchProcesses:
             return SingleProcess()
         ranks = list(range(self.world_size))
         handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
-        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor, hosts=self._hosts)
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
@@ -185,10 +182,9 @@ class TorchProcesses:
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, monitor)
             here = machine() if hasattr(os, "pidfd_open") else ""
-            every = world.gather_json([secrets.token_hex(8), here, os.getpid(), self.node_rank])
+            every = world.gather_json([secrets.token_hex(8), here, os.getpid()])
             name = every[0][0]  # a store may outlive a launch, and a process may open several runs
-            peers = {rank: pid for rank, (_, where, pid, _) in enumerate(every) if where == every[self.rank][1]}
-            self._hosts = [host for *_, host in every]
+            peers = {rank: pid for rank, (_, where, pid) in enumerate(every) if where == every[self.rank][1]}
             monitor.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]

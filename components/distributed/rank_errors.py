@@ -51,15 +51,6 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     return shared[0]
 
 
-def run_once_a_host(group: Group, work: Callable[[], Any]) -> None:
-    """
-    Run `work`, such as a download, on the first rank of each host; return on every rank when all hosts are done.
-
-    Errors as in run_on_all.
-    """
-    run_on_all(group, work if group.is_first_on_host else _nothing)
-
-
 def _described(error: Exception, group: Group) -> dict[str, Any]:
     """An error as the arguments of Agreed; the message of any but a UserError is prefixed with its rank."""
     if isinstance(error, UserError):

@@ -58,11 +58,6 @@ class Group(Protocol):
         """The number of ranks in the group."""
         ...
 
-    @property
-    def is_first_on_host(self) -> bool:
-        """Whether no rank of the group with a smaller number runs on the same host."""
-        ...
-
     def sum(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
         ...
@@ -87,14 +82,6 @@ class Group(Protocol):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
-        ...
-
-    def start_gather(self, tensor: Tensor, gathered: Tensor) -> "Pending":
-        """
-        Begin `gather` of a contiguous tensor (...) into another, (size, ...), which is by rank when it is completed.
-
-        Both are of one dtype and on the device of the ranks; neither is used meanwhile.
-        """
         ...
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:

@@ -122,7 +122,6 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
     processes._launch, processes._joined, processes._limit = Launch(rank, 1024, rank % 8, 8), True, timedelta(seconds=9)
-    processes._hosts = [number // 8 for number in range(1024)]
     began = time.monotonic()
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()

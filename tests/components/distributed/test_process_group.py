@@ -54,13 +54,6 @@ def _broadcast_and_gather_each() -> tuple[list[float], list[list[Any]], list[str
     shapes = [(2, 0), (1, 3), (2, 2)]  # of which the first is empty
     parts = world.gather_each(torch.full(shapes[world.rank], 1 + world.rank, dtype=torch.bfloat16))
     numbers = world.gather_each(torch.tensor(float(world.rank)))
-    both = [torch.full((2, 2), 10.0 * number + world.rank) for number in range(2)]
-    gathered = [each.new_empty(world.size, 2, 2) for each in both]
-    pending = [world.start_gather(*pair) for pair in zip(both, gathered, strict=True)]
-    for each in reversed(pending):
-        each.wait()
-    assert all(each.is_completed() for each in pending)
-    assert all(torch.equal(found, world.gather(own)) for own, found in zip(both, gathered, strict=True))
     return table[0].tolist(), [part.tolist() for part in (*parts, *numbers)], [str(part.dtype) for part in parts]
 
 

@@ -1,7 +1,6 @@
 """Errors that every rank raises."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ import pytest
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0, run_once_a_host
+from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.graph import UserError
-from support.joined import joined
 from support.processes import run_ranks
 
 
@@ -40,37 +38,6 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
     said = run_on_rank0(world, lambda: f"by {world.rank}")
     processes.close()
     return name, text, code, values, said
-
-
-def _once_a_host(folder: Path) -> tuple[list[bool], str]:
-    """Four ranks of two hosts: whether this one is the first of a host in some groups, and a host's error."""
-    os.environ |= {"GROUP_RANK": str(_rank() // 2), "GROUP_WORLD_SIZE": "2"}
-    with joined() as (processes, _):
-        groups = [
-            processes.group("world", [[0, 1, 2, 3]]),
-            processes.group("across", [[0, 2], [1, 3]]),
-            processes.group("three", [[0], [1, 2, 3]]),
-        ]
-        run_once_a_host(groups[0], (folder / str(processes.rank)).touch)
-        there = {path.name for path in folder.iterdir()}
-        try:
-            run_once_a_host(groups[0], lambda: _fail("user") if processes.rank == 2 else None)
-        except UserError as error:
-            return [group.is_first_on_host for group in groups] + [there == {"0", "2"}], str(error)
-    return [], ""
-
-
-def test_work_is_done_once_a_host(tmp_path: Path) -> None:
-    """One rank of each host works, all ranks wait for both, and an error of the second host is raised on every rank."""
-    error = "a sentence for people"
-    assert run_ranks(_once_a_host, 4, tmp_path) == [
-        ([True, True, True, True], error),
-        ([False, True, True, True], error),
-        ([True, True, True, True], error),
-        ([False, True, False, True], error),
-    ]
-    run_once_a_host(SingleProcess(), (tmp_path / "alone").touch)
-    assert (tmp_path / "alone").exists()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
