@@ -27,12 +27,15 @@ class OneRankGroup:
         return [value]
 
 
+FIRST = dict.fromkeys(attrs.fields_dict(PerDimension), 0)
+
+
 @attrs.frozen
 class FakeMesh(MeshView):
     """A mesh of given sizes, as the rank at given indices sees it. Its groups contain only this rank."""
 
-    sizes: PerDimension = attrs.field(factory=PerDimension)
-    indices: PerDimension = attrs.field(factory=lambda: PerDimension(*[0] * 8))
+    sizes: PerDimension = attrs.field(factory=dict, converter=lambda sizes: PerDimension(**sizes))
+    indices: PerDimension = attrs.field(factory=dict, converter=lambda indices: PerDimension(**FIRST | indices))
     world: Any = attrs.field(factory=OneRankGroup)
     replicas: Any = attrs.field(factory=OneRankGroup)
 

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drawloom.components.loss.next_token import NextToken
-from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.slices import TensorSlice
@@ -18,8 +17,6 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
-from drawloom.graph.problems import RecipeError
-from drawloom.graph.project import Recipe
 from support.doubles import Machine
 
 
@@ -134,15 +131,10 @@ def test_modules_are_built_on_meta_and_filled_by_name(one_rank: Any, job: Any) -
     assert all(p.dtype == torch.bfloat16 and bool((p == len(name) + job.seed).all()) for name, p in stages.named())
 
 
-def index_of(pipeline: int) -> PerDimension:
-    """Return the first rank's index along every dimension but the pipeline."""
-    return attrs.evolve(PerDimension(*[0] * 8), pipeline=pipeline)
-
-
 @pytest.mark.parametrize(("rank", "per_rank", "names"), [(0, 1, "01"), (1, 1, "23"), (0, 2, "02"), (1, 2, "13")])
 def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: Any, job: Any) -> None:
     """Stages are dealt out over ranks, and layers keep their numbers."""
-    mesh = mesh_of(sizes=PerDimension(pipeline=2), indices=index_of(rank))
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), schedule=Loops(per_rank))
     assert "".join(name[0] for name, _ in stages.named()) == names
     assert [stage.count for stage in stages.local] == [2 * per_rank] * per_rank
@@ -219,7 +211,7 @@ def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any
     """They are trained and saved under `loss` by the rank with the head, from values that follow from the seed."""
     held: list[dict[str, Any]] = []
     for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
-        mesh = mesh_of(sizes=PerDimension(pipeline=2), indices=index_of(rank))
+        mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
         stages = made(mesh, job, Blueprint(), loss=Biased(module))
         held.append({"trained": dict(stages.named()), "saved": stages.state_dict(), "stages": stages})
     assert held[0]["trained"].keys() == {"0.weight", "1.weight"}
@@ -283,7 +275,7 @@ def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) 
         def build(self, span: LayerRange) -> nn.Module:
             return nn.ModuleDict({**super().build(span), "common": Scaled()})  # type: ignore[dict-item]
 
-    mesh = mesh_of(sizes=PerDimension(pipeline=2), indices=index_of(0))
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
     stages = made(mesh, job, Common(), schedule=Loops(2))
     stages.load_state_dict({**stages.state_dict(), "common.count": torch.tensor(5)})
     assert [int(stage.module.get_buffer("common.count")) for stage in stages.local] == [5, 5]
@@ -307,7 +299,7 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     """Each rank reads its layers under the folder's names, in its own precision; what is frozen stays frozen."""
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
-    mesh = mesh_of(sizes=PerDimension(pipeline=2), indices=index_of(rank))
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
     held = dict(stages.local[0].named_parameters())
     assert list(held) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
@@ -321,22 +313,9 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
         made(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
 
 
-def test_check_finds_missing_and_damaged_weights(tmp_path: Path) -> None:
-    """`check` reports a missing folder and an unreadable file at the setting; nothing has to be opened for it."""
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "model.safetensors").write_bytes(b"not safetensors")
-    assert Recipe.load("first_run", f"stages.weights={tmp_path / 'nowhere'}").check(elsewhere=True) == []
-    for folder in (tmp_path / "nowhere", damaged):
-        with pytest.raises(RecipeError) as caught:
-            Recipe.load("first_run", f"stages.weights={folder}").check()
-        assert [(problem.code, problem.node) for problem in caught.value.problems] == [("DL403", "stages")]
-        assert f"[stages] weights: {folder}" in str(caught.value)
-
-
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
-    mesh = mesh_of(sizes=PerDimension(pipeline=2), indices=index_of(0))
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
     assert len(made(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named()) == 2
     assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named()) == 3
     with pytest.raises(UserError, match="without any"):
@@ -356,7 +335,7 @@ class Cuts(Loops):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: Any, job: Any) -> None:
     """Each rank builds those of its stages; sizes that are not those of the model are refused."""
-    mesh = mesh_of(sizes=PerDimension(pipeline=2), indices=index_of(rank))
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), schedule=Cuts())
     assert [name for name, _ in stages.named()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]
     assert [(each.span.embedding, each.span.head) for each in stages.local] == [[(True, False)], [(False, True)]][rank]
