@@ -182,7 +182,8 @@ def _allocate(wanted: Sequence[Copy], pool: Pool) -> list[Copy]:
     sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
     memory = pool.tensors(sizes)
     for member, target in zip(single, memory[len(whole) :], strict=True):
-        member.target.set_(target.view(member.source.dtype).view(member.source.shape))
+        dense = target.view(member.source.dtype).view(member.source.shape)
+        member.target.set_(target.untyped_storage(), 0, dense.shape, dense.stride())
     for extent, target in zip(whole, memory, strict=False):
         for member in extent.members:
             offset = int(member.source.storage_offset()) - extent.start // member.source.itemsize
