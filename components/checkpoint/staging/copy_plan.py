@@ -115,8 +115,12 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
     wanted: dict[Any, Copy] = {}  # each once: memory is allocated for all of them together, after the walk
 
     def copy_of(tensor: Tensor) -> Tensor:
-        without_memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return wanted.setdefault(_key(tensor), Copy(tensor, without_memory)).target
+        if (key := _key(tensor)) not in wanted:
+            # Without memory until the walk is over: a wrapper around it needs shape and strides already.
+            target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            target.untyped_storage().resize_(0)
+            wanted[key] = Copy(tensor, target)
+        return wanted[key].target
 
     staged = transform_with_path(lambda path, value: _staged(path, value, copy_of, type_check), state)
     return staged, _allocate([*wanted.values()], pool)
