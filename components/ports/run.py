@@ -135,6 +135,15 @@ class NamesNumbers(Protocol):
 
 
 @runtime_checkable
+class SavingPhase(Protocol):
+    """A phase that saves after some steps, for which a run allows more time than for others."""
+
+    def saves_after(self, step: Step) -> bool:
+        """Return whether `run_phase` saves in this step; equal on all ranks."""
+        ...
+
+
+@runtime_checkable
 class PlannedPhase(Protocol):
     """A component of a phase whose values are planned over all steps of the run, as a learning-rate schedule's are."""
 
@@ -357,10 +366,6 @@ class Restorer(Protocol):
 
     def restore(self) -> int:
         """Load the newest checkpoint into every stateful node; its step, 0 if there is none."""
-        ...
-
-    def saves_after(self, step: Step) -> bool:
-        """Return whether a checkpoint is saved in a phase of this step."""
         ...
 
     def save(self, step: Step) -> None:

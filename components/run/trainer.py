@@ -21,6 +21,7 @@ from drawloom.components.ports.run import (
     PlannedPhase,
     Randomness,
     Restorer,
+    SavingPhase,
     Step,
     Stop,
     StoppedError,
@@ -152,7 +153,7 @@ class Trainer:
         self.events.emit(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
-            saves = phase is self.checkpointer and self.checkpointer.saves_after(step)
+            saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._saving(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU has this step's first phase to compute while the host reads the numbers of the last step.

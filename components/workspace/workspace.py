@@ -19,7 +19,7 @@ from drawloom.components.distributed.process_group import SingleProcess, TorchGr
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
-from drawloom.components.storage.state_tree import Packed, pack, unpack
+from drawloom.components.storage.state_tree import pack, unpack
 from drawloom.components.workspace.shared_folder import publish, read, withdraw
 from drawloom.components.workspace.shared_memory import open_shared, shared
 from drawloom.graph import UserError
@@ -48,19 +48,23 @@ class NFSWorkspace:
 
     def write_configs_and_weights(self, config_json: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> str:
         """
-        Replace this rank's record by a configuration (JSON values) and weights (tensors of any shape and dtype).
+        Replace this rank's record by a configuration (JSON values and tensors) and weights, of any shape and dtype.
 
         Returns the name of the generation. Raises TypeError or ValueError for values that JSON or safetensors lack.
         """
-        tree, tensors = pack(config_json)
-        if tensors:
-            raise TypeError("the configuration contains tensors; pass them as weights")
-        return publish(self._folder, self.rank, Packed(tree, dict(weights)))
+        return publish(self._folder, self.rank, pack({"config": config_json, "weights": dict(weights)}))
 
-    def read_configs_and_weights_from_rank(self, target_rank: int) -> tuple[Any, dict[str, Tensor] | None]:
-        """A rank's configuration and weights (any shape, on the CPU), or (None, None). UserError if corrupt."""
-        found = read(self._folder, target_rank)
-        return (None, None) if found is None else (unpack(found.tree, {}), dict(found.tensors))
+    def read_configs_and_weights_from_rank(
+        self, target_rank: int, generation: str | None = None
+    ) -> tuple[Any, dict[str, Tensor] | None]:
+        """
+        Return the configuration and weights of a rank (any shape, on the CPU), or (None, None) without a record.
+
+        With a `generation`, waits until that one is visible. Raises UserError if it is corrupt, or does not appear.
+        """
+        packed = read(self._folder, target_rank, generation)
+        record = {"config": None, "weights": None} if packed is None else unpack(*packed)
+        return record["config"], record["weights"]
 
     def close(self) -> None:
         """Remove this rank's record."""
@@ -134,23 +138,20 @@ def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None
     if group.rank not in ranks[1:]:
         return None
     if path is None:
-        return lent.enter_context(shared(pack(mine)))
+        return lent.enter_context(shared(pack({"config": mine})))
     workspace = lent.enter_context(NFSWorkspace(path))
-    return {"rank": workspace.rank, "generation": publish(Path(path).absolute(), workspace.rank, pack(mine))}
+    return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(mine, {})}
 
 
 def _collect(mine: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
     """On the reader its own value and those of the others; on other ranks an empty list."""
-    return [mine, *(unpack(*_opened(ticket, path)) for ticket in tickets)] if is_reader else []
-
-
-def _opened(ticket: Any, path: Path | str | None) -> Packed:
+    if not is_reader:
+        return []
     if path is None:
-        return open_shared(ticket)
-    found = read(Path(path).absolute(), ticket["rank"], ticket["generation"])
-    if found is None:
-        raise UserError(f"{path} has no record of rank {ticket['rank']}; do all ranks see the same folder there?")
-    return found
+        return [mine, *(unpack(*open_shared(ticket))["config"] for ticket in tickets)]
+    workspace = NFSWorkspace(path)
+    read_record = workspace.read_configs_and_weights_from_rank
+    return [mine, *(read_record(ticket["rank"], ticket["generation"])[0] for ticket in tickets)]
 
 
 @contextmanager

@@ -138,6 +138,7 @@ from drawloom.components.ports.run import (
     Restorer as Restorer,
     RunFolder as RunFolder,
     RunInfo as RunInfo,
+    SavingPhase as SavingPhase,
     Stateful as Stateful,
     Step as Step,
     Stop as Stop,

@@ -108,7 +108,7 @@ def _ours(node: Checkpointer, step: int) -> tuple[float, float]:
     """Training stands still while the state is copied; the whole ends with the commit."""
     began = time.perf_counter()
     node.run_phase(Step(step, 10**6))
-    node.staged()  # at once: the worst that can happen to a copy that is made beside training
+    node.wait_until_staged()  # at once: the worst that can happen to a copy that is made beside training
     stall = time.perf_counter() - began
     node._finish()
     seconds = time.perf_counter() - began

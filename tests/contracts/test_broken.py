@@ -126,7 +126,7 @@ class ForgetsSteps:
     def save(self, step: Step) -> None:
         """Do nothing."""
 
-    def staged(self) -> None:
+    def wait_until_staged(self) -> None:
         """Do nothing."""
 
 

@@ -119,9 +119,9 @@ def _optional_read(node: ast.AST) -> tuple[str, str] | None:
     if (node.func.id, len(node.args)) not in (("getattr", 3), ("hasattr", 2)):
         return None
     attribute = node.args[1]
-    if not isinstance(attribute, ast.Constant) or attribute.value.startswith("__"):
+    if not isinstance(attribute, ast.Constant) or str(attribute.value).startswith("__"):
         return None
-    return ast.unparse(node.args[0]).split(".")[0], attribute.value
+    return ast.unparse(node.args[0]).split(".")[0], str(attribute.value)
 
 
 def _callables(tree: ast.Module) -> Iterator[tuple[str, bool]]:

@@ -115,8 +115,12 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
     wanted: dict[Any, Copy] = {}  # each once: memory is allocated for all of them together, after the walk
 
     def copy_of(tensor: Tensor) -> Tensor:
-        without_memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return wanted.setdefault(_key(tensor), Copy(tensor, without_memory)).target
+        if (key := _key(tensor)) not in wanted:
+            # Without memory until the walk is over: a wrapper around it needs shape and strides already.
+            target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            target.untyped_storage().resize_(0)
+            wanted[key] = Copy(tensor, target)
+        return wanted[key].target
 
     staged = transform_with_path(lambda path, value: _staged(path, value, copy_of, type_check), state)
     return staged, _allocate([*wanted.values()], pool)
@@ -182,7 +186,8 @@ def _allocate(wanted: Sequence[Copy], pool: Pool) -> list[Copy]:
     sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
     memory = pool.tensors(sizes)
     for member, target in zip(single, memory[len(whole) :], strict=True):
-        member.target.set_(target.view(member.source.dtype).view(member.source.shape))
+        dense = target.view(member.source.dtype).view(member.source.shape)
+        member.target.set_(target.untyped_storage(), 0, dense.shape, dense.stride())
     for extent, target in zip(whole, memory, strict=False):
         for member in extent.members:
             offset = int(member.source.storage_offset()) - extent.start // member.source.itemsize

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from drawloom.components.checkpoint.staging.copy_plan import ALIGNED, Pool, plan_copies
 
@@ -152,6 +153,14 @@ def test_sparse_and_meta_tensors_are_refused(tensor: Tensor) -> None:
     """Tensors without a strided storage raise with their path."""
     with pytest.raises(TypeError, match=r"^a is a torch.*, which can't be staged$"):
         copied({"a": tensor})
+
+
+def test_a_wrapper_keeps_its_parts_and_its_shape() -> None:
+    """A wrapper that takes its shape and strides from its parts has the layout and the values of the state."""
+    parts = torch.arange(6.0).view(3, 2).T, torch.ones(3, 2).T
+    staged = copied({"pair": TwoTensor(*parts)})["pair"]
+    assert type(staged) is TwoTensor and (staged.shape, staged.stride()) == ((2, 3), (1, 2))
+    assert torch.equal(staged.a, parts[0]) and torch.equal(staged.b, parts[1])
 
 
 def test_a_dtensor_stays_a_dtensor() -> None:
