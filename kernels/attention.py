@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import no_scratch, register_costs
 from drawloom.kernels.operation import once_differentiable
 
 
@@ -109,6 +110,34 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("drawloom::attention_backward")  # type: ignore[untyped-decorator]
 def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [each.new_empty(each.shape) for each in inputs]
+
+
+def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float:
+    """
+    Return the FLOPs of attention to all pairs, given the number of elements of all queries, and of keys in a row.
+
+    A backward pass computes the scores again: five products, where the forward pass has two.
+    """
+    return (10.0 if backward else 4.0) * queries * keys
+
+
+def _forward_flops(q: Tensor, k: Tensor) -> float:
+    return attention_flops(q.numel(), k.shape[1])
+
+
+def _backward_flops(q: Tensor, k: Tensor) -> float:
+    return attention_flops(q.numel(), k.shape[1], backward=True)
+
+
+def _backward_scratch(q: Tensor, k: Tensor) -> int:
+    # cuDNN sums gradients of queries in float32, and computes gradients of keys and values for each head of queries.
+    return q.numel() * 4 + (2 * q.nbytes if k.shape[2] < q.shape[2] else 0)
+
+
+register_costs(torch.ops.drawloom.attention, flops=_forward_flops, scratch=no_scratch, is_attention=True)
+register_costs(
+    torch.ops.drawloom.attention_backward, flops=_backward_flops, scratch=_backward_scratch, is_attention=True
+)
 
 
 class DocumentOffsets(NamedTuple):

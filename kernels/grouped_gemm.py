@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import no_scratch, register_costs
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.operation import once_differentiable
 
@@ -107,6 +108,21 @@ def _weight_gradient(
     return implementation.matrices(grad, x, offsets) if transposed else implementation.matrices(x, grad, offsets)
 
 
+def rows_flops(x: Tensor, weight: Tensor) -> float:
+    """Return the FLOPs of x (rows, inputs), each row times a matrix of weight (experts, inputs, outputs)."""
+    return 2.0 * x.numel() * weight.shape[-1]
+
+
+def matrices_flops(a: Tensor, b: Tensor) -> float:
+    """Return the FLOPs of a.T @ b over the rows of each expert: a (rows, inputs), b (rows, outputs)."""
+    return 2.0 * a.numel() * b.shape[-1]
+
+
+def _torch_flops(self: Tensor, mat2: Tensor) -> float:
+    # Rows times matrices (3 dimensions), or sums of products of rows (2 dimensions): the count is the same.
+    return 2.0 * self.numel() * mat2.shape[-1]
+
+
 @torch.library.custom_op("drawloom::grouped_gemm_rows_eager", mutates_args=())
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`.
@@ -156,6 +172,10 @@ def _padded(x: Tensor, dimension: int) -> Tensor:
     multiple = ALIGNMENT // x.element_size()
     return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
 
+
+register_costs(torch.ops.drawloom.grouped_gemm_rows_eager, flops=rows_flops, scratch=no_scratch)
+register_costs(torch.ops.drawloom.grouped_gemm_matrices_eager, flops=matrices_flops, scratch=no_scratch)
+register_costs(torch.ops.aten._grouped_mm, flops=_torch_flops, scratch=no_scratch)  # torch 2.11 does not count it
 
 EAGER = GroupedGemmImplementation(_rows, _matrices)
 TORCH = GroupedGemmImplementation(_rows_by_torch, _matrices_by_torch)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable as differentiable_once
 
+from drawloom.kernels.costs import Flops, Scratch, register_costs
+
 MIN_CAPABILITY = (8, 0)
 """The least compute capability, Ampere's: older GPUs have no bfloat16."""
 
@@ -76,13 +78,16 @@ def as_new_tensor(result: Tensor) -> Tensor:
     return result.detach()
 
 
-def register_kernel(schema: str, fake: KernelFunction) -> Callable[[KernelFunction], KernelFunction]:
+def register_kernel(
+    schema: str, *, fake: KernelFunction, flops: Flops, scratch: Scratch
+) -> Callable[[KernelFunction], KernelFunction]:
     """
     Register a function that launches kernels as the operator `drawloom::<name>`, which torch.compile does not trace.
 
     `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
-    arguments. Under torch.compile, and for fake and meta tensors, the decorated function calls the operator; else it
-    calls the function directly.
+    arguments. `flops` and `scratch` return its costs, from the arguments that they name (`kernels/costs.py`). Under
+    torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls the
+    function directly.
     """
 
     def register(function: KernelFunction) -> KernelFunction:
@@ -90,7 +95,9 @@ def register_kernel(schema: str, fake: KernelFunction) -> Callable[[KernelFuncti
         torch.library.define(f"drawloom::{name}", schema.removeprefix(name))
         torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), function)
         torch.library.register_fake(f"drawloom::{name}", fake)
-        registered: KernelFunction = getattr(torch.ops.drawloom, name).default
+        operation = getattr(torch.ops.drawloom, name)
+        register_costs(operation, flops=flops, scratch=scratch)
+        registered: KernelFunction = operation.default
 
         @wraps(function)
         def call(*arguments: Any) -> Any:

@@ -12,6 +12,9 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 torch.library.define("drawloom::collective", "(Tensor x, int[] shape, str kind, str dimension, int ranks) -> Tensor")
 
 
+COLLECTIVE = torch.ops.drawloom.collective
+
+
 @torch.library.register_fake("drawloom::collective")  # type: ignore[untyped-decorator]
 def _(x: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
     return x.new_empty(shape)

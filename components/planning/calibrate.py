@@ -18,9 +18,10 @@ from drawloom.components.distributed.device_model import (
     products_in,
 )
 from drawloom.components.planning.attention import Attended
-from drawloom.components.planning.recorder import PassCost, Recorder, attention_flops
+from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.kernels.attention import attention_flops
 
 SECONDS = 1.0
 """

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.parallel.meta_collectives import sent_bytes
+from drawloom.components.parallel.meta_collectives import COLLECTIVE, sent_bytes
 from drawloom.components.planning.attention import Attended
+from drawloom.kernels.costs import OperationCosts, moves_data, named_arguments, operation_costs
 
 
 @attrs.frozen
@@ -105,17 +106,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return PassCost(self._seconds, self._sending, self._host, self._flops, rise, grown, dict(held))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch 2.11 has no shapes for a product that is added in a wider dtype; what it is added to has them.
-        added = function is torch.ops.aten.addmm.dtype_out
-        result = kwargs["out"] if added else function(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        known = {each.untyped_storage()._cdata for each in given}
-        new = [each for each in made if each.untyped_storage()._cdata not in known]
+        kwargs = kwargs or {}
+        # torch 2.11 computes no shape for a product that is added in a wider dtype; `out` has the shape already.
+        result = kwargs["out"] if "out" in kwargs else function(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
             self._add(tensor)
-        name = function._overloadpacket.__name__ if hasattr(function, "_overloadpacket") else str(function)
-        self._count(name, args, given, made, len(new) < len(made))
+        if function.overloadpacket is COLLECTIVE:
+            self._count_collective(named_arguments(function, args, kwargs), result)
+        elif moves_data(function, bool(new)):
+            self._count(operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
 
     def _add(self, tensor: Tensor) -> None:
@@ -130,91 +133,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _drop(self, reference: Any) -> None:
         self._now -= self._sizes.pop(reference)[0]
 
-    def _count(self, name: str, args: Any, given: Sequence[Tensor], made: Sequence[Tensor], aliases: bool) -> None:
-        if (aliases and name in VIEWS) or name in FREE or not (made or given):
-            return
+    def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
+        sent = sent_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
+        seconds = sent / self._links(arguments["dimension"])
+        self._seconds += seconds
+        self._sending += seconds
+
+    def _count(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         reached = self._device.reached
-        if name == "collective":
-            x, _, kind, dimension, ranks = args
-            seconds = sent_bytes(x, made[0], kind, ranks) / self._links(dimension)
-            self._seconds += seconds
-            self._sending += seconds
-            return
-        flops = _products(name, args, made) * (self._attended.pairs if name in ATTENTION else 1.0)
-        # Of what is added to, the dtype may be wider than that of the factors.
-        rate = self._device.product_rate(given[1 if "add" in name else 0].dtype) if flops else math.inf
-        if name in ATTENTION:
+        flops = costs.flops * (self._attended.pairs if costs.is_attention else 1.0)
+        rate = self._device.product_rate(_factor_dtype(inputs)) if flops else math.inf
+        if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._attended.packed + self._attended.packed / reached.packed
         self._flops += flops
-        scratch, attends = _scratch(name, args), name in ATTENTION
-        moved = sum(each.nbytes for each in (*given, *made)) + 2 * scratch * attends
+        moved = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + 2 * costs.scratch * costs.is_attention
         arithmetic, traffic = flops / rate, moved / (self._device.bandwidth * reached.memory)
-        self._seconds += max(arithmetic + traffic if attends else max(arithmetic, traffic), reached.launch)
+        seconds = arithmetic + traffic if costs.is_attention else max(arithmetic, traffic)
+        self._seconds += max(seconds, reached.launch)
         self._host += reached.host
-        self._peak = max(self._peak, self._now + scratch)
+        self._peak = max(self._peak, self._now + costs.scratch)
 
 
-ATTENTION = {"attention", "attention_backward"}
-
-VIEWS = {
-    *("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "expand", "slice", "select", "split", "chunk"),
-    *("detach", "alias", "unsqueeze", "squeeze", "unbind", "as_strided", "narrow", "movedim", "flatten", "lift_fresh"),
-    *("split_with_sizes", "_reshape_alias", "view_as", "diagonal", "unfold"),
-}
-"""Operations that read and write nothing, if their result shares memory with an argument."""
-
-FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense", "is_same_size"}
-
-
-def _products(name: str, args: Any, made: Sequence[Tensor]) -> float:
-    """Floating-point operations of the matrix products inside of an operation."""
-    match name:
-        case "mm" | "addmm" | "bmm" | "baddbmm" | "_int_mm":
-            first = args[1] if "add" in name else args[0]
-            return 2.0 * made[0].numel() * int(first.shape[-1])
-        case "attention":
-            return attention_flops(args[0].numel(), args[1].shape[1])
-        case "attention_backward":
-            return attention_flops(args[1].numel(), args[2].shape[1], backward=True)
-        case "linear_cross_entropy_grad_logits" | "cut_cross_entropy":
-            return 2.0 * int(args[0].numel()) * len(args[1])
-        case "linear_cross_entropy":
-            return 2.0 * int(args[0].numel()) * len(args[1]) * (1 + int(args[5]) + int(args[6]))
-        case "cut_cross_entropy_backward":
-            return 2.0 * int(args[0].numel()) * len(args[1]) * (1 + int(args[10]) + int(args[11]))
-        case "grouped_gemm_rows" | "grouped_gemm_rows_eager" | "grouped_gemm_matrices" | "grouped_gemm_matrices_eager":
-            return 2.0 * int(args[0].numel()) * int(args[1].shape[-1])
-        case "_grouped_mm":
-            return 2.0 * int(args[0].numel()) * int(args[1].shape[-1])
-    return 0.0
-
-
-def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float:
-    """
-    Operations of attention, for elements of all queries and the number of keys of each.
-
-    A backward pass computes the scores again: five products for two of a forward pass.
-    """
-    return (10.0 if backward else 4.0) * queries * keys
-
-
-def _logits(hidden: Tensor, weight: Tensor, most: int) -> int:
-    """Bytes of the logits that exist together."""
-    return min(len(hidden) * len(weight), most) * hidden.dtype.itemsize
-
-
-def _scratch(name: str, args: Any) -> int:
-    """Bytes that exist inside of an operation alone: of logits, or of gradients before they are summed and rounded."""
-    if name == "linear_cross_entropy":
-        return _logits(args[0], args[1], args[7])
-    if name == "cut_cross_entropy_backward":
-        hidden, weight, filter_eps, max_logits, needs_weight = args[0], args[1], args[6], args[9], args[11]
-        sums = 4 * int(weight.numel()) if needs_weight and weight.dtype != torch.float32 else 0
-        # A filter sorts a copy of the weight.
-        return _logits(hidden, weight, max_logits) + sums + (int(weight.nbytes) if filter_eps else 0)
-    if name == "attention_backward":
-        # cuDNN sums gradients of queries in float32, and has those of keys and values by head of the queries.
-        _, q, k, _ = args
-        return int(q.numel()) * 4 + (2 * int(q.nbytes) if k.shape[2] < q.shape[2] else 0)
-    return 0
+def _factor_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of a product's factors, the narrowest one: sums that it is added to may be wider."""
+    dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()] or [inputs[0].dtype]
+    return min(dtypes, key=lambda dtype: dtype.itemsize)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawloom.kernels.costs import logits_bytes, no_scratch
 from drawloom.kernels.cut_cross_entropy import (
     EXACT,
     CutCrossEntropyImplementation,
@@ -60,10 +61,16 @@ def _fake_forward(
     return lse, torch.empty_like(lse)
 
 
+def _forward_flops(hidden: Tensor, weight: Tensor) -> float:
+    return 2.0 * hidden.numel() * len(weight)
+
+
 @register_kernel(
     "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int tokens, int words, int max_logits) "
     "-> (Tensor, Tensor)",
     fake=_fake_forward,
+    flops=_forward_flops,
+    scratch=no_scratch,
 )
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int
@@ -143,11 +150,23 @@ def _fake_backward(
     return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
 
+def _backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+    return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
+
+
+def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool) -> int:
+    """Return the bytes of the gradients of logits, of sums in float32, and of the copy of the weight that is sorted."""
+    sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
+    return logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
+
+
 @register_kernel(
     "cut_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor lse, Tensor grad, "
     "Tensor? grad_lse, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, bool needs_weight) "
     "-> (Tensor, Tensor)",
     fake=_fake_backward,
+    flops=_backward_flops,
+    scratch=_backward_scratch,
 )
 def _backward(
     hidden: Tensor,

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.grouped_gemm import GroupedGemmImplementation, grouped_gemm
+from drawloom.kernels.costs import no_scratch
+from drawloom.kernels.grouped_gemm import GroupedGemmImplementation, grouped_gemm, matrices_flops, rows_flops
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
@@ -44,7 +45,12 @@ def _like_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[2])
 
 
-@register_kernel("grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor", fake=_like_rows)
+@register_kernel(
+    "grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+    fake=_like_rows,
+    flops=rows_flops,
+    scratch=no_scratch,
+)
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _like_rows(x, weight, offsets)
     if not result.numel() or not weight.numel():
@@ -80,7 +86,12 @@ def _like_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
-@register_kernel("grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor", fake=_like_matrices)
+@register_kernel(
+    "grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor",
+    fake=_like_matrices,
+    flops=matrices_flops,
+    scratch=no_scratch,
+)
 def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _like_matrices(a, b, offsets)
     if not result.numel() or not len(a):

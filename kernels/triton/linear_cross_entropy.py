@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import logits_bytes, no_scratch
 from drawloom.kernels.cut_cross_entropy import EXACT, Needs
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
@@ -230,10 +231,16 @@ def _fake_grad_logits(
     return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
 
 
+def _grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
+    return 2.0 * hidden.numel() * len(weight)
+
+
 @register_kernel(
     "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_grad_logits,
+    flops=_grad_logits_flops,
+    scratch=no_scratch,
 )
 def _grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
@@ -262,10 +269,16 @@ def _fake_forward(
     return losses, torch.empty_like(losses), grad_hidden, grad_weight
 
 
+def _forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+    return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
+
+
 @register_kernel(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor factors, int ignore_index, "
     "bool needs_hidden, bool needs_weight, int max_logits) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
+    flops=_forward_flops,
+    scratch=logits_bytes,
 )
 def _forward(
     hidden: Tensor,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
@@ -112,6 +113,8 @@ def _like_spread(
     " bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_like_spread,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _spread(
     x: Tensor,
@@ -161,6 +164,8 @@ def _like_gather(
 @register_kernel(
     "moe_gather(Tensor rows, Tensor? probabilities, Tensor? of_rows, Tensor dest_row) -> (Tensor, Tensor)",
     fake=_like_gather,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _gather(
     rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, dest_row: Tensor

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.moe import DROPPED, Routes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import lean
@@ -40,7 +41,12 @@ def _like(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     return rows, rows.new_empty(expert_indices.numel()), rows.new_empty(num_experts)
 
 
-@register_kernel("moe_routes(Tensor expert_indices, int num_experts) -> (Tensor, Tensor, Tensor)", fake=_like)
+@register_kernel(
+    "moe_routes(Tensor expert_indices, int num_experts) -> (Tensor, Tensor, Tensor)",
+    fake=_like,
+    flops=no_flops,
+    scratch=no_scratch,
+)
 def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, choices, offsets = _like(expert_indices, num_experts)
     count = expert_indices.numel()

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2, reduce_partials, sm_count
@@ -96,6 +97,8 @@ def _like_forward(
 @register_kernel(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor, Tensor)",
     fake=_like_forward,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
@@ -145,6 +148,8 @@ def _like_backward(
     "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
     "bool needs_weight) -> (Tensor, Tensor)",
     fake=_like_backward,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _backward(
     grad: Tensor,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import (
@@ -63,7 +64,12 @@ def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool)
     return x.new_empty(x.shape)
 
 
-@register_kernel("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor", fake=_like)
+@register_kernel(
+    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor",
+    fake=_like,
+    flops=no_flops,
+    scratch=no_scratch,
+)
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
     result = _like(x, cos, sin, interleaved, reverse)
     _launch(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
@@ -74,7 +80,12 @@ def _nothing(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bo
     pass
 
 
-@register_kernel("rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()", fake=_nothing)
+@register_kernel(
+    "rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()",
+    fake=_nothing,
+    flops=no_flops,
+    scratch=no_scratch,
+)
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     dense = contiguous_last_dim(x)
     _launch(dense, cos, sin, dense, interleaved, reverse)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
 from drawloom.kernels.triton.launch import lean
@@ -30,7 +31,10 @@ def _nothing(target: Tensor, source: Tensor, key: int, counter: int, first: int)
 
 
 @register_kernel(
-    "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()", fake=_nothing
+    "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()",
+    fake=_nothing,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     if not source.numel():

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
@@ -74,7 +75,9 @@ def _like_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@register_kernel("swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor", fake=_like_forward)
+@register_kernel(
+    "swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor", fake=_like_forward, flops=no_flops, scratch=no_scratch
+)
 def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     result = _like_forward(gate, up, scale)
     if not result.numel():
@@ -104,6 +107,8 @@ def _like_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None)
 @register_kernel(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor? scale) -> (Tensor, Tensor, Tensor)",
     fake=_like_backward,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     results = _like_backward(grad, gate, up, scale)
@@ -119,6 +124,8 @@ def _like_backward_of_halves(grad: Tensor, both: Tensor, scale: Tensor | None) -
 @register_kernel(
     "swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale) -> (Tensor, Tensor)",
     fake=_like_backward_of_halves,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _backward_of_halves(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     grad_both, grad_scale = _like_backward_of_halves(grad, both, scale)

@@ -1,0 +1,127 @@
+"""
+Costs of operations, for programs that plan a run on the meta device.
+
+Each operation registers functions for the FLOPs of its matrix products and for its scratch memory. They take the
+operation's arguments by the names in its schema, so that a new argument changes no cost. FLOPs of torch's own
+operations are those of `torch.utils.flop_counter`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+Flops = Callable[..., float]
+"""Return the floating-point operations of an operation's matrix products, from some of its arguments by name."""
+
+Scratch = Callable[..., int]
+"""Return the most bytes that exist only while an operation runs, from some of its arguments by name."""
+
+
+def no_flops() -> float:
+    """Return 0, for an operation without matrix products, such as a pointwise one."""
+    return 0.0
+
+
+def no_scratch() -> int:
+    """Return 0, for an operation that allocates its results and little else."""
+    return 0
+
+
+@dataclass(frozen=True)
+class OperationCosts:
+    """FLOPs of matrix products, scratch memory in bytes, and whether the products are those of attention."""
+
+    flops: float = 0.0
+    scratch: int = 0
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """Cost functions of an operation."""
+
+    flops: Flops
+    scratch: Scratch
+    is_attention: bool
+
+    def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
+        return OperationCosts(_call(self.flops, arguments), _call(self.scratch, arguments), self.is_attention)
+
+
+_REGISTERED: dict[OpOverloadPacket, _Registration] = {}
+
+
+def register_costs(operation: OpOverloadPacket, *, flops: Flops, scratch: Scratch, is_attention: bool = False) -> None:
+    """
+    Register the cost functions of an operation, whose parameters name some of the operation's arguments.
+
+    Raises TypeError if a parameter is not an argument in the operation's schema.
+    """
+    known = {argument.name for argument in operation.default._schema.arguments}
+    for function in (flops, scratch):
+        if unknown := sorted(signature(function).parameters.keys() - known):
+            raise TypeError(f"{operation} does not have the arguments {unknown} of {function.__qualname__}")
+    _REGISTERED[operation] = _Registration(flops, scratch, is_attention)
+
+
+def has_costs(operation: OpOverloadPacket) -> bool:
+    """Return whether an operation has registered its costs."""
+    return operation in _REGISTERED
+
+
+def operation_costs(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> OperationCosts:
+    """Return the costs of a call: those that the operation registered, else the FLOPs that torch counts."""
+    registration = _REGISTERED.get(operator.overloadpacket)
+    if registration is not None:
+        return registration.costs(named_arguments(operator, args, kwargs))
+    return OperationCosts(_torch_flops(operator, args, kwargs, result))
+
+
+def named_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the operator's schema; defaults that were left out too."""
+    arguments = operator._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    positional = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    return defaults | positional | dict(kwargs)
+
+
+_ALLOCATIONS = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+)
+
+
+def moves_data(operator: OpOverload, allocates: bool) -> bool:
+    """
+    Return whether an operator reads or writes elements of tensors.
+
+    `allocates` is whether any result has memory of its own. A result without, from an operator that changes no
+    argument, is a view or a fact about a shape.
+    """
+    if operator.overloadpacket in _ALLOCATIONS:
+        return False
+    return allocates or bool(operator._schema.is_mutable)
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    return function(**{name: arguments[name] for name in signature(function).parameters})
+
+
+def _torch_flops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    from torch.utils.flop_counter import flop_registry  # imports triton, which takes most of a second
+
+    count = flop_registry.get(operator.overloadpacket)
+    # torch's functions take the result's shape where some overloads take a dtype.
+    operands = [argument for argument in args if not isinstance(argument, torch.dtype)]
+    return 0.0 if count is None else float(count(*operands, **kwargs, out_val=result))
+
+
+def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
+    """Return the bytes of the logits of hidden (tokens, width) and weight (vocabulary, width) that exist together."""
+    return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize
