@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.kernels.costs import logits_bytes, no_scratch
+from drawloom.kernels.costs import logits_bytes
 from drawloom.kernels.cut_cross_entropy import (
     EXACT,
     CutCrossEntropyImplementation,
@@ -65,12 +65,17 @@ def _forward_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
+def _forward_scratch(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
+    # Only torch's product writes logits.
+    return logits_bytes(hidden, weight, max_logits) if _is_given(hidden) else 0
+
+
 @register_kernel(
     "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int tokens, int words, int max_logits) "
     "-> (Tensor, Tensor)",
     fake=_fake_forward,
     flops=_forward_flops,
-    scratch=no_scratch,
+    scratch=_forward_scratch,
 )
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import logits_bytes, no_scratch
+from drawloom.kernels.costs import logits_bytes
 from drawloom.kernels.cut_cross_entropy import EXACT, Needs
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
@@ -235,12 +235,17 @@ def _grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
+def _grad_logits_scratch(hidden: Tensor, weight: Tensor, needed: bool) -> int:
+    # Logits whose gradients are needed are a result.
+    return 0 if needed else logits_bytes(hidden, weight, MAX_LOGITS)
+
+
 @register_kernel(
     "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_grad_logits,
     flops=_grad_logits_flops,
-    scratch=no_scratch,
+    scratch=_grad_logits_scratch,
 )
 def _grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool

@@ -156,3 +156,16 @@ def test_cross_entropy_costs_count_the_gradients_that_are_needed(needs_hidden: b
         None,
     )
     assert (cut.flops, cut.scratch) == (whole.flops, 2 * 1000 + 4 * weight.numel() * needs_weight)
+
+
+def test_logits_that_are_written_and_dropped_are_scratch_memory() -> None:
+    """A forward pass without gradients holds all logits, and cut cross entropy in float32 those of some tokens."""
+    hidden, weight, targets = logits(torch.bfloat16)
+    operator = torch.ops.drawloom.linear_cross_entropy_grad_logits.default
+    scratch = [
+        operation_costs(operator, (hidden, weight, targets, -100, needed), {}, None).scratch for needed in (0, 1)
+    ]
+    assert scratch == [2 * 256 * 512, 0]
+    for dtype, expected in ((torch.bfloat16, 0), (torch.float32, 4 * 1000)):
+        inputs = *logits(dtype), 128, 256, 1000
+        assert operation_costs(torch.ops.drawloom.cut_cross_entropy.default, inputs, {}, None).scratch == expected
