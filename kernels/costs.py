@@ -12,7 +12,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 Flops = Callable[..., float]
@@ -120,8 +119,3 @@ def _torch_flops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     # torch's functions take the result's shape where some overloads take a dtype.
     operands = [argument for argument in args if not isinstance(argument, torch.dtype)]
     return 0.0 if count is None else float(count(*operands, **kwargs, out_val=result))
-
-
-def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
-    """Return the bytes of the logits of hidden (tokens, width) and weight (vocabulary, width) that exist together."""
-    return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize

@@ -2,9 +2,9 @@
 Cross entropy of a linear layer's logits, cut into tiles that are computed twice and never kept.
 
 Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009. The forward pass keeps the
-log-sum-exp of the logits by token. The backward pass computes the logits' gradients again, some tokens at a time. With
-`filter_eps` it leaves out tiles in which none of these is as large; for that, the words of the vocabulary are first
-sorted by their mean logits, so that improbable ones share tiles.
+log-sum-exp of each token's logits. The backward pass computes the gradients of logits again, some tokens at a time.
+With `filter_eps` it skips tiles in which all gradients are small; to this end the words of the vocabulary are first
+sorted by their mean logits, so that improbable words share tiles.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable
 from drawloom.kernels.vocab_parallel import SplitVocabulary, all_gather_lse, all_reduce, local_targets
 
@@ -24,11 +23,11 @@ from drawloom.kernels.vocab_parallel import SplitVocabulary, all_gather_lse, all
 @dataclass(frozen=True)
 class LogitCut:
     """
-    How logits are cut.
+    Options for how logits are cut into tiles and chunks.
 
-    Tiles whose every probability, less 1 at the target, is below `filter_eps` are left out of the gradients (0: none
-    is). `tile` is in tokens and words of the vocabulary; at most `max_logits` gradients of logits exist together. With
-    `part`, the weight holds some words of the vocabulary, and ranks of the part's group the others.
+    The gradients skip a tile if every probability in it, less 1 at the target, is below `filter_eps` (0 skips none).
+    `tile` is in tokens and words of the vocabulary. At most `max_logits` gradients of logits exist together. With
+    `part`, the weight has some words of the vocabulary, and the other ranks of the part's group have the rest.
     """
 
     ignore_index: int = -100
@@ -39,11 +38,11 @@ class LogitCut:
 
 
 EXACT = LogitCut()
-"""Not filtered."""
+"""Default options, without a filter."""
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Flags for the gradients that a backward pass computes."""
 
     hidden: bool
     weight: bool
@@ -51,11 +50,11 @@ class Needs(NamedTuple):
 
 class CutCrossEntropyImplementation(NamedTuple):
     """
-    The two passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 where not here.
+    Both passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 on other ranks.
 
-    `forward` gives float32 log-sum-exp of the logits and the target's logit by token, 0 where it is not here.
-    `backward` takes the lse of the whole vocabulary and the two factors of `split_grads`, and gives the gradients that
-    are needed.
+    `forward` returns the log-sum-exp of each token's logits and the logit of its target, 0 where the target is -1, both
+    float32 (tokens,). `backward` takes the lse over the whole vocabulary and the two factors that `split_grads`
+    returns, and returns the gradients that are needed.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
@@ -68,10 +67,10 @@ def cut_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Each token's loss, -log softmax(hidden @ weight.T)[target], and the log-sum-exp of its logits.
+    Return each token's loss, -log softmax(hidden @ weight.T)[target], and the log-sum-exp of its logits.
 
-    hidden (..., width) and weight (vocabulary, width) of one dtype, targets int64 (...), token_weights float32 (...) by
-    which losses are multiplied. Losses and lse are (...), at least float32; a loss is 0 where the target is
+    hidden (..., width) and weight (vocabulary, width) of one dtype, targets int64 (...), token_weights float32 (...),
+    the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
     `cut.ignore_index`. Both are differentiable in hidden and weight.
     """
     return cross_entropy(EAGER, hidden, weight, targets, cut, token_weights)
@@ -85,16 +84,42 @@ def cross_entropy(
     cut: LogitCut,
     token_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`cut_cross_entropy_eager` by any implementation: hidden (..., width), weight (vocabulary, width); same dtypes."""
+    """Compute `cut_cross_entropy_eager` by an implementation: hidden (..., width), weight (vocabulary, width)."""
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     weight_gradient = weight_gradient_of(weight)
     losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
     return weighted(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
+def weighted(losses: Tensor, token_weights: Tensor | None) -> Tensor:
+    """Multiply losses (...) by the weights (...) of their tokens, if there are any."""
+    return losses if token_weights is None else losses * token_weights
+
+
+def split_grads(
+    grad_losses: Tensor | None, grad_lse: Tensor | None, learned: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """
+    Return two factors by token, (tokens,) of `dtype`, so that (softmax - onehot) * first + onehot * second is the
+    gradient of the logits.
+
+    With loss = lse - target_logit, the gradient is softmax * (grad_losses + grad_lse) - onehot * grad_losses. The
+    second factor is None if nothing depends on lse. `learned` (tokens,) is False for ignored targets, where the
+    gradient of the loss can be anything, even infinite, and counts as 0.
+    """
+    grad = torch.zeros_like(learned, dtype=dtype) if grad_losses is None else grad_losses.where(learned, 0)
+    return (grad, None) if grad_lse is None else (grad + grad_lse, grad_lse.contiguous())
+
+
+def skip_unused_grads(ctx: Any) -> None:
+    """Let the backward pass get None instead of zeros for an output that no loss depends on, so that it does less."""
+    if not torch.compiler.is_compiling():  # torch 2.11's tracer does not know the call
+        ctx.set_materialize_grads(False)
+
+
 @deferring
 class _CutCrossEntropy(Function):
-    """hidden (tokens, width), weight (vocabulary, width), targets (tokens,); saves these and one number by token."""
+    """Cross entropy that saves its inputs, hidden (tokens, width), weight and targets (tokens,), and lse."""
 
     @staticmethod
     def forward(
@@ -106,7 +131,7 @@ class _CutCrossEntropy(Function):
         implementation: CutCrossEntropyImplementation,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
-        """The loss and the log-sum-exp of each token, both (tokens,), at least float32."""
+        """Return the loss and the log-sum-exp of each token, both (tokens,), at least float32."""
         local = local_targets(targets, len(weight), cut.ignore_index, cut.part)
         lse, target_logit = all_gather_lse(*implementation.forward(hidden, weight, local, cut), cut.part)
         ctx.save_for_backward(hidden, weight, targets, lse)
@@ -123,10 +148,10 @@ class _CutCrossEntropy(Function):
         grad, grad_lse = split_grads(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
         local = local_targets(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
         needs, inputs = Needs(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
-        # Only the weight's part can wait; it computes the logits a third time, in exchange for keeping none.
+        # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
         if needs.weight and getattr(ctx.weight_gradient, "active", False):
-            of_lse = () if grad_lse is None else (grad_lse,)
-            ctx.weight_gradient(_DeferredWeightGradient(ctx.implementation, ctx.cut), *inputs, *of_lse)
+            optional = () if grad_lse is None else (grad_lse,)
+            ctx.weight_gradient(_DeferredWeightGradient(ctx.implementation, ctx.cut), *inputs, *optional)
             needs = Needs(needs.hidden, False)
         grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
         if grad_hidden is not None:
@@ -136,7 +161,7 @@ class _CutCrossEntropy(Function):
 
 @dataclass(frozen=True)
 class _DeferredWeightGradient:
-    """Computes a weight's gradient that was deferred, from what `Implementation.backward` takes."""
+    """Function that computes a deferred weight gradient from the arguments of an implementation's `backward`."""
 
     implementation: CutCrossEntropyImplementation
     cut: LogitCut
@@ -156,16 +181,21 @@ class _DeferredWeightGradient:
 
 
 def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
-    """Whole tiles of tokens, as many as may exist together."""
+    """Return slices of the tokens, each of whole tiles, as many as may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
+def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
+    """Return the bytes of the logits of hidden (tokens, width) and weight (vocabulary, width) that exist together."""
+    return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize
+
+
 def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
     """
-    The words of the vocabulary, int64 (vocabulary,), from the least to the greatest mean logit over the tokens.
+    Return the words of the vocabulary, int64 (vocabulary,), from the least to the greatest mean logit over the tokens.
 
-    hidden (tokens, width), weight (vocabulary, width). The mean logit is that of the mean hidden state.
+    hidden (tokens, width), weight (vocabulary, width). The mean logit of a word is its logit for the mean hidden state.
     """
     # The mean of many bfloat16 numbers would be too coarse to sort by.
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -178,9 +208,10 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> 
     for chunk in chunks(len(hidden), len(weight), cut):
         logits = _logits(hidden[chunk], weight)
         lse[chunk] = logits.logsumexp(-1)
-        here = targets[chunk] >= 0
-        picked = logits.gather(-1, targets[chunk].where(here, 0).unsqueeze(-1)).squeeze(-1)
-        target_logit[chunk] = picked.where(here, 0)
+        is_local = targets[chunk] >= 0
+        picked = logits.gather(-1, targets[chunk].where(is_local, 0).unsqueeze(-1)).squeeze(-1)
+        target_logit[chunk] = picked.where(is_local, 0)
+        del logits  # or they would live until the next chunk's are computed
     return lse, target_logit
 
 
@@ -196,15 +227,17 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     order = order_of_vocab(hidden, weight) if cut.filter_eps and len(hidden) else None
     grad_hidden = torch.empty_like(hidden) if needs.hidden else None
+    # A bfloat16 sum stops growing once it is 256 times as large as a summand.
     grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight)) if needs.weight else None
     for chunk in chunks(len(hidden), len(weight), cut):
-        of_lse = None if grad_lse is None else grad_lse[chunk]
-        inputs = hidden[chunk], weight, targets[chunk], lse[chunk], grad[chunk], of_lse
+        chunk_grad_lse = None if grad_lse is None else grad_lse[chunk]
+        inputs = hidden[chunk], weight, targets[chunk], lse[chunk], grad[chunk], chunk_grad_lse
         grad_logits = _grad_logits(*inputs, cut, order)
         if grad_hidden is not None:
-            grad_hidden[chunk] = grad_logits @ weight
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
         if grad_weight is not None:
             grad_weight += grad_logits.T @ hidden[chunk]
+        del grad_logits
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
@@ -218,24 +251,31 @@ def _grad_logits(
     cut: LogitCut,
     order: Tensor | None,
 ) -> Tensor:
-    """The gradients of logits (tokens, vocabulary), in the dtype of the hidden states."""
-    logits = _logits(hidden, weight)
-    probs = (logits - lse.unsqueeze(-1)).exp()
-    here = (targets >= 0).to(probs.dtype).unsqueeze(-1)
-    places = targets.clamp(min=0).unsqueeze(-1)
-    result = probs.scatter_add(1, places, -here)
-    # A target of probability 1 has no gradient of its loss, but one of its lse.
-    size = result.abs() if grad_lse is None else torch.maximum(result.abs(), probs)
-    result = result * grad.unsqueeze(-1)
+    """Return the gradients of logits (tokens, vocabulary) in the dtype of the hidden states."""
+    probs = _logits(hidden, weight).sub_(lse.unsqueeze(-1)).exp_()
+    is_local = (targets >= 0).to(probs.dtype).unsqueeze(-1)
+    indices = targets.clamp(min=0).unsqueeze(-1)
+    mask = None if order is None else _kept_words(probs, indices, is_local, grad_lse is not None, cut, order)
+    result = probs.scatter_add_(1, indices, -is_local).mul_(grad.unsqueeze(-1))
     if grad_lse is not None:
-        result.scatter_add_(1, places, here * grad_lse.unsqueeze(-1))
-    if order is not None:
-        result = result * _active_tiles(size[:, order], cut)[:, order.argsort()]
+        result.scatter_add_(1, indices, is_local * grad_lse.unsqueeze(-1))
+    if mask is not None:
+        result.mul_(mask)
     return result.to(hidden.dtype)
 
 
+def _kept_words(
+    probs: Tensor, indices: Tensor, is_local: Tensor, uses_lse: bool, cut: LogitCut, order: Tensor
+) -> Tensor:
+    """Return 1 for each word (tokens, vocabulary) in a tile that the filter keeps, else 0."""
+    size = probs.scatter_add(1, indices, -is_local).abs_()
+    if uses_lse:  # a target of probability 1 has no gradient of its loss, but one of its lse
+        size = torch.maximum(size, probs)
+    return _active_tiles(size[:, order], cut)[:, order.argsort()]
+
+
 def _active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
-    """1 where a size (tokens, vocabulary) is in a tile in which any is at least `filter_eps`, else 0."""
+    """Return 1 where the tile of a size (tokens, vocabulary) has one of at least `filter_eps`, else 0."""
     (tokens, vocab), (height, width) = sizes.shape, cut.tile
     padded = torch.nn.functional.pad(sizes, (0, -vocab % width, 0, -tokens % height))
     tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))

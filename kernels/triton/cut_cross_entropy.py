@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.kernels.costs import logits_bytes
 from drawloom.kernels.cut_cross_entropy import (
     EXACT,
     CutCrossEntropyImplementation,
@@ -22,6 +21,7 @@ from drawloom.kernels.cut_cross_entropy import (
     Needs,
     chunks,
     cross_entropy,
+    logits_bytes,
     order_of_vocab,
 )
 from drawloom.kernels.operation import register_kernel

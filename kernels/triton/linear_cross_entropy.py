@@ -20,10 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import logits_bytes
-from drawloom.kernels.cut_cross_entropy import EXACT, Needs
+from drawloom.kernels.cut_cross_entropy import EXACT, Needs, logits_bytes, skip_unused_grads, split_grads, weighted
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
 from drawloom.kernels.triton.launch import lean
