@@ -1,8 +1,8 @@
 """
-AdamW whose results are rounded to bfloat16 to the nearest, or stochastically, so that small updates are not lost.
+AdamW that rounds to bfloat16, to the nearest or stochastically, so that small updates are not lost.
 
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2. Every operation is in float32 and
-rounded by itself, so that the eager and the Triton implementation agree bitwise.
+rounded separately, so that the eager and the Triton implementation agree bitwise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from torch import Tensor
 from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
 
 PER_DRAW = 2
-"""Elements per draw: of its four words, one rounds two weights, one their exp_avg, one their exp_avg_sq."""
+"""Elements per draw: one of its four words rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
 ALL = 2**62
-"""More elements than a weight has."""
+"""Width of a row that no weight exceeds."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class ParamState:
     A weight (any shape, float32 or bfloat16) with its optimizer state (same shape, float32 or bfloat16).
 
     `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares. The noise of an element depends
-    on `key`, the step's counter, and its index in a parameter of which the weight is a part: rows of `width` elements,
-    of which the first begins at `first` and each at `stride` elements behind the one before.
+    on `key`, the step's counter, and the element's index in the whole parameter. The weight is a part of the parameter:
+    rows of `width` elements, `stride` elements apart, from element `first` on.
     """
 
     weight: Tensor
@@ -47,20 +47,21 @@ class ParamState:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the weight is one run of elements of the parameter."""
+        """Return whether the weight is one range of elements of the parameter."""
         return self.width >= self.weight.numel()
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the elements of each draw are neighbours in the weight."""
+        """Return whether the elements of each draw are neighbours in the weight."""
         return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
 
 def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | Tensor) -> Tensor:
     """
-    What a step computes with, float32 (6,): lr, 1 - betas, bias-corrected lr, bias correction of sqrt(exp_avg_sq), eps.
+    Return a step's lr, 1 - betas, bias-corrected lr, bias correction of sqrt(exp_avg_sq), and eps: float32 (6,).
 
-    `step` counts from 1. A number for each weight, of any dtype (weights,), gives (weights, 6) on their device.
+    `step` counts from 1. For a tensor with one step per weight, of any dtype (weights,), returns (weights, 6) on its
+    device.
     """
     steps = torch.as_tensor(step, dtype=torch.float64)
     beta1, beta2 = betas
@@ -70,7 +71,7 @@ def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | 
 
 
 class AdamwEager:
-    """The optimizer step in plain torch, one weight after another."""
+    """Optimizer step in plain torch, one weight at a time."""
 
     def __init__(self, params: Sequence[ParamState]) -> None:
         self._params = params
@@ -81,8 +82,8 @@ class AdamwEager:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
-        `grads` in the order of the weights, each of its weight's shape (any shape, any float dtype); `scalars` from
-        `step_scalars`; `counter` selects the step's noise, and None rounds to the nearest.
+        `grads` has the gradient of each weight (its shape, any float dtype); `scalars` comes from `step_scalars`;
+        `counter` selects the step's noise, and None rounds to the nearest.
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):
@@ -95,10 +96,10 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
-        results = _updated(values, grad[part], param.weight_decay, scalars)
+        results = _update(values, grad[part], param.weight_decay, scalars)
         if counter is not None:
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
-            results = [_rounded(*of) for of in zip(results, noise, values, strict=False)]
+            results = [_round(*args) for args in zip(results, noise, values, strict=False)]
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
     for tensor, changed in zip(tensors, flat, strict=True):
@@ -106,12 +107,12 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
             tensor.detach().copy_(changed.view(tensor.shape))
 
 
-def _rounded(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
+def _round(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
     return round_stochastically(result, noise) if target.dtype == torch.bfloat16 else result
 
 
-def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
-    """Weight, exp_avg and exp_avg_sq after a step, in float32."""
+def _update(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
+    """Return weight, exp_avg and exp_avg_sq after a step, in float32."""
     lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars.unbind()
     weight, exp_avg, exp_avg_sq = (value.float() for value in values)
     grad = grad.float()
@@ -122,14 +123,15 @@ def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: T
     return [weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq]
 
 
-def _noise(param: ParamState, place: Tensor, counter: int) -> Iterator[Tensor]:
+def _noise(param: ParamState, elements: Tensor, counter: int) -> Iterator[Tensor]:
     """
-    16 random bits for each element at these places of the weight, int64 (n,) from an even one on: for the weights, then
-    for exp_avg, then for exp_avg_sq.
+    Return 16 random bits for each of the weight's elements, int64 (n,) from an even one on.
+
+    The first result is for the weight, the next for exp_avg, the next for exp_avg_sq.
     """
-    index = place if param.is_contiguous else place // param.width * param.stride + place % param.width
-    index = param.first + index
+    offset = elements if param.is_contiguous else elements // param.width * param.stride + elements % param.width
+    index = param.first + offset
     if param.has_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)
-        return (halves(each)[: len(place)] for each in words)
-    return (torch.where(index % 2 > 0, each >> 16, each & 0xFFFF) for each in philox(param.key, index // 2, counter))
+        return (halves(word)[: len(elements)] for word in words)
+    return (torch.where(index % 2 > 0, word >> 16, word & 0xFFFF) for word in philox(param.key, index // 2, counter))

@@ -1,8 +1,8 @@
 """
 Causal attention by cuDNN for rows of one document each, and by flex_attention for all others.
 
-cuDNN knows no documents within a row, and takes about six tenths of flex_attention's time on Hopper. Where it can't
-compute (its head_dim, dtype or GPU, or torch's deterministic algorithms), torch's next best implementation does.
+cuDNN does not support documents within a row, and takes about 60 % of flex_attention's time on Hopper. Where it can't
+be used (because of head_dim, dtype, GPU, or torch's deterministic algorithms), torch picks its next implementation.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from drawloom.kernels.attention import AttentionImplementation
 from drawloom.kernels.attention_flex import FLEX
 
 WHOLE_ROWS = "whole rows"
-"""In place of a mask: each row is one document."""
+"""Value of the mask if each row is one document."""
 
 ORDER = [
     SDPBackend.CUDNN_ATTENTION,
@@ -25,15 +25,15 @@ ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""cuDNN, and then torch's own order."""
+"""Priority of implementations: cuDNN, and then torch's own order."""
 
 
 def attention_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """
-    The same as attention_eager, with WHOLE_ROWS or a mask from `block_mask`.
+    Compute attention_eager with WHOLE_ROWS or a mask from `block_mask`.
 
     q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim); returns
-    (rows, length, heads, head_dim). Meta tensors give a meta tensor.
+    (rows, length, heads, head_dim). Returns a meta tensor for meta tensors.
     """
     if mask is not WHOLE_ROWS or q.is_meta:
         return FLEX.attend(q, k, v, mask)
@@ -42,13 +42,13 @@ def attention_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def _whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q (rows, heads, length, head_dim), k and v (rows, kv_heads, length, head_dim): as q."""
+    """Return causal attention like q (rows, heads, length, head_dim), to k and v (rows, kv_heads, length, head_dim)."""
     grouped = q.shape[1] != k.shape[1]
     if torch.compiler.is_compiling():
-        # The compiler can't trace the question below; it enters the context once, as it compiles.
+        # The compiler can't trace the check below; it enters the context once, while it compiles.
         with sdpa_kernel(ORDER, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    # What torch would do within that context, which takes the host as long as the attention itself.
+    # torch would do the same within that context, but entering it takes the host as long as the attention itself.
     if q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, grouped)):
         learned = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         mixed: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention.default(

@@ -1,8 +1,9 @@
 """
 Causal attention within documents by torch's flex_attention, which skips fully masked blocks.
 
-Whether a block of queries attends to a block of keys follows from the least and the greatest document id in each:
-blocks whose ranges do not overlap have no document in common. All of it is computed on the device, without a sync.
+The least and the greatest document id in a block of queries and in a block of keys decide whether one attends to the
+other: blocks whose ranges do not overlap have no document in common. The mask is computed on the device, without a
+sync.
 """
 
 from functools import cache
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_atten
 from drawloom.kernels.attention import AttentionImplementation, attention_eager, attention_on_meta
 
 BLOCK = 128
-"""Tokens in a block: flex_attention's own default."""
+"""Tokens in a block, the default of flex_attention."""
 
 MIN_HEAD_DIM = 16
 """The least head_dim for which torch's GPU kernel compiles."""
@@ -23,10 +24,11 @@ MIN_HEAD_DIM = 16
 
 def attention_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """
-    The same as attention_eager, with a mask from `block_mask`; its backward pass runs on GPUs alone.
+    Compute attention_eager with a mask from `block_mask`; the backward pass runs only on GPUs.
 
     q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim); returns
-    (rows, length, heads, head_dim). Heads below MIN_HEAD_DIM go to attention_eager. Meta tensors give a meta tensor.
+    (rows, length, heads, head_dim). Heads below MIN_HEAD_DIM go to attention_eager. Returns a meta tensor for meta
+    tensors.
     """
     if q.is_meta:
         return attention_on_meta(q, k, v)
@@ -41,8 +43,8 @@ def attention_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 @cache
 def _compiled() -> Any:
-    """flex_attention compiled."""
-    # Made when it is first needed, since compiling takes seconds; within compiled code it is compiled anyway.
+    """Return flex_attention, compiled."""
+    # Compiling takes seconds, so it waits for the first call; within compiled code torch compiles it anyway.
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -53,16 +55,16 @@ def _dense_mask(mask: BlockMask) -> Tensor:
 
 def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
     """
-    Which blocks attend to one another fully, partly or not at all, for document ids int64 (rows, length).
+    Return which blocks attend to which fully, partly or not at all, for document ids int64 (rows, length).
 
-    `queries`, int64 (tokens,), are the places of the queries in the row; all if left out.
+    `queries`, int64 (tokens,), are the positions of the queries in the row; default: all.
     """
-    places = torch.arange(document_ids.shape[1], device=document_ids.device)
-    asked = places if queries is None else queries
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    query_positions = positions if queries is None else queries
     least, greatest = (bound[:, None, :] for bound in _bounds(document_ids))
-    low, high = (bound[:, :, None] for bound in _bounds(document_ids[:, asked]))
-    first, last = (bound[:, None, :] for bound in _bounds(places[None]))
-    begin, end = (bound[:, :, None] for bound in _bounds(asked[None]))
+    low, high = (bound[:, :, None] for bound in _bounds(document_ids[:, query_positions]))
+    first, last = (bound[:, None, :] for bound in _bounds(positions[None]))
+    begin, end = (bound[:, :, None] for bound in _bounds(query_positions[None]))
     meet = (low <= greatest) & (least <= high) & (first <= end)
     whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
@@ -70,32 +72,33 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
         whole &= end - first < window
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = asked[query]
-        near = (place >= key) if window is None else (place >= key) & (place - key < window)
-        return near & (document_ids[row, place] == document_ids[row, key])
+        position = query_positions[query]
+        is_near = (position >= key) if window is None else (position >= key) & (position - key < window)
+        return is_near & (document_ids[row, position] == document_ids[row, key])
 
-    part, lengths = meet & ~whole, (len(asked), len(places))
-    return BlockMask.from_kv_blocks(*_lists(part), *_lists(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
+    partial, lengths = meet & ~whole, (len(query_positions), len(positions))
+    blocks = *_lists(partial), *_lists(whole)
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
 def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of each block of numbers (rows, length): both (rows, blocks)."""
+    """Return the least and the greatest number in each block of (rows, length), both (rows, blocks)."""
     rows, length = numbers.shape
     count = -(-length // BLOCK)
-    # A last block that is not full is padded with its last number, which changes neither bound.
+    # An incomplete last block is padded with its last number, which changes neither bound.
     last = numbers[:, -1:].expand(rows, count * BLOCK - length)
     blocks = torch.cat((numbers, last), 1).view(rows, count, BLOCK)
     return blocks.amin(-1), blocks.amax(-1)
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For BlockMask: the number of key blocks of each query block, and their indices first; one head for all."""
+    """Return, for BlockMask, each query block's number of key blocks, and their indices; all heads share them."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
 
 def _mask(document_ids: Tensor, *options: Any) -> BlockMask | None:
-    """`block_mask`, but nothing on the meta device, where attention takes none."""
+    """Return `block_mask`, or None on the meta device, where attention takes no mask."""
     return None if document_ids.is_meta else block_mask(document_ids, *options)
 
 

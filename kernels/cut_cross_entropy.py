@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.operation import accumulation_dtype, once_differentiable
+from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
 from drawloom.kernels.vocab_parallel import SplitVocabulary, all_gather_lse, all_reduce, local_targets
 
 
@@ -198,8 +198,7 @@ def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
     hidden (tokens, width), weight (vocabulary, width). The mean logit of a word is its logit for the mean hidden state.
     """
     # The mean of many bfloat16 numbers would be too coarse to sort by.
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return (weight.to(wide) @ hidden.to(wide).mean(0)).argsort()
+    return (upcast(weight) @ upcast(hidden).mean(0)).argsort()
 
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
@@ -284,7 +283,7 @@ def _active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return (hidden @ weight.T).to(accumulation_dtype(hidden))
+    return upcast(hidden @ weight.T)
 
 
 EAGER = CutCrossEntropyImplementation(_forward, _backward)

@@ -1,22 +1,23 @@
 """
-Weight gradients that autograd does not add: those that are deferred, and those that are added while they are computed.
+Weight gradients that autograd does not add: they are deferred, or added to `.grad` while they are computed.
 
-Deferral is for zero bubble: a backward pass for a stage's inputs queues what weight gradients need.
+Deferral serves zero-bubble schedules: the backward pass for a stage's inputs queues the tensors from which weight
+gradients are computed later.
 
-An operation calls `weight_gradient_of(weight)` in its forward pass and keeps the result on its `ctx`; in its backward
-pass it calls that with the function that computes the weight's gradient, which then runs at once or is queued. A graph
-recorded under a deferral is an ordinary one, except for backward passes within `defer`.
+An operation calls `weight_gradient_of(weight)` in its forward pass and keeps the result on its `ctx`. Its backward pass
+calls the result with the function that computes the weight's gradient, which then runs at once or is queued. A graph
+recorded under a deferral is an ordinary graph, except for backward passes within `defer`.
 
-Queued tensors are held, not copied. If one is changed in place before its gradient is computed, its version counter
-tells, as it does for tensors that autograd saves.
+Queued tensors are not copied. If one is changed in place before its gradient is computed, its version counter detects
+the change, as for tensors that autograd saves.
 
-A full backward pass of what ran within an `Accumulation` adds summands that are `Addable`, such as a linear layer's
-weight gradient, to the `.grad` of the weight while they are computed, in the dtype of that sum. Autograd would write a
-product in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients 20 bytes an element, not
-8.
+Gradient accumulation: operations that ran within an `Accumulation` add gradients that are `Addable`, such as those of a
+linear layer, to the weight's `.grad` while they compute them, in the dtype of `.grad`. Autograd would write a product
+in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients that moves 20 bytes per element
+instead of 8.
 
-What a forward pass records to is the only ambient state, a context variable of the calling thread. The backward pass,
-which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward needs none.
+The recording of a forward pass is the only ambient state, a context variable of the calling thread. The backward pass,
+which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward pass needs none.
 """
 
 from abc import ABC, abstractmethod
@@ -33,44 +34,44 @@ from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 Compute = Callable[..., Tensor]
-"""Computes a weight's gradient, or one summand of it, from tensors."""
+"""Compute a weight's gradient, or one summand of it, from tensors."""
 
 
 class Addable(ABC):
-    """A `Compute` that can add its summand to a sum without writing it first, in the sum's dtype."""
+    """Function that can add its summand to a sum, in the sum's dtype, without writing the summand first."""
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """The summand (the weight's shape), in the dtype of what it is computed from."""
+        """Return the summand (the weight's shape) in the dtype of the tensors."""
 
     @abstractmethod
     def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        """The summand (the weight's shape) in a dtype that is at least as wide."""
+        """Return the summand (the weight's shape) in a dtype that is at least as wide."""
 
     @abstractmethod
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
-        """Add the summand to a contiguous tensor of its shape, of a dtype that is at least as wide."""
+        """Add the summand to a contiguous tensor of its shape and of a dtype that is at least as wide."""
 
 
 @dataclass(frozen=True)
 class MatrixProduct(Addable):
-    """A summand (rows, columns) that is the matrix product of two `factors` made from the tensors."""
+    """Summand (rows, columns) that is the matrix product of two factors, which `factors` computes from the tensors."""
 
     factors: Callable[..., tuple[Tensor, Tensor]]
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """The product (rows, columns) in the dtype of the factors."""
+        """Return the product (rows, columns) in the dtype of the factors."""
         return torch.mm(*self.factors(*tensors))
 
     def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        """The product (rows, columns) in a dtype."""
+        """Return the product (rows, columns) in a dtype."""
         a, b = self.factors(*tensors)
         if dtype != a.dtype and _has_wide_product(a, dtype):
             return torch.mm(a, b, out_dtype=dtype)
         return torch.mm(a.to(dtype), b.to(dtype))
 
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
-        """summed (rows, columns) += the product, in its epilogue."""
+        """Add the product to `summed` (rows, columns) in the epilogue of the product."""
         a, b = self.factors(*tensors)
         if summed.dtype != a.dtype and _has_wide_product(a, summed.dtype):
             torch.addmm(summed, a, b, out_dtype=summed.dtype, out=summed)
@@ -79,12 +80,12 @@ class MatrixProduct(Addable):
 
 
 FUSED = {"cuda"}
-"""Types of devices on which summands are added without being written: on a CPU torch's products have no such dtype."""
+"""Types of devices on which summands are added without being written; torch has no such products on CPUs."""
 
 
 @contextmanager
 def fused_on_meta() -> Iterator[None]:
-    """A context in which meta tensors are added up as on GPUs, for those who count what a GPU would do."""
+    """Add gradients of meta tensors as on GPUs, within this context; plans for GPUs use it."""
     FUSED.add("meta")
     try:
         yield
@@ -96,8 +97,7 @@ def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | 
     """
     Add a summand to the gradient of a leaf of any shape if it is `Addable`, and return None; else return it.
 
-    It is returned, too, where `.grad` is None and where hooks of the weight wait for it, in the dtype in which
-    gradients are summed.
+    If `.grad` is None or the weight has hooks, it is also returned, in the dtype in which gradients are summed.
     """
     if not isinstance(compute, Addable) or weight.device.type not in FUSED:
         return compute(*tensors)
@@ -113,42 +113,42 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies such factors into a result of this dtype."""
+    """Return whether torch can write the product of such factors in this dtype."""
     return not a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
 
 
 class WeightGradient(Protocol):
     """
-    Computes a weight's gradient from tensors and returns it, or defers that or adds it by itself, and returns None.
+    Function that returns a weight's gradient, or defers it or adds it to `.grad` and returns None.
 
-    Deferred tensors are held until the gradient is computed. Pass them detached, or they hold the autograd graph.
+    Deferred tensors live until the gradient is computed. Pass them detached, or they keep the autograd graph alive.
     """
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None: ...
 
 
 class ChangedInPlaceError(RuntimeError):
-    """A tensor that a deferred weight gradient needs has been changed in place."""
+    """Error for a tensor that was changed in place before a deferred weight gradient was computed from it."""
 
 
-Held = tuple[tuple[Tensor, ...], list[int]]
-"""Tensors and the versions that they have to have when they are used."""
+VersionedTensors = tuple[tuple[Tensor, ...], list[int]]
+"""Tensors, and the versions that they must still have when they are used."""
 
 
-def hold(*tensors: Tensor) -> Held:
-    """Tensors (any shapes) with their present versions."""
+def hold(*tensors: Tensor) -> VersionedTensors:
+    """Return tensors (any shapes) with their current versions."""
     return tensors, [tensor._version for tensor in tensors]
 
 
 class DeferredGrad:
-    """A weight's gradient that can be deferred: a queue of its summands, in the order of the backward pass."""
+    """Weight gradient that can be deferred: a queue of its summands, in the order of the backward pass."""
 
     __slots__ = ("_pending", "active", "weight")
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.active = False
-        self._pending: list[tuple[Compute, Held]] = []
+        self._pending: list[tuple[Compute, VersionedTensors]] = []
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Compute a summand (the weight's shape), or queue it and return None while deferral is active."""
@@ -158,15 +158,15 @@ class DeferredGrad:
         return None
 
     def queue(self, compute: Compute, *tensors: Tensor) -> None:
-        """Queue a summand; `tensors` of any shapes are held until it is computed."""
+        """Queue a summand; `tensors` (any shapes) live until it is computed."""
         self._pending.append((compute, hold(*tensors)))
 
-    def queue_held(self, compute: Compute, held: Held) -> None:
-        """Queue a summand of tensors that others may share."""
-        self._pending.append((compute, held))
+    def queue_held(self, compute: Compute, tensors: VersionedTensors) -> None:
+        """Queue a summand of tensors that other summands may share."""
+        self._pending.append((compute, tensors))
 
     def add(self, part: Tensor | None) -> None:
-        """Queue a summand that is computed already (any shape, the weight's); None queues nothing."""
+        """Queue a summand that is already computed (the weight's shape); None queues nothing."""
         if part is not None:
             self.queue(_identity, part)
 
@@ -174,28 +174,26 @@ class DeferredGrad:
         return bool(self._pending)
 
     def clear(self) -> None:
-        """Drop what is queued, and the tensors that it holds."""
+        """Drop the queued summands and their tensors."""
         self._pending = []
 
     def compute(self) -> Tensor | None:
         """
-        Compute the queued summands and return the sum (any shape, the weight's) of those that are not added already.
+        Compute the queued summands and return the sum (the weight's shape) of the summands that `.grad` lacks.
 
-        Empties the queue.
-
-        Raises ChangedInPlaceError if a queued tensor was changed in place.
+        Empties the queue. Raises ChangedInPlaceError if a queued tensor was changed in place.
         """
         weight, pending = self.weight, self._pending
-        # A weight that is a view (a transpose) is no leaf; autograd casts its gradient when it reaches the leaf.
+        # A weight that is a view (a transpose) is not a leaf; autograd casts its gradient when it reaches the leaf.
         leaf, grad = weight.is_leaf, weight.grad if weight.is_leaf else None
-        fused = leaf and weight.device.type in FUSED
+        is_fused = leaf and weight.device.type in FUSED
         total: Tensor | None = None
         # Each summand is released before the next is computed, so that few exist at a time.
         while pending:
             compute, (tensors, versions) = pending.pop(0)
             if versions != [tensor._version for tensor in tensors]:
                 raise ChangedInPlaceError(_changed_message(tensors, versions, weight))
-            summand = add_to_grad(weight, compute, *tensors) if fused else compute(*tensors)
+            summand = add_to_grad(weight, compute, *tensors) if is_fused else compute(*tensors)
             if summand is None:
                 continue
             if leaf and (grad is None or grad.dtype != summand.dtype):
@@ -205,10 +203,10 @@ class DeferredGrad:
 
     def add_to_grad(self) -> bool:
         """
-        Add the queued summands to the weight's `.grad` in place; False if that is left to autograd, and nothing done.
+        Add the queued summands to the weight's `.grad` in place and return True, or return False and do nothing.
 
-        It is left for a weight that has no `.grad` yet, has hooks, or is no leaf. Autograd would add the same sum, but
-        takes more time to start than small layers have.
+        Autograd must add them for a weight that has no `.grad` yet, has hooks, or is not a leaf. Otherwise autograd
+        would add the same sum, but small layers take less time than autograd takes to start.
         """
         weight = self.weight
         if not weight.is_leaf or (grad := weight.grad) is None or _has_hooks(weight) or grad.layout != torch.strided:
@@ -219,15 +217,15 @@ class DeferredGrad:
 
 
 class Recording(ABC):
-    """A context manager: what an operation within it does with its weight's gradient is for `grad_for` to say."""
+    """Context manager whose `grad_for` decides how operations within it treat the gradients of their weights."""
 
-    # A class, because a context manager made of a generator takes four times as long; each microbatch enters one.
+    # A context manager from a generator function takes four times as long; each microbatch enters one.
 
     __slots__ = ("_token",)
 
     @abstractmethod
     def grad_for(self, weight: Tensor) -> WeightGradient:
-        """What computes the gradient of a weight (any shape)."""
+        """Return the function that an operation calls with the gradient of a weight (any shape)."""
 
     def __enter__(self) -> None:
         self._token: Token[Recording | None] = _recording.set(self)
@@ -241,9 +239,9 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 class Deferral(Recording):
     """
-    The deferrable weight gradients of one forward pass, and what its backward pass has queued.
+    Deferrable weight gradients of the operations that run within it: one forward pass.
 
-    Operations that run within it record to it.
+    Its backward pass, within `defer`, queues their summands.
     """
 
     __slots__ = ("_grads",)
@@ -252,24 +250,24 @@ class Deferral(Recording):
         self._grads: dict[int, DeferredGrad] = {}  # by the weight's id: the hash of a tensor is slow
 
     def defer(self, except_for: Iterable[Tensor] = ()) -> "_Deferring":
-        """A context manager: backward passes defer gradients of recorded weights (any shape) but those excepted."""
+        """Return a context manager in which backward passes defer gradients of recorded weights, with exceptions."""
         ids = set(map(id, except_for))
-        return _Deferring([each for key, each in self._grads.items() if key not in ids])
+        return _Deferring([grad for key, grad in self._grads.items() if key not in ids])
 
     def grad_for(self, weight: Tensor) -> DeferredGrad:
-        """The deferrable gradient of a weight (any shape)."""
-        if (found := self._grads.get(id(weight))) is None:
-            found = self._grads[id(weight)] = DeferredGrad(weight)
-        return found
+        """Return the deferrable gradient of a weight (any shape)."""
+        if (grad := self._grads.get(id(weight))) is None:
+            grad = self._grads[id(weight)] = DeferredGrad(weight)
+        return grad
 
     def take(self) -> list[DeferredGrad]:
-        """Remove and return the gradients that have something queued."""
+        """Remove all gradients, and return the gradients with queued summands."""
         deferred, self._grads = self._grads, {}
-        return [each for each in deferred.values() if each._pending]
+        return [grad for grad in deferred.values() if grad._pending]
 
 
 class _Deferring:
-    """The context of `defer`."""
+    """Context manager in which gradients are deferred."""
 
     __slots__ = ("_deferred",)
 
@@ -277,33 +275,33 @@ class _Deferring:
         self._deferred = deferred
 
     def __enter__(self) -> None:
-        for each in self._deferred:
-            each.active = True
+        for grad in self._deferred:
+            grad.active = True
 
     def __exit__(self, *_: object) -> None:
-        for each in self._deferred:
-            each.active = False
+        for grad in self._deferred:
+            grad.active = False
 
 
 class Accumulation(Recording):
     """
-    What runs within it has one full backward pass, which adds gradients to `.grad` when they are computed.
+    Gradient accumulation: operations within it have one backward pass, which adds gradients to `.grad` at once.
 
-    `torch.autograd.grad` would return None for weights whose gradients it is to return.
+    `torch.autograd.grad` cannot return gradients of their weights: it would return None.
     """
 
     __slots__ = ()
 
     def grad_for(self, weight: Tensor) -> WeightGradient:
-        """What adds a summand to the gradient of a weight (any shape)."""
+        """Return the function that adds a summand to the gradient of a weight (any shape)."""
         return partial(add_to_grad, weight)
 
 
 def deferring(function: type[Function]) -> type[Function]:
     """
-    Decorator of an autograd Function that keeps the result of `weight_gradient_of` as `ctx.weight_gradient`.
+    Decorate an autograd Function that keeps the result of `weight_gradient_of` as `ctx.weight_gradient`.
 
-    A hook on its node (`grad_fn.register_hook`) sees every gradient, the weight's too, so a hooked node defers none.
+    A node with a hook (`grad_fn.register_hook`) defers nothing, since the hook must see every gradient.
     """
     node_class: Any = function._backward_cls
 
@@ -317,11 +315,11 @@ def deferring(function: type[Function]) -> type[Function]:
 
 
 def weight_gradient_of(weight: Tensor) -> WeightGradient:
-    """What an operation calls in its backward pass to compute the gradient of this weight (any shape, any dtype)."""
+    """Return the function that an operation calls in its backward pass with the gradient of a weight (any shape)."""
     if torch.compiler.is_compiling():
-        return _now  # the compiled backward has no place for a decision at run time
+        return _now  # a compiled backward pass cannot decide at run time
     recording = _recording.get()
-    # A weight that is computed from others must pass its gradient on in the same pass.
+    # A weight that is computed from other tensors must pass its gradient on in the same pass.
     if recording is None or not (weight.requires_grad and weight.is_leaf):
         return _now
     return recording.grad_for(weight)
@@ -336,9 +334,9 @@ def _identity(part: Tensor) -> Tensor:
 
 
 def _changed_message(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
-    tensor = next(each for each, version in zip(tensors, versions, strict=True) if each._version != version)
-    changed, learning = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (tensor, weight))
+    changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
+    texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]
     return (
-        f"a tensor {changed} that the deferred gradient of a weight {learning} needs was changed in place; change a "
+        f"a tensor {texts[0]} that the deferred gradient of a weight {texts[1]} needs was changed in place; change a "
         "copy instead (in a custom backward `grad * 2`, not `grad.mul_(2)`)"
     )

@@ -1,8 +1,8 @@
 """
 Grouped GEMM: rows sorted by expert, each times its own expert's matrix.
 
-Where the experts' rows end (`offsets`) is known to the device alone. Rows past the last offset may hold anything, in
-inputs and results; they contribute to no gradient.
+Only the device knows where each expert's rows end (`offsets`). Rows past the last offset may hold any values, in inputs
+and results; they contribute to no gradient.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,17 @@ from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gr
 from drawloom.kernels.operation import once_differentiable
 
 ALIGNMENT = 16
-"""Bytes: torch.nn.functional.grouped_mm takes matrices whose rows begin at multiples of it."""
+"""Bytes at whose multiples the rows of matrices must begin for torch.nn.functional.grouped_mm."""
 
 
 class GroupedGemmImplementation(NamedTuple):
     """
-    The two products, with `offsets` int32 (experts,).
+    Two products of an implementation, with `offsets` int32 (experts,).
 
-    `rows`, for the result and the inputs' gradient: (rows, inputs) and (experts, inputs, outputs) to (rows, outputs),
-    each row times its expert's matrix. `matrices`, for the weights' gradient: (rows, inputs) and (rows, outputs) to
-    (experts, inputs, outputs), a.T @ b over each expert's rows, zero for an expert without rows.
+    `rows` computes the result and the gradient of the inputs: it multiplies each row of (rows, inputs) by its expert's
+    matrix of (experts, inputs, outputs) and returns (rows, outputs). `matrices` computes the gradient of the weights:
+    a.T @ b over each expert's rows of a (rows, inputs) and b (rows, outputs), as (experts, inputs, outputs), zero for
+    an expert without rows.
     """
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,19 +39,19 @@ class GroupedGemmImplementation(NamedTuple):
 
 def grouped_gemm_eager(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
-    x (rows, inputs) times weight (experts, inputs, outputs), or (experts, outputs, inputs) if `transposed`.
+    Multiply x (rows, inputs) by weight (experts, inputs, outputs), or (experts, outputs, inputs) if `transposed`.
 
-    offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], the first from 0. Returns (rows, outputs)
-    in the dtype of x. Synchronizes with the device: the rows of each expert are a product of their own.
+    offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Returns
+    (rows, outputs) in the dtype of x. Synchronizes with the device, as it computes one product per expert.
     """
     return grouped_gemm(EAGER, x, weight, offsets, transposed)
 
 
 def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
-    The same as grouped_gemm_eager by torch's grouped product, without synchronizing; on GPUs for bfloat16.
+    Compute grouped_gemm_eager by torch's grouped product, without synchronizing; on GPUs for bfloat16.
 
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,); gives (rows, outputs).
+    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
     return grouped_gemm(TORCH, x, weight, offsets, transposed)
 
@@ -59,9 +60,9 @@ def grouped_gemm(
     implementation: GroupedGemmImplementation, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
 ) -> Tensor:
     """
-    The same as grouped_gemm_eager by any implementation.
+    Compute grouped_gemm_eager by any implementation.
 
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,); gives (rows, outputs).
+    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
     weight_gradient = weight_gradient_of(weight)
     result: Tensor = _GroupedGemm.apply(x, weight, offsets, transposed, implementation, weight_gradient)  # type: ignore[no-untyped-call]
@@ -70,7 +71,7 @@ def grouped_gemm(
 
 @deferring
 class _GroupedGemm(Function):
-    """Computes the gradients that are needed; the weight's can be deferred."""
+    """Grouped product that computes the gradients that are needed, and can defer the gradient of the weight."""
 
     @staticmethod
     def forward(
@@ -82,7 +83,7 @@ class _GroupedGemm(Function):
         implementation: GroupedGemmImplementation,
         weight_gradient: WeightGradient,
     ) -> Tensor:
-        """x (rows, inputs), weight (experts, inputs, outputs) or transposed: (rows, outputs) in the dtype of x."""
+        """Return (rows, outputs) in the dtype of x, for x (rows, inputs) and weight (experts, inputs, outputs)."""
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
         ctx.transposed, ctx.implementation, ctx.weight_gradient = transposed, implementation, weight_gradient
@@ -127,8 +128,8 @@ def _torch_flops(self: Tensor, mat2: Tensor) -> float:
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`.
     result = x.new_zeros(len(x), weight.shape[2])
-    for matrix, own in zip(weight, _slices(offsets), strict=True):
-        result[own] = x[own] @ matrix
+    for matrix, rows in zip(weight, _slices(offsets), strict=True):
+        result[rows] = x[rows] @ matrix
     return result
 
 
@@ -139,7 +140,7 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
 def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return torch.stack([a[own].T @ b[own] for own in _slices(offsets)])
+    return torch.stack([a[rows].T @ b[rows] for rows in _slices(offsets)])
 
 
 @_matrices.register_fake
@@ -148,27 +149,27 @@ def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _slices(offsets: Tensor) -> list[slice]:
-    places: list[int] = [0, *offsets.tolist()]
-    return [slice(first, last) for first, last in pairwise(places)]
+    bounds: list[int] = [0, *offsets.tolist()]
+    return [slice(first, last) for first, last in pairwise(bounds)]
 
 
 def _rows_by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if not x.numel() or not weight.numel():
         return x.new_zeros(len(x), weight.shape[2])
-    padded = _padded(weight, 2)
-    product = F.grouped_mm(_padded(x, 1), _padded(padded.transpose(1, 2), 2).transpose(1, 2), offs=offsets)
+    padded = _pad(weight, 2)
+    product = F.grouped_mm(_pad(x, 1), _pad(padded.transpose(1, 2), 2).transpose(1, 2), offs=offsets)
     return product[:, : weight.shape[2]]
 
 
 def _matrices_by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if not len(a):
         return a.new_zeros(len(offsets), a.shape[1], b.shape[1])
-    product = F.grouped_mm(_padded(a, 1).T, _padded(b, 1), offs=offsets)
+    product = F.grouped_mm(_pad(a, 1).T, _pad(b, 1), offs=offsets)
     return product[:, : a.shape[1], : b.shape[1]]
 
 
-def _padded(x: Tensor, dimension: int) -> Tensor:
-    """x with zeros appended in its last dimension, so that size `dimension` becomes a multiple of ALIGNMENT bytes."""
+def _pad(x: Tensor, dimension: int) -> Tensor:
+    """Append zeros to the last dimension of x, so that size `dimension` becomes a multiple of ALIGNMENT bytes."""
     multiple = ALIGNMENT // x.element_size()
     return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
 

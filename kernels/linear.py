@@ -13,7 +13,7 @@ from drawloom.kernels.operation import once_differentiable
 
 
 def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,); gives (..., outputs)."""
+    """Return x @ weight.T + bias (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,)."""
     learns = weight.requires_grad and torch.is_grad_enabled()
     if not learns or torch.compiler.is_compiling() or weight.is_complex():
         return F.linear(x, weight, bias)  # gradients of complex weights are conjugated, which _Linear does not do
@@ -22,15 +22,15 @@ def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 @deferring
 class _Linear(Function):
-    """The weight's gradient can be deferred; the bias's is one cheap sum and never is."""
+    """Linear layer that can defer the gradient of its weight; the gradient of the bias is a cheap sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradient: WeightGradient) -> Tensor:
-        """x (..., inputs), weight (outputs, inputs), bias (outputs,), all of one dtype; gives (..., outputs)."""
+        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,), all of one dtype."""
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_gradient = weight_gradient
         y = F.linear(x, weight, bias)
-        # With a bias torch returns a view, and a Function's result that is a view may not be changed in place.
+        # With a bias torch returns a view, and callers may not change a view that a Function returns in place.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -48,7 +48,7 @@ _weight_gradient = MatrixProduct(lambda grad, x: (grad.reshape(-1, grad.shape[-1
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
-    """weight[tokens]: tokens int32 or int64 (...), weight (vocab_size, hidden_size); gives (..., hidden_size)."""
+    """Return weight[tokens] (..., hidden_size): tokens int32 or int64 (...), weight (vocab_size, hidden_size)."""
     learns = weight.requires_grad and torch.is_grad_enabled()
     if not learns or torch.compiler.is_compiling():
         return F.embedding(tokens, weight)
@@ -57,11 +57,11 @@ def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
 
 @deferring
 class _Embedding(Function):
-    """Saves the tokens alone."""
+    """Embedding that saves only the tokens, and can defer the gradient of its weight."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, weight_gradient: WeightGradient) -> Tensor:
-        """tokens int32 or int64 (...), weight (vocab_size, hidden_size); gives (..., hidden_size) in its dtype."""
+        """Return (..., hidden_size) like weight (vocab_size, hidden_size), for tokens int32 or int64 (...)."""
         ctx.save_for_backward(tokens)
         ctx.rows = len(weight)
         ctx.weight_gradient = weight_gradient
@@ -76,7 +76,7 @@ class _Embedding(Function):
 
 @dataclass(frozen=True)
 class _EmbeddingGradient(Addable):
-    """The gradients (..., hidden_size) of tokens (...), summed by their `rows` of the table: (rows, hidden_size)."""
+    """Sum of the gradients (..., hidden_size) of tokens (...) over each of the `rows` of the table."""
 
     rows: int
 
@@ -88,12 +88,12 @@ class _EmbeddingGradient(Addable):
         return self(grad.to(dtype), tokens)
 
     def add_to(self, summed: Tensor, grad: Tensor, tokens: Tensor) -> None:  # type: ignore[override]
-        """Only the rows of these tokens are read and written, each once, so that the order of additions is fixed."""
-        ordered, places = tokens.reshape(-1).sort(stable=True)
+        """Add to the rows of these tokens, each once, so that the order of additions is fixed."""
+        ordered, order = tokens.reshape(-1).sort(stable=True)
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]
-        number = begins.cumsum(0) - 1  # of each token among the different ones
-        sums = _EmbeddingGradient(len(ordered)).in_dtype(summed.dtype, grad.reshape(-1, grad.shape[-1])[places], number)
-        # There are fewer different tokens than tokens; the sums that are left over are zeros, added to any row.
+        number = begins.cumsum(0) - 1  # index among the distinct tokens
+        sums = _EmbeddingGradient(len(ordered)).in_dtype(summed.dtype, grad.reshape(-1, grad.shape[-1])[order], number)
+        # There may be fewer distinct tokens than tokens; the other sums are zeros, which can go to any row.
         rows = torch.arange(len(ordered), device=ordered.device, dtype=ordered.dtype) % self.rows
         summed.index_add_(0, rows.scatter_(0, number, ordered), sums)

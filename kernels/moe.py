@@ -1,4 +1,4 @@
-"""Mixture of experts: routing tables, permuting tokens to their experts' rows, and summing the rows by token."""
+"""Mixture of experts: routing tables, copying tokens to their experts' rows, and summing the rows by token."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
+from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
 
 DROPPED = -1
-"""The expert index of a dropped choice, which is not computed, and the row of such a choice."""
+"""Expert index of a dropped choice, which is not computed, and row of such a choice."""
 
 
 class Routes(NamedTuple):
@@ -17,9 +17,9 @@ class Routes(NamedTuple):
     Routing tables, int32. A choice is one of a token's `top_k` experts; each choice that is not dropped has a row.
 
     `dest_row` (tokens, top_k): the row of each choice, or -1. `source_choice` (tokens * top_k,): the choice of each
-    row, as token * top_k + its place in the token's choices, or -1. `offsets` (experts,): where each expert's rows
-    end; those of the first begin at 0. Where the number of rows is known to the host, the rest of `source_choice` may
-    be cut off: as many rows are made as it has places.
+    row, as token * top_k + the index among the token's choices, or -1. `offsets` (experts,): the end of each expert's
+    rows; expert 0 begins at row 0. If the host knows the number of rows, `source_choice` may be cut to that length: its
+    length is the number of rows that are made.
     """
 
     dest_row: Tensor
@@ -28,7 +28,7 @@ class Routes(NamedTuple):
 
 
 def moe_routes_eager(expert_indices: Tensor, num_experts: int) -> Routes:
-    """Routes for expert_indices (tokens, top_k), integers from 0 to num_experts - 1, or -1 for dropped choices."""
+    """Return routes for expert_indices (tokens, top_k), from 0 to num_experts - 1, or -1 for dropped choices."""
     flat = expert_indices.flatten().to(torch.int64)
     chosen = flat.where(flat >= 0, num_experts)
     order = chosen.argsort(stable=True)
@@ -49,16 +49,16 @@ def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple
     """
     Copy tokens to the rows of their choices: x (tokens, hidden_size), probabilities (tokens, top_k).
 
-    Returns the rows (tokens * top_k, hidden_size) in the dtype of x and the probability of each row (tokens * top_k,),
-    or as many as `routes.source_choice` has places. Unused rows come last and are zero.
+    Returns the rows (len(routes.source_choice), hidden_size) in the dtype of x and the probability of each row. Unused
+    rows come last and are zero.
     """
-    both: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
-    return both
+    permuted: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
+    return permuted
 
 
 def moe_unpermute_eager(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
     """
-    Sum the rows of each token's choices, times their probabilities if given; summed in at least float32.
+    Sum the rows of each token's choices, times their probabilities if any, in at least float32.
 
     rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size) in the dtype of
     rows, zero for a token whose choices are all dropped.
@@ -72,23 +72,21 @@ class _Permute(Function):
     def forward(
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """x (tokens, hidden_size) and probabilities (tokens, top_k), by row: (rows, hidden_size) and (rows,)."""
+        """Return the rows (rows, hidden_size) of x (tokens, hidden_size), and their probabilities (rows,)."""
         ctx.save_for_backward(dest_row)
         per_token = max(dest_row.shape[1], 1)
-        needed = source_choice >= 0
-        token = (source_choice // per_token).where(needed, 0).to(torch.int64)
-        flat = probabilities.flatten()[source_choice.where(needed, 0).to(torch.int64)]
-        return x[token].where(needed.unsqueeze(-1), 0), flat.where(needed, 0)
+        is_used = source_choice >= 0
+        token = (source_choice // per_token).where(is_used, 0).to(torch.int64)
+        flat = probabilities.flatten()[source_choice.where(is_used, 0).to(torch.int64)]
+        return x[token].where(is_used.unsqueeze(-1), 0), flat.where(is_used, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        summed = gathered_rows(grad, dest_row).sum(1).to(grad.dtype)
-        of_probabilities = (
-            gathered_rows(grad_probabilities.unsqueeze(1), dest_row).squeeze(2).to(grad_probabilities.dtype)
-        )
-        return summed, of_probabilities.to(grad_probabilities.dtype), None, None, None
+        grad_x = gather_rows(grad, dest_row).sum(1).to(grad.dtype)
+        by_choice = gather_rows(grad_probabilities.unsqueeze(1), dest_row).squeeze(2)
+        return grad_x, by_choice.to(grad_probabilities.dtype), None, None, None
 
 
 class _Unpermute(Function):
@@ -96,9 +94,9 @@ class _Unpermute(Function):
     def forward(
         ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> Tensor:
-        """rows (rows, hidden_size), probabilities (tokens, top_k); gives (tokens, hidden_size) in the dtype of rows."""
+        """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, dest_row, source_choice)
-        gathered = gathered_rows(rows, dest_row)
+        gathered = gather_rows(rows, dest_row)
         weighted = gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)
         return as_new_tensor(weighted.sum(1).to(rows.dtype))
 
@@ -106,26 +104,23 @@ class _Unpermute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, probabilities, dest_row, source_choice = ctx.saved_tensors
-        needed, place = source_choice >= 0, source_choice.where(source_choice >= 0, 0).to(torch.int64)
-        of_rows = grad[place // max(dest_row.shape[1], 1)].where(needed.unsqueeze(-1), 0)
+        is_used, choice = source_choice >= 0, source_choice.where(source_choice >= 0, 0).to(torch.int64)
+        grad_rows = grad[choice // max(dest_row.shape[1], 1)].where(is_used.unsqueeze(-1), 0)
         if probabilities is not None:
-            of_rows = (_upcast(of_rows) * probabilities.flatten()[place].unsqueeze(-1)).to(grad.dtype)
-        of_probabilities = None
+            grad_rows = (upcast(grad_rows) * probabilities.flatten()[choice].unsqueeze(-1)).to(grad.dtype)
+        grad_probabilities = None
         if rows is not None:
-            of_probabilities = (gathered_rows(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
-        return of_rows, of_probabilities, None, None, None
+            grad_probabilities = (gather_rows(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
+        return grad_rows, grad_probabilities, None, None, None
 
 
-def gathered_rows(rows: Tensor, dest_row: Tensor) -> Tensor:
+def gather_rows(rows: Tensor, dest_row: Tensor) -> Tensor:
     """
-    The row of each choice, (tokens, top_k, hidden_size) in at least float32, of rows (rows, hidden_size) and dest_row,
-    int32 (tokens, top_k); zero for dropped choices.
+    Return the row of each choice, (tokens, top_k, hidden_size) in at least float32, and zeros for dropped choices.
+
+    rows (rows, hidden_size), dest_row int32 (tokens, top_k).
     """
-    known = dest_row >= 0
+    has_row = dest_row >= 0
     if not len(rows):
-        return _upcast(rows.new_zeros(*dest_row.shape, *rows.shape[1:]))
-    return _upcast(rows[dest_row.where(known, 0).to(torch.int64)]).where(known.unsqueeze(-1), 0)
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x))
+        return upcast(rows.new_zeros(*dest_row.shape, *rows.shape[1:]))
+    return upcast(rows[dest_row.where(has_row, 0).to(torch.int64)]).where(has_row.unsqueeze(-1), 0)

@@ -1,9 +1,9 @@
 """
-Tokens of several ranks whose memory this rank reads: copies for the experts that are here, and sums of what they give.
+Expert parallelism by reading the memory of other ranks: copies of tokens to local experts, and sums of their outputs.
 
-Each rank of a group offers as many slots for tokens as the others, and the group's tokens are numbered by rank, then
-by slot. Plain torch reads the tensors of other ranks, Triton their addresses. Nothing here is differentiable: copies
-of tokens and sums by token are the backward passes of each other.
+All ranks of a group have the same number of slots for tokens, and the group's tokens are numbered by rank, then by
+slot. Plain torch reads the tensors of other ranks, Triton reads their addresses. No function is differentiable: copying
+tokens and summing by token are each other's backward passes.
 """
 
 import math
@@ -12,21 +12,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drawloom.kernels.moe import DROPPED, Routes, gathered_rows
+from drawloom.kernels.moe import DROPPED, Routes, gather_rows
 from drawloom.kernels.operation import accumulation_dtype
 
 Peers = tuple[Sequence[Tensor], Tensor]
-"""A tensor of each rank of a group, by rank, all (slots, ...), and int64 (ranks,), the address of each."""
+"""Tensors (slots, ...) of the ranks of a group, in their order, and their addresses, int64 (ranks,)."""
 
 
 class EagerPeerExchange:
-    """The parts of an exchange, in plain torch."""
+    """Operations of an exchange between ranks, in plain torch."""
 
     @staticmethod
     def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
         """
-        Write tokens (tokens, columns) of any dtypes to the slots of this rank, (slots, columns) each, the second and
-        third of few columns; -1 for the choices, the third, of unused slots.
+        Write tensors (tokens, columns) of any dtypes to this rank's slots (slots, columns).
+
+        The second and third tensors have few columns. The third has the choices; unused slots get -1.
         """
         for source, target in zip(given, shown, strict=True):
             target[: len(source)].copy_(source)
@@ -36,8 +37,9 @@ class EagerPeerExchange:
     @staticmethod
     def choices(chosen: Peers, first: int, experts: int) -> Tensor:
         """
-        Which experts of this rank, `first` and the next, the tokens of the group chose: int32 (ranks * slots, top_k),
-        from 0, and -1 for experts of other ranks. chosen: int32 (slots, top_k) of each rank, -1 in unused slots.
+        Return the local expert of each choice of the group's tokens, int32 (ranks * slots, top_k); -1 for others.
+
+        This rank has `experts` experts from `first` on. chosen: int32 (slots, top_k) of each rank, -1 in unused slots.
         """
         local = torch.cat(list(chosen[0])) - first
         return local.where((local >= 0) & (local < experts), DROPPED)
@@ -45,9 +47,9 @@ class EagerPeerExchange:
     @staticmethod
     def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
         """
-        Routes to `room` rows at most, further choices dropped, and float32 (1,): NaN if there are such, else 0.
+        Drop choices beyond `room` rows; return the routes and a flag, float32 (1,), which is NaN if any are dropped.
 
-        most, int32 (1,), becomes the number of rows before the limit, if that is greater.
+        most, int32 (1,), is raised to the number of rows before the limit.
         """
         dest_row, source_choice, offsets = routes
         rows = offsets[-1:]
@@ -59,47 +61,51 @@ class EagerPeerExchange:
     @staticmethod
     def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """
-        The tokens, (slots, hidden_size) of each rank, at the rows of their choices, (rows, hidden_size); as many rows
-        as `source_choice` has places, and unused ones hold anything. Of scalars, (slots, top_k), one by row.
+        Copy tokens, (slots, hidden_size) of each rank, to the rows of their choices; return (rows, hidden_size).
+
+        There are len(source_choice) rows; unused rows have any values. Also returns one of the scalars, (slots, top_k)
+        of each rank, for each row.
         """
         dest_row, source_choice, _ = routes
-        place = source_choice.where(source_choice >= 0, 0).to(torch.int64)
+        choice = source_choice.where(source_choice >= 0, 0).to(torch.int64)
         top_k = max(dest_row.shape[1], 1)
-        of_rows = None if scalars is None else torch.cat(list(scalars[0])).flatten()[place]
-        return torch.cat(list(tokens[0]))[place // top_k], of_rows
+        row_scalars = None if scalars is None else torch.cat(list(scalars[0])).flatten()[choice]
+        return torch.cat(list(tokens[0]))[choice // top_k], row_scalars
 
     @staticmethod
     def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
         """
-        Write the sum of each token's rows, (rows, hidden_size), to sums, (tokens, hidden_size), and the scalar of each
-        choice's row, scalars (rows,), to by_choice (tokens, top_k); dest_row is int32 (tokens, top_k).
+        Write the sum of each token's rows (rows, hidden_size) to sums (tokens, hidden_size).
+
+        Also writes the scalar of each choice's row, scalars (rows,), to by_choice (tokens, top_k). dest_row is int32
+        (tokens, top_k).
         """
-        sums.copy_(gathered_rows(rows, dest_row).sum(1))
+        sums.copy_(gather_rows(rows, dest_row).sum(1))
         if scalars is not None and by_choice is not None:
-            by_choice.copy_(gathered_rows(scalars.unsqueeze(1), dest_row).squeeze(2))
+            by_choice.copy_(gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2))
 
     @staticmethod
     def sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
-        The sums by token over the ranks that have an expert of its choice, in the order of ranks, in at least float32.
+        Sum each token over the ranks that have an expert of its choice, in the order of ranks, in at least float32.
 
         staged: (ranks * slots, hidden_size) of each rank, where this rank's tokens begin at `first`; by_choice: (ranks
-        * slots, top_k); chosen: integers (tokens, top_k), -1 for dropped choices, of which each rank has `experts`.
-        Gives (tokens, hidden_size), and the scalar of each choice, (tokens, top_k).
+        * slots, top_k) of each rank; chosen: experts (tokens, top_k), -1 for dropped choices; each rank has `experts`.
+        Returns (tokens, hidden_size) and the scalar of each choice, (tokens, top_k).
         """
         rank = chosen.div(experts, rounding_mode="floor").where(chosen >= 0, DROPPED)
-        own = slice(first, first + len(chosen))
+        local = slice(first, first + len(chosen))
         parts, scalars = staged[0], None if by_choice is None else by_choice[0]
-        total = torch.zeros_like(parts[0][own], dtype=accumulation_dtype(parts[0]))
-        found = torch.zeros_like((scalars or parts)[0][own])
+        total = torch.zeros_like(parts[0][local], dtype=accumulation_dtype(parts[0]))
+        choice_scalars = torch.zeros_like((scalars or parts)[0][local])
         for number, part in enumerate(parts):
-            here = rank == number
-            total += part[own].where(here.any(1, keepdim=True), 0)
+            is_on_rank = rank == number
+            total += part[local].where(is_on_rank.any(1, keepdim=True), 0)
             if scalars is not None:
-                found = scalars[number][own].where(here, found)
-        return total.to(parts[0].dtype), None if scalars is None else found
+                choice_scalars = scalars[number][local].where(is_on_rank, choice_scalars)
+        return total.to(parts[0].dtype), None if scalars is None else choice_scalars
 
 
 EAGER = EagerPeerExchange()

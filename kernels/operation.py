@@ -1,7 +1,7 @@
 """
 Custom operators: functions that launch kernels, registered with torch so that torch.compile does not trace into them.
 
-Also whether Triton can run on a device, and the dtype in which kernels accumulate.
+The module also decides whether Triton can run on a device, and in which dtype kernels accumulate.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from torch.autograd.function import once_differentiable as differentiable_once
 from drawloom.kernels.costs import Flops, Scratch, register_costs
 
 MIN_CAPABILITY = (8, 0)
-"""The least compute capability, Ampere's: older GPUs have no bfloat16."""
+"""Minimum compute capability, that of Ampere: older GPUs have no bfloat16."""
 
 
 def why_no_triton(device: torch.device) -> str:
-    """The reason why Triton can't run on a device, as half a sentence; empty if it can."""
+    """Return the reason why Triton can't run on a device, as half a sentence; empty if it can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
-        # Importing triton is slow; only on a CPU is it needed here, to ask whether its interpreter is on.
+        # Importing triton is slow, so only a CPU, where its interpreter must be on, pays for it.
         return "" if _interprets() else "Triton runs on GPUs, and the device is the CPU"
     if device.type != "cuda":
         return f"Triton runs on GPUs of NVIDIA and AMD, and the device is {device.type}"
     if not torch.cuda.is_available():
-        return ""  # the device is planned for, on a machine without it
+        return ""  # a plan for a device that this machine does not have
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
@@ -43,16 +43,17 @@ def _interprets() -> bool:
 
 
 CONCRETE_TYPES = (Tensor, torch.nn.Parameter)
-"""Types of tensors that hold data; subclasses, such as fake tensors and DTensor, must go through the dispatcher."""
+"""Types of tensors with data; subclasses, such as fake tensors and DTensor, must go through the dispatcher."""
 
 KernelFunction = Callable[..., Any]
 
 
 def once_differentiable(backward: KernelFunction) -> KernelFunction:
     """
-    Decorator of an autograd Function's `backward`, below `staticmethod`: torch's of this name, for less of the host.
+    Decorate the `backward` of an autograd Function, below `staticmethod`, like torch's decorator of this name.
 
-    torch's enters a context for what a backward pass without `create_graph` has already: no gradients.
+    It takes less host time: torch's enters a no_grad context, in which a backward pass without `create_graph` already
+    runs.
     """
     checked: KernelFunction = differentiable_once(backward)
 
@@ -64,16 +65,21 @@ def once_differentiable(backward: KernelFunction) -> KernelFunction:
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The dtype to accumulate in for x of any shape: float32 for half precision, else the dtype of x."""
+    """Return the dtype to accumulate in for x of any shape: float32 for half precision, else the dtype of x."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """Cast x (any shape) to the dtype in which kernels accumulate."""
+    return x.to(accumulation_dtype(x))
 
 
 def as_new_tensor(result: Tensor) -> Tensor:
     """
-    The result of an autograd Function (any shape and dtype) as a new tensor on the same storage.
+    Return the result of an autograd Function (any shape and dtype) as a new tensor on the same storage.
 
-    Without it, torch 2.11's compiler mistakes the result of an operation in place, or of `to` without a change, for
-    another tensor, and the Function's inputs get zeros for gradients.
+    Without it, torch 2.11's compiler confuses the result of an in-place operation, or of `to` without a change, with
+    another tensor, and the gradients of the Function's inputs are zeros.
     """
     return result.detach()
 
@@ -101,7 +107,7 @@ def register_kernel(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            # The way through torch's dispatcher and back takes longer than a launch, so eager code avoids it.
+            # torch's dispatcher takes longer than a launch, so eager code avoids it.
             first = arguments[0]
             is_concrete = type(first) in CONCRETE_TYPES and not first.is_meta
             return function(*arguments) if is_concrete and not torch.compiler.is_compiling() else registered(*arguments)

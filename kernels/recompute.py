@@ -1,15 +1,15 @@
 """
-Tensors that a backward pass computes again, instead of keeping them since the forward pass.
+Activation checkpointing: the backward pass recomputes tensors that the forward pass does not keep.
 
-`rerun` keeps the arguments of a call alone, such as those of a block, and repeats the call when the backward pass needs
-the first tensor that it saved (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174).
-Within `Selective` each result of a `cheap` operation, such as a norm or a gate, is computed again from the operation's
-arguments, which it saves for itself anyway; everything else is kept (Korthikanti et al. 2022, "Reducing Activation
-Recomputation", arXiv 2205.05198, section 5).
+`rerun` keeps only the arguments of a call, such as a block's, and repeats the call when the backward pass needs the
+first tensor that it saved (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). Within
+`Selective` the results of `cheap` operations, such as norms and gates, are recomputed from the operation's arguments,
+which it saves anyway; all other tensors are kept (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv
+2205.05198, section 5).
 
-torch.utils.checkpoint gives each recomputed tensor out once, so that the weight gradients of torch's matmuls can't be
-deferred, and chooses among operations in torch's dispatcher, past which our kernels are launched. Here autograd holds a
-`Saved` in place of each tensor, which may be read any number of times.
+torch.utils.checkpoint returns each recomputed tensor once, so that weight gradients of torch's matmuls can't be
+deferred, and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` for
+each tensor, which may be read any number of times.
 """
 
 from abc import ABC, abstractmethod
@@ -27,27 +27,27 @@ TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defi
 
 
 class Saved(ABC):
-    """What autograd holds in place of a tensor that it saves."""
+    """Wrapper that autograd saves instead of a tensor."""
 
     __slots__ = ("__weakref__",)
 
     @abstractmethod
     def value(self) -> Tensor:
-        """The tensor (any shape), without a graph."""
+        """Return the tensor (any shape), without a graph."""
 
 
-def saved_value(saved: Saved) -> Tensor:
-    """The hook by which autograd gets its tensor (any shape) back."""
+def unpack(saved: Saved) -> Tensor:
+    """Return the tensor (any shape) of a wrapper: autograd's unpack hook."""
     return saved.value()
 
 
-def held_by(variable: Any) -> Saved | None:
-    """What is held in place of a saved tensor, a node's `_raw_saved_<name>`; None if other hooks hold it, or none."""
-    return variable.data if variable.unpack_hook is saved_value else None
+def wrapper_of(variable: Any) -> Saved | None:
+    """Return our wrapper of a node's `_raw_saved_<name>`, or None if other hooks saved the tensor, or none did."""
+    return variable.data if variable.unpack_hook is unpack else None
 
 
 class Kept(Saved):
-    """A tensor that is kept: its memory is shared, and not changed in place until it is read."""
+    """Wrapper of a tensor that is kept: it shares memory, which must not change in place until it is read."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -56,19 +56,19 @@ class Kept(Saved):
         self._version = tensor._version
 
     def value(self) -> Tensor:
-        """The tensor, of any shape and dtype; RuntimeError if it was changed in place."""
-        # torch leaves this to hooks, where there are any.
+        """Return the tensor, of any shape and dtype; RuntimeError if it was changed in place."""
+        # torch does not check versions of tensors that hooks saved.
         if self._tensor._version != self._version:
-            what = f"{str(self._tensor.dtype).removeprefix('torch.')} {tuple(self._tensor.shape)}"
+            text = f"{str(self._tensor.dtype).removeprefix('torch.')} {tuple(self._tensor.shape)}"
             raise RuntimeError(
-                f"a tensor {what} that the backward pass needs was changed in place after the forward pass; change a "
+                f"a tensor {text} that the backward pass needs was changed in place after the forward pass; change a "
                 "copy instead"
             )
         return self._tensor
 
 
 class _Repeatable(ABC):
-    """A call that can be repeated, and the tensors that it makes: those that somebody still holds get their values."""
+    """Call that can be repeated to compute its tensors; tensors that nothing refers to any more are skipped."""
 
     __slots__ = ("parts",)
 
@@ -76,46 +76,46 @@ class _Repeatable(ABC):
         self.parts: list[ref[_Part] | None] = []
 
     def add(self, tensor: Tensor) -> "_Part":
-        """The next tensor that the call makes (any shape)."""
+        """Append a wrapper for the next tensor that the call computes (any shape)."""
         part = _Part(self, tensor)
         self.parts.append(ref(part))
         return part
 
     def fill(self, number: int, tensor: Tensor) -> None:
-        """Take the value of the part of this number; RuntimeError if it is another one than at first."""
+        """Store the value of one part; RuntimeError if its layout differs from the first run's."""
         weak = self.parts[number]
         part = None if weak is None else weak()
         if part is None:
             return
         if part.layout != _layout(tensor):
             raise RuntimeError(
-                f"recomputation gave a tensor {_words(_layout(tensor))} where the forward pass had "
-                f"{_words(part.layout)}: what is recomputed must do the same each time, so check for branches that "
-                "depend on something that has changed"
+                f"recomputation gave a tensor {_layout_text(_layout(tensor))} where the forward pass had "
+                f"{_layout_text(part.layout)}: what is recomputed must do the same each time, so check for branches "
+                "that depend on something that has changed"
             )
-        part.filled = tensor.detach()
+        part.tensor = tensor.detach()
 
     @abstractmethod
     def repeat(self) -> None:
-        """Repeat the call, and fill the parts."""
+        """Repeat the call and fill the parts."""
 
 
 class _Part(Saved):
-    """A tensor that a repeated call makes; its value lives until autograd releases it."""
+    """Wrapper of a tensor that a repeated call computes; the tensor lives until autograd releases the wrapper."""
 
-    __slots__ = ("call", "filled", "layout")
+    __slots__ = ("call", "layout", "tensor")
 
     def __init__(self, call: _Repeatable, tensor: Tensor) -> None:
         self.call = call
         self.layout = _layout(tensor)
-        self.filled: Tensor | None = None
+        self.tensor: Tensor | None = None
 
     def value(self) -> Tensor:
-        """The tensor; the first of a call's that is asked for repeats it."""
-        if self.filled is None:
+        """Return the tensor (any shape); the first request for a tensor of a call repeats the call."""
+        if self.tensor is None:
             self.call.repeat()
-        assert self.filled is not None
-        return self.filled
+        assert self.tensor is not None
+        return self.tensor
 
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -125,20 +125,20 @@ def _layout(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _words(layout: Layout) -> str:
+def _layout_text(layout: Layout) -> str:
     shape, strides, dtype = layout
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} of strides {strides}"
 
 
 def rerun(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """
-    The function's results; for the backward pass only tensors among the arguments are kept, and weights.
+    Call a function, and keep only weights and tensors among the arguments for the backward pass.
 
     The function runs again in the backward pass, up to the last tensor that it saves, with the same random numbers and
     the same autocast.
     """
     call = _Rerun(function, arguments, named)
-    with saved_tensors_hooks(call.pack, saved_value):
+    with saved_tensors_hooks(call.pack, unpack):
         return function(*arguments, **named)
 
 
@@ -146,28 +146,28 @@ _repeating: ContextVar[bool] = ContextVar("repeating", default=False)
 
 
 def is_recomputing() -> bool:
-    """Whether a call is repeated in this thread, or torch's engine goes backward, where checkpoints repeat theirs."""
+    """Return whether a call is repeated in this thread, or torch's engine runs, in which checkpoints recompute."""
     return _repeating.get() or torch._C._current_graph_task_id() != -1
 
 
 class _Rerun(_Repeatable):
-    """A call of a function, whose saved tensors are its parts."""
+    """Call of a function, whose parts are the tensors that it saves."""
 
     __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random")
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> None:
         super().__init__()
         # The meta device has neither autocast nor random numbers.
-        devices = (each.device for each in arguments if isinstance(each, Tensor) and not each.is_meta)
+        devices = (value.device for value in arguments if isinstance(value, Tensor) and not value.is_meta)
         device = next(devices, torch.device("cpu"))
         self._function = function
-        self._arguments = [_argument(each) for each in arguments]
-        self._named = {name: _argument(each) for name, each in named.items()}
+        self._arguments = [_keep(value) for value in arguments]
+        self._named = {name: _keep(value) for name, value in named.items()}
         self._autocast = _Autocast(device.type)
         self._random = _RandomState(device)
 
     def pack(self, tensor: Tensor) -> Saved:
-        """Keep a weight, which takes no memory of its own; of any other tensor (any shape) only the place."""
+        """Keep a weight, which takes no memory of its own; for any other tensor (any shape) add a part."""
         if _is_weight(tensor) or tensor.layout != torch.strided:
             self.parts.append(None)
             return Kept(tensor)
@@ -176,26 +176,26 @@ class _Rerun(_Repeatable):
     def repeat(self) -> None:
         number = -1
 
-        def take(tensor: Tensor) -> Tensor:
+        def fill_next(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
             self.fill(number, tensor)
             if number == len(self.parts) - 1:
-                raise _Enough
+                raise _AllFilledError
             return tensor.detach()
 
-        arguments = [_restored(each) for each in self._arguments]
-        named = {name: _restored(each) for name, each in self._named.items()}
+        arguments = [_restore(value) for value in self._arguments]
+        named = {name: _restore(value) for name, value in self._named.items()}
         now = _RandomState(self._random.device)
         self._random.restore()
-        before = _repeating.set(True)
+        token = _repeating.set(True)
         try:
-            with saved_tensors_hooks(take, _same), self._autocast.context(), torch.enable_grad():
+            with saved_tensors_hooks(fill_next, _identity), self._autocast.context(), torch.enable_grad():
                 self._function(*arguments, **named)
-        except _Enough:
+        except _AllFilledError:
             return
         finally:
-            _repeating.reset(before)
+            _repeating.reset(token)
             now.restore()
         raise RuntimeError(
             f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}: what is recomputed "
@@ -203,16 +203,16 @@ class _Rerun(_Repeatable):
         )
 
 
-class _Enough(Exception):
-    """All tensors have been recomputed, so that the rest of the function need not run."""
+class _AllFilledError(Exception):
+    """Signal that all tensors are recomputed, so that the rest of the function need not run."""
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 class _Argument:
-    """A tensor among the arguments of a call."""
+    """Tensor among the arguments of a call."""
 
     __slots__ = ("_kept", "_requires_grad")
 
@@ -220,21 +220,21 @@ class _Argument:
         self._kept = Kept(tensor)
         self._requires_grad = tensor.requires_grad
 
-    def restored(self) -> Tensor:
-        """The tensor (any shape) as the start of another graph."""
+    def restore(self) -> Tensor:
+        """Return the tensor (any shape) as the start of another graph."""
         return self._kept.value().detach().requires_grad_(self._requires_grad)
 
 
-def _argument(value: Any) -> Any:
+def _keep(value: Any) -> Any:
     return _Argument(value) if isinstance(value, Tensor) else value
 
 
-def _restored(kept: Any) -> Any:
-    return kept.restored() if isinstance(kept, _Argument) else kept
+def _restore(value: Any) -> Any:
+    return value.restore() if isinstance(value, _Argument) else value
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a saved tensor (any shape) is a trained leaf, or its transpose."""
+    """Return whether a saved tensor (any shape) is a trained leaf, or its transpose."""
     if tensor.is_leaf:
         return tensor.requires_grad
     node: Any = tensor.grad_fn
@@ -242,26 +242,26 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 class _RandomState:
-    """The states of torch's default generators, of the CPU and of a GPU."""
+    """States of torch's default generators, of the CPU and of a GPU."""
 
     __slots__ = ("_cpu", "_cuda", "device")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cpu = torch.get_rng_state()
-        # A CUDA graph that draws numbers draws new ones with each launch, so that their state is of no use.
-        drawn = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        self._cuda = torch.cuda.get_rng_state(device) if drawn else None
+        # A CUDA graph that draws random numbers draws new ones with each launch, so that the state is useless.
+        has_state = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        self._cuda = torch.cuda.get_rng_state(device) if has_state else None
 
     def restore(self) -> None:
-        """Set the generators back."""
+        """Set the generators to these states."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self.device)
 
 
 class _Autocast:
-    """The autocast that a function runs in. drawloom has none, but a transform may."""
+    """Autocast options of a call. drawloom uses no autocast, but a transform may."""
 
     __slots__ = ("_options",)
 
@@ -273,35 +273,35 @@ class _Autocast:
         }
 
     def context(self) -> torch.autocast:
-        """A context like it."""
+        """Return a context manager with these options."""
         return torch.autocast(**self._options)
 
 
 def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The results of an operation that costs so little, and so much memory, that `Selective` repeats it."""
+    """Call an operation that is cheap enough, for the memory of its results, that `Selective` recomputes it."""
     results = function(*arguments)
     note(results, function, *arguments)
     return results
 
 
 def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Say that a call of this function would give these results: a tensor, or a tuple of them."""
+    """Record that a call of this function returns these results, a tensor or a tuple of tensors."""
     if not torch.compiler.is_compiling() and (selective := _selective.get()) is not None:
         selective.note(results, function, arguments)
 
 
 class Selective:
     """
-    A context manager: what runs within it keeps no results of cheap operations for the backward pass.
+    Context manager in which the results of cheap operations are not kept for the backward pass.
 
-    A saved tensor is known by its address, as long as the result that it shares memory with lives.
+    A saved tensor is recognized by its address, as long as the result with which it shares memory lives.
     """
 
     __slots__ = ("_hooks", "_results", "_token")
 
     def __init__(self) -> None:
         self._results: dict[int, tuple[ref[Tensor], int]] = {}
-        self._hooks = saved_tensors_hooks(self._pack, saved_value)
+        self._hooks = saved_tensors_hooks(self._pack, unpack)
 
     def __enter__(self) -> None:
         self._token: Token[Selective | None] = _selective.set(self)
@@ -312,13 +312,13 @@ class Selective:
         _selective.reset(self._token)
 
     def note(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Remember how these results are made."""
-        each = results if isinstance(results, tuple) else (results,)
-        if not any(result.requires_grad for result in each):
+        """Remember how to compute these results."""
+        tensors = results if isinstance(results, tuple) else (results,)
+        if not any(tensor.requires_grad for tensor in tensors):
             return
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
-        for result in each:
-            # The part lives as long as its result, or as autograd holds it.
+        for result in tensors:
+            # The part lives as long as its result, or as long as autograd keeps it.
             result.recomputed = call.add(result)
             if result.is_contiguous() and (address := _address(result)):
                 self._results[address] = ref(result), result._version
@@ -328,7 +328,7 @@ class Selective:
         result: Any = weak()
         if result is None or result._version != version or tensor.dtype != result.dtype:
             return Kept(tensor)
-        # What has the result's address is a view of it, or of something larger that it is the beginning of.
+        # A tensor at the result's address is a view of it, or of something larger that begins with it.
         if _extent(tensor) > result.numel():
             return Kept(tensor)
         return result.recomputed if _layout(tensor) == _layout(result) else _View(result.recomputed, tensor)
@@ -342,19 +342,19 @@ def _nothing() -> None:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor (any shape) begins in memory; 0 without elements."""
-    if tensor.is_meta:  # without memory; its storage is one all the same, which views share
+    """Return the address of a tensor (any shape); 0 without elements."""
+    if tensor.is_meta:  # views share the storage, although it has no memory
         return tensor.untyped_storage()._cdata + tensor.storage_offset() if tensor.numel() else 0
     return tensor.data_ptr() if tensor.numel() else 0
 
 
 def _extent(tensor: Tensor) -> int:
-    """How many elements a tensor (any shape) reaches from its first one, in memory."""
+    """Return the distance from a tensor's first element (any shape) past its last one, in elements."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _Repeated(_Repeatable):
-    """A call of a cheap operation, whose results are its parts."""
+    """Call of a cheap operation, whose parts are its results."""
 
     __slots__ = ("_arguments", "_function")
 
@@ -365,14 +365,14 @@ class _Repeated(_Repeatable):
 
     def repeat(self) -> None:
         with torch.no_grad():
-            arguments = [each.value() if isinstance(each, Saved) else each for each in self._arguments]
+            arguments = [value.value() if isinstance(value, Saved) else value for value in self._arguments]
             results = self._function(*arguments)
         for number, result in enumerate(results if isinstance(results, tuple) else (results,)):
             self.fill(number, result)
 
 
 class _View(Saved):
-    """A view of a result, from its first element."""
+    """Wrapper of a view of a result, from its first element."""
 
     __slots__ = ("_part", "_shape", "_strides")
 
@@ -381,6 +381,6 @@ class _View(Saved):
         self._shape, self._strides = view.shape, view.stride()
 
     def value(self) -> Tensor:
-        """The view (any shape)."""
+        """Return the view (any shape)."""
         whole = self._part.value()
         return whole.as_strided(self._shape, self._strides, whole.storage_offset())

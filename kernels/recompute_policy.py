@@ -1,4 +1,4 @@
-"""Which activations of a stage the backward pass computes again: a policy that is handed to each forward pass."""
+"""Activation checkpointing: the policy by which the backward pass of a stage recomputes activations."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,13 +12,13 @@ from torch import nn
 from drawloom.kernels.recompute import Selective, rerun
 
 _every: ContextVar[int] = ContextVar("every", default=0)
-"""Of how many blocks one is recomputed, in the forward pass of this thread; 0 for none."""
+"""Recompute one block of every so many in this thread's forward pass; 0 recomputes none."""
 
 
 def make_recomputable(blocks: Sequence[nn.Module]) -> None:
     """Let the forward passes of a stage's blocks follow the policy that `recomputing` sets."""
     for number, block in enumerate(blocks):
-        # The block's own forward, and not its call: hooks, such as those that gather its parameters, run once.
+        # This replaces `forward`, not `__call__`, so that hooks, such as FSDP's gathering of parameters, run once.
         block.forward = partial(_forward, number, block.forward)
 
 
@@ -39,7 +39,7 @@ def recomputing(policy: int | str) -> AbstractContextManager[Any]:
 
 
 class _Blocks:
-    """A context in which the first of every `count` blocks is recomputed."""
+    """Context in which the first of every `count` blocks is recomputed."""
 
     __slots__ = ("_count", "_token")
 

@@ -1,4 +1,4 @@
-"""RMSNorm: each vector divided by its root mean square, then weighted (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+"""RMSNorm: divide each vector by its root mean square, then weight it (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_d
 
 def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """
-    x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in the dtype of x.
+    Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in the dtype of x.
 
     weight (hidden_size,) in any float dtype; if `zero_centered`, the factor is 1 + weight. Computed in at least
     float32 and rounded once.
@@ -23,20 +23,20 @@ def add_rms_norm_eager(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
-    The norm of x + residual, and the sum itself; all of shape (..., hidden_size), results in the dtype of x.
+    Return the norm of x + residual, and the sum; all are (..., hidden_size), and results have the dtype of x.
 
-    The sum is rounded to the dtype of x before it is normalized, as an addition by itself would round it.
+    The sum is rounded to the dtype of x before it is normalized, like the result of a separate addition.
     """
     summed = (x + residual).to(x.dtype)
     return rms_norm_eager(summed, weight, eps, zero_centered), summed
 
 
 class _RmsNorm(Function):
-    """Saves x and one float32 per vector; autograd's own graph would save three tensors like x and take 3x as long."""
+    """RMSNorm that saves x and one float32 per vector; plain autograd saves 3 tensors like x and takes 3x as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """x (..., hidden_size), weight (hidden_size,) of any float dtype; gives a tensor like x."""
+        """Return a tensor like x (..., hidden_size); weight (hidden_size,) is of any float dtype."""
         rstd = _rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
@@ -60,12 +60,12 @@ def _factor(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Tensor:
 
 
 def _weight_gradient(product: Tensor) -> Tensor:
-    """The sum over all vectors."""
-    # Not deferrable: a split backward would have to keep the product, which is as large as x.
+    """Return the sum over all vectors."""
+    # This gradient can't be deferred: a split backward pass would keep the product, which is as large as x.
     return product.flatten(0, -2).sum(0) if product.ndim > 1 else product
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) of (..., width), as (..., 1) in at least float32."""
+    """Return 1 / sqrt(mean(x^2) + eps) of x (..., width), as (..., 1) in at least float32."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulation_dtype(x))
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

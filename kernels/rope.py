@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of channels are rotated by their position's angles (Su et al. 2021, 2104.09864)."""
+"""Rotary position embedding: rotate pairs of channels by a position's angles (Su et al. 2021, arXiv 2104.09864)."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from drawloom.kernels.rms_norm import rms_norm_eager
 
 def rope_eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
     """
-    Rotate x (rows, length, heads, head_dim) by angles given as cos and sin, (rows, length, rotary_dim // 2).
+    Rotate x (rows, length, heads, head_dim) by angles with these cos and sin, (rows, length, rotary_dim // 2).
 
-    The first `rotary_dim` channels are rotated, the others stay as they are. Channel i is paired with channel
+    The first `rotary_dim` channels are rotated, and the others are copied. Channel i is paired with channel
     i + rotary_dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1. Computed in the wider of the two dtypes and
-    rounded once to that of x; the angles get no gradient. With `in_place`, x itself is changed and returned; autograd
+    rounded once to the dtype of x; the angles get no gradient. With `in_place`, x is changed and returned; autograd
     raises an error if an earlier operation saved x for its backward pass.
     """
     return _Rope.apply(x, cos, sin, interleaved, in_place)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Rope(Function):
-    """Saves the angles alone: the transpose of a rotation is the rotation by the negative angle."""
+    """Rotation that saves only the angles: its transpose is the rotation by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool) -> Tensor:
-        """x (rows, length, heads, head_dim), cos and sin (rows, length, rotary_dim // 2); gives a tensor like x."""
+        """Return a tensor like x (rows, length, heads, head_dim); cos and sin are (rows, length, rotary_dim // 2)."""
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         if not in_place:
@@ -41,10 +41,10 @@ class _Rope(Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x rotated, in a new tensor of its shape and dtype."""
+    """Rotate x into a new tensor of its shape and dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if torch.compiler.is_compiling():
-        return _joined(x, cos, sin, interleaved)
+        return _rotate_by_cat(x, cos, sin, interleaved)
     # Results are written into slices of one tensor: torch.cat would cost another pass over memory.
     rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
     (a, b, rest), (rotated_a, rotated_b, rotated_rest) = (_parts(t, cos.shape[-1], interleaved) for t in (x, rotated))
@@ -54,8 +54,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The same by torch.cat, which torch.compile fuses; it does not trace writing into slices with `out=`."""
+def _rotate_by_cat(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate x by torch.cat, which torch.compile fuses; it does not trace writing into slices with `out=`."""
     a, b, rest = _parts(x, cos.shape[-1], interleaved)
     rotated_a, rotated_b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     if interleaved:
@@ -64,7 +64,7 @@ def _joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _parts(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The first and the second channel of each pair, and the channels that are not rotated."""
+    """Return the first and the second channel of each pair, and the channels that are not rotated."""
     rest = x[..., 2 * pairs :]
     if interleaved:
         return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2], rest
@@ -75,7 +75,7 @@ def qk_norm_rope_eager(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """
-    rope(rms_norm(q)) and rope(rms_norm(k)), each with its own norm weight.
+    Return rope(rms_norm(q)) and rope(rms_norm(k)), with one norm weight for each.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,), cos and sin
     (rows, length, head_dim // 2): all channels are rotated, channel i paired with i + head_dim // 2.

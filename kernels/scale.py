@@ -1,4 +1,4 @@
-"""Many tensors times one factor that only their device knows, each product rounded once, and sums of their squares."""
+"""Gradient scaling: multiply many tensors by one factor that only the device knows, and sum the squares."""
 
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -13,8 +13,8 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (
     """
     Multiply tensors, of any shapes and float dtypes, in place by a factor, float64 () on their device.
 
-    The result, float64 () there, is the sum of the squares of the products of those that are `counted`: all of them say
-    whether they are, or none is.
+    Each product is rounded once. Returns the sum of the squares of the products, float64 () on the device, over the
+    tensors whose flag in `counted` is True; without flags, no tensor is counted.
     """
     counted = counted or [False] * len(tensors)
     total = torch.zeros_like(factor)
@@ -38,12 +38,12 @@ def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tupl
 
 
 def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool]) -> Tensor:
-    """The same for tensors of one dtype, all of which say whether they are counted; products of 16 bits in float32."""
+    """Compute `scale` for tensors of one dtype and one flag per tensor; products of 16-bit numbers are in float32."""
     if tensors and tensors[0].dtype.itemsize >= 4:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].dtype))
     else:
         for tensor in tensors:
-            # A factor of no dimensions would be rounded to the tensors' dtype; with some, torch computes in float32.
+            # torch would round a factor without dimensions to the tensors' dtype; with dimensions it uses float32.
             tensor.mul_(factor.float().reshape((1,) * tensor.ndim))
     if not any(counted):
         return torch.zeros_like(factor)

@@ -1,8 +1,8 @@
 """
 Stochastic rounding of float32 to bfloat16, unbiased (Gupta et al. 2015, arXiv 1502.02551).
 
-The probability of rounding away from zero is the value of the lower 16 bits, which bfloat16 lacks, as a fraction. So 16
-random bits are added to them, and the sum is truncated to its upper half.
+The probability of rounding away from zero is the value of the lower 16 bits, which bfloat16 lacks, as a fraction. So
+16 random bits are added to the lower bits, and the sum is truncated to its upper half.
 """
 
 import torch
@@ -13,16 +13,16 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
-"""The fewest that the paper calls safe; with ten, usual elsewhere, the optimizer's step is no longer memory-bound."""
+"""Fewest rounds that the paper calls safe; with the usual ten, the optimizer's step would not be memory-bound."""
 
 
 def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 random bits for each index, int64 (draws,), as int64 (draws,); key and counter have 64 bits."""
+    """Return four words of 32 random bits per index, each int64 (draws,) like index; key and counter have 64 bits."""
     a, b = index & WORD, (index >> 32) & WORD
     c, d = torch.full_like(index, counter & WORD), torch.full_like(index, counter >> 32 & WORD)
     first, second = key & WORD, key >> 32 & WORD
     for _ in range(ROUNDS):
-        # int64 products of 32-bit words may overflow into the sign; the masks below keep the bits that are right.
+        # int64 products of 32-bit words may overflow into the sign; the masks below keep the correct bits.
         product, other = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, c = _high(other) ^ b ^ first, _high(product) ^ d ^ second
         b, d = other & WORD, product & WORD
@@ -38,7 +38,7 @@ PER_DRAW = 8
 """Elements per draw: four words of 32 random bits round eight numbers by 16 bits each."""
 
 CHUNK = 2**20
-"""Elements that the eager code handles at a time: its intermediate results take dozens of bytes per element."""
+"""Elements that the eager code processes at a time: its temporaries take dozens of bytes per element."""
 
 
 def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
@@ -46,31 +46,31 @@ def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int
     Copy `source`, float32 of any shape, into `target`, bfloat16 of the same shape, with stochastic rounding.
 
     Infinities, NaN, signs and values that bfloat16 represents are preserved; values beyond its largest number may
-    become infinite. The noise depends on key, counter and `first` + the element's index alone. Raises ValueError if
+    become infinite. The noise depends only on key, counter and `first` + the element's index. Raises ValueError if
     `first` is not a multiple of 8.
     """
     if first % PER_DRAW:
         raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
     flat, starts = source.reshape(-1), range(0, source.numel(), CHUNK)
-    parts = [_rounded(flat[start : start + CHUNK], key, counter, first + start) for start in starts]
+    parts = [_round(flat[start : start + CHUNK], key, counter, first + start) for start in starts]
     target.copy_(torch.cat(parts).view(target.shape) if parts else flat.view(target.shape))
 
 
-def _rounded(x: Tensor, key: int, counter: int, first: int) -> Tensor:
+def _round(x: Tensor, key: int, counter: int, first: int) -> Tensor:
     draws = torch.arange(first // PER_DRAW, -(-(first + len(x)) // PER_DRAW), device=x.device)
     words = torch.stack(philox(key, draws, counter), 1)
     return round_stochastically(x, halves(words)[: len(x)])
 
 
 def halves(words: Tensor) -> Tensor:
-    """The lower, then the upper 16 bits of each word: (2 * n,) from int64 (n, ...) of n words, in order."""
+    """Return the lower, then the upper 16 bits of each word, (2 * n,), from n words in an int64 tensor of any shape."""
     return torch.stack((words & 0xFFFF, words >> 16), -1).flatten()
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """x, float32 (n,), as bfloat16 (n,), with noise of 16 bits for each element in any integer dtype (n,)."""
+    """Round x, float32 (n,), to bfloat16 (n,), with noise of 16 bits per element in any integer dtype (n,)."""
     bits = x.contiguous().view(torch.int32)
-    # Noise added to a NaN whose bits are all ones would overflow into the sign and make it zero: NaN is truncated, and
-    # made quiet by 0x40, so that no payload in the lower half is lost to infinity.
-    kept = torch.where(x.isnan(), bits >> 16 | 0x40, bits + noise.to(torch.int32) >> 16)
-    return kept.to(torch.int16).view(torch.bfloat16)
+    # Noise added to a NaN whose bits are all ones would overflow into the sign and make it zero. So NaN is truncated,
+    # and made quiet by 0x40, or a payload that is only in the lower half would become infinity.
+    rounded = torch.where(x.isnan(), bits >> 16 | 0x40, bits + noise.to(torch.int32) >> 16)
+    return rounded.to(torch.int16).view(torch.bfloat16)

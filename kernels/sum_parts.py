@@ -1,4 +1,4 @@
-"""Sums over a few rows of numbers of 16 bits, rounded once: parts of gradients that ranks sent."""
+"""Sum of a few rows of 16-bit numbers, rounded once: the parts of a gradient that other ranks sent."""
 
 from torch import Tensor
 
@@ -7,11 +7,11 @@ from drawloom.kernels.operation import why_no_triton
 
 def sum_parts(own: Tensor, others: Tensor, out: Tensor) -> None:
     """
-    Put the float32 sum of own (n,) and the rows of others (rows, n) in out (n,), rounded.
+    Write the float32 sum of own (n,) and the rows of others (rows, n) to out (n,), rounded.
 
-    All are bfloat16, or all float16; rows are dense, but may be apart.
+    All are bfloat16, or all are float16; each row is contiguous, but rows may be apart.
     """
-    if own.device.type == "cpu" or why_no_triton(own.device):  # on a CPU, Triton would interpret
+    if own.device.type == "cpu" or why_no_triton(own.device):  # on a CPU, Triton would be interpreted
         return sum_parts_eager(own, others, out)
     from drawloom.kernels.triton.sum_parts import sum_parts_triton
 
@@ -19,7 +19,7 @@ def sum_parts(own: Tensor, others: Tensor, out: Tensor) -> None:
 
 
 def sum_parts_eager(own: Tensor, others: Tensor, out: Tensor) -> None:
-    """The same in torch, in the same order."""
+    """Compute `sum_parts` in plain torch, in the same order."""
     total = own.float()
     for row in others:
         total += row

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
+from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
 
 
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
     """
-    silu(gate) * up for gate and up (..., width) of one dtype; computed in at least float32 and rounded once.
+    Return silu(gate) * up for gate and up (..., width) of one dtype, computed in at least float32 and rounded once.
 
     `scale` (...,) multiplies each vector before rounding. An expert's output can be weighted here instead of after its
-    down projection, which is linear: that saves a pass over memory.
+    down projection, which is linear; this saves a pass over memory.
     """
     if scale is None:
         return _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
@@ -23,51 +23,47 @@ def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tenso
 
 
 def swiglu_halves_eager(both: Tensor, scale: Tensor | None = None) -> Tensor:
-    """swiglu_eager of one tensor (..., 2 * width), gate in its first half and up in its second; gives (..., width)."""
+    """Compute swiglu_eager of both (..., 2 * width), gate in the first half, up in the second; return (..., width)."""
     gate, up = both.chunk(2, -1)
     return swiglu_eager(gate, up, scale)
 
 
 class _SwiGlu(Function):
-    """Saves gate and up alone, and recomputes silu(gate) in the backward pass."""
+    """SwiGLU that saves only gate and up, and recomputes silu(gate) in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """gate and up (..., width) of one dtype; gives a tensor like gate."""
+        """Return a tensor like gate, for gate and up (..., width) of one dtype."""
         ctx.save_for_backward(gate, up)
-        return as_new_tensor(F.silu(_upcast(gate)).mul_(up).to(gate.dtype))
+        return as_new_tensor(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return _gradients(gate, up, _upcast(grad))
+        return _gradients(gate, up, upcast(grad))
 
 
 class _ScaledSwiGlu(Function):
-    """_SwiGlu with a scale for each vector."""
+    """SwiGLU with a scale for each vector."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-        """gate and up (..., width) of one dtype, scale (...); gives a tensor (..., width) like gate."""
+        """Return a tensor like gate, for gate and up (..., width) of one dtype and scale (...)."""
         ctx.save_for_backward(gate, up, scale)
-        return as_new_tensor(F.silu(_upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
+        return as_new_tensor(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, scale = ctx.saved_tensors
-        grad_scale = F.silu(_upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-        return *_gradients(gate, up, _upcast(grad) * scale.unsqueeze(-1)), grad_scale
+        grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
+        return *_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
 
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, from the output's in at least float32."""
-    wide_gate = _upcast(gate)
+    """Return the gradients of gate and up, given the gradient of the output in at least float32."""
+    wide_gate = upcast(gate)
     grad_up = F.silu(wide_gate).mul_(grad)
     grad_gate = torch.ops.aten.silu_backward(grad * up, wide_gate)
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x))

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, hold
-from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, held_by
+from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, wrapper_of
 
 Users = dict[Node | None, list[Node | None]]
 """By node, the nodes that have an edge to it; None stands for the outputs of the graph."""
@@ -219,7 +219,7 @@ def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product |
 def _made_weight(node: Node, edges: Edges, side: int) -> Tensor | None:
     """What was made of a weight, with its graph; None if that would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
-    if variable.unpack_hook is not None and not isinstance(held_by(variable), Kept):
+    if variable.unpack_hook is not None and not isinstance(wrapper_of(variable), Kept):
         return None
     made: Tensor = getattr(node, edges.saved[side])
     return made
@@ -288,7 +288,7 @@ class ConvolutionGradients:
 def _other_of(node: Node, edges: Edges, side: int) -> Saved | None:
     """The other factor, which may be recomputed; None if hooks hold it that may give it to the node alone."""
     variable = getattr(node, edges.raw[side])
-    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else held_by(variable)
+    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else wrapper_of(variable)
 
 
 def _leads_on(node: Node | None, users: Users) -> bool:

@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.router import (
     router_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.kernels.recompute import held_by, rerun
+from drawloom.kernels.recompute import rerun, wrapper_of
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 
@@ -184,7 +184,7 @@ def test_observers_learn_of_each_microbatch_once() -> None:
     torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
     assert not scores.requires_grad
     _, best = rerun(made, hidden, weights)
-    saved: Any = held_by(best.grad_fn._raw_saved_other)
+    saved: Any = wrapper_of(best.grad_fn._raw_saved_other)
     saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
     best.sum().backward()
     assert len(seen) == 2

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.recompute import Kept, saved_value
+from drawloom.kernels.recompute import Kept, unpack
 from support.split_passes import in_one, in_two, same, taken
 from support.split_stages import Ops, Parts, Stage, inputs_of, weight
 
@@ -230,7 +230,7 @@ def test_gradients_of_what_is_made_of_a_weight(name: str, held: bool, retained: 
     kept: list[Tensor] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, saved_value) if held else nullcontext():
+        with torch.autograd.graph.saved_tensors_hooks(Kept, unpack) if held else nullcontext():
             made = MADE[name](s.w)
             kept[:] = made if retained else []
             for each in kept:
