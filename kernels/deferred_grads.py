@@ -192,7 +192,7 @@ class DeferredGrad:
         while pending:
             compute, (tensors, versions) = pending.pop(0)
             if versions != [tensor._version for tensor in tensors]:
-                raise ChangedInPlaceError(_changed_message(tensors, versions, weight))
+                raise ChangedInPlaceError(_message_of_change(tensors, versions, weight))
             summand = add_to_grad(weight, compute, *tensors) if is_fused else compute(*tensors)
             if summand is None:
                 continue
@@ -333,7 +333,7 @@ def _identity(part: Tensor) -> Tensor:
     return part
 
 
-def _changed_message(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+def _message_of_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
     changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
     texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]
     return (

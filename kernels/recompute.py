@@ -349,7 +349,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the distance from a tensor's first element (any shape) past its last one, in elements."""
+    """Return how many elements a tensor (any shape) spans in memory, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

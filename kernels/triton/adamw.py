@@ -1,10 +1,10 @@
 """
 AdamW in Triton, rounded to the nearest or stochastically: one launch for all weights of the same dtypes.
 
-A table on the device holds the addresses of each weight, its gradient and its state; another, which weight and which
-part of it each program updates. What changes by step is in two small tensors on the device, so that a launch can be
-captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division and root are rounded
-as IEEE 754 says, so the results are bitwise those of the eager implementation.
+A table on the device has the addresses of each weight, its gradient and its state; another table has the weight and
+the part of it that each program updates. Values that change each step are in two small tensors on the device, so that a
+launch can be captured in a CUDA graph and replayed. There are no fused multiply-adds, and division and root are rounded
+according to IEEE 754, so the results are bitwise equal to the eager implementation's.
 """
 
 from collections.abc import Sequence
@@ -23,82 +23,82 @@ PART = 2**14
 """Elements that a program updates."""
 
 BLOCK = 512
-"""Elements that a program holds at a time: 4 a thread, 8 bytes of bfloat16; larger blocks lower the occupancy."""
+"""Elements that a program loads at a time: 4 per thread, 8 bytes of bfloat16; larger blocks lower the occupancy."""
 
 ALIGNMENT = 16
-"""Bytes of a vectorized load; tensors that are not aligned to it are read element by element."""
+"""Bytes of a vectorized load; unaligned tensors are read element by element."""
 
 TABLE_COLUMNS = 10
 """
-Numbers in a row of the table: four addresses, the count of elements, the place of the weight among all, and of the
-noise the key, the first index, and the width and the stride of rows.
+Numbers in a row of the table: four addresses, the number of elements, the index of the weight among all weights, and
+for the noise the key, the first index, and the width and the stride of rows.
 """
 
 
 class AdamwTriton:
-    """The optimizer step with one launch for each combination of dtypes; bitwise the same as AdamwEager."""
+    """Optimizer step with one launch for each combination of dtypes; bitwise equal to AdamwEager."""
 
     def __init__(self, params: Sequence[ParamState]) -> None:
-        filled = [place for place, param in enumerate(params) if param.weight.numel()]
-        kinds = sorted(filled, key=lambda place: _kind(params[place]))
-        groups = [list(group) for _, group in groupby(kinds, key=lambda place: _kind(params[place]))]
-        self._launches = [(places, _FusedStep([params[place] for place in places], places)) for places in groups]
+        nonempty = [index for index, param in enumerate(params) if param.weight.numel()]
+        ordered = sorted(nonempty, key=lambda index: _kind(params[index]))
+        groups = [list(group) for _, group in groupby(ordered, key=lambda index: _kind(params[index]))]
+        self._launches = [(indices, _FusedStep([params[index] for index in indices], indices)) for indices in groups]
 
     def step(
         self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
     ) -> None:
         """Update all weights and their state in place; arguments as for AdamwEager.step (any shape)."""
-        for places, launch in self._launches:
-            launch.run([grads[place] for place in places], *launch.on_device(scalars, counter), found_inf)
+        for indices, launch in self._launches:
+            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
-    """The key by which weights share a launch: dtypes, device, and what else the kernel is compiled for."""
-    what = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
-    return tuple(map(str, what))
+    """Return the key by which weights share a launch: dtypes, device, and constants of the compiled kernel."""
+    key = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
+    return tuple(map(str, key))
 
 
 def _constants(param: ParamState) -> dict[str, bool]:
-    """The kernel's compile-time constants: whether loads are aligned, and which noise belongs to which elements."""
+    """Return the kernel's compile-time constants: whether loads are aligned, and how noise maps to elements."""
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     return {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs}
 
 
 class _FusedStep:
-    """Weights of one kind, none of them empty, and the tables of their addresses."""
+    """Step of nonempty weights of one kind, with the tables of their addresses."""
 
-    def __init__(self, params: list[ParamState], places: list[int]) -> None:
+    def __init__(self, params: list[ParamState], indices: list[int]) -> None:
         if any(not x.is_contiguous() for t in params for x in (t.weight, t.exp_avg, t.exp_avg_sq)):
             raise ValueError("weights, exp_avg and exp_avg_sq must be contiguous; use AdamwEager for others")
-        self._params, self._places = params, places
+        self._params, self._indices = params, indices
         self._device = params[0].weight.device
         self._constants = _constants(params[0])
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
         self._weight_decays = upload(weight_decays, self._device)
-        # Their dtypes, and no memory, whose address would count.
+        # Empty tensors pass the dtypes: the address of memory would be a part of the launch's key.
         self._likes = [x.view(-1)[:0] for x in (params[0].weight, params[0].exp_avg)]
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
     def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
-        """The scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
-        noise_of = None if counter is None else upload(torch.tensor([counter]), self._device)
-        return upload(scalars, self._device), noise_of
+        """Copy the scalars, float32 (6,) or (all weights, 6), and the counter, as int64 (1,), to the device."""
+        uploaded = None if counter is None else upload(torch.tensor([counter]), self._device)
+        return upload(scalars, self._device), uploaded
 
     def run(
         self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """
-        Launch the step with gradients (any shape) in the order of the weights, and what `on_device` gave.
+        Launch the step with gradients (any shape) in the order of the weights, and the results of `on_device`.
 
-        found_inf, not 0, leaves the weights as they are.
+        A `found_inf` other than 0 leaves the weights unchanged.
         """
-        grads = [_readable(grad) for grad in grads]
+        grads = [_align(grad) for grad in grads]
         dtypes = {grad.dtype for grad in grads}
-        # The kernel reads all gradients with one dtype; mixed ones are rare enough for a copy.
+        # The kernel reads all gradients with one dtype; mixed dtypes are rare enough for a copy.
         if len(dtypes) > 1:
             grads = [grad.float() for grad in grads]
         self._update_table(grads)
@@ -123,22 +123,22 @@ class _FusedStep:
 
     def _update_table(self, grads: list[Tensor]) -> None:
         addresses = [grad.data_ptr() for grad in grads]
-        # Gradients move when they are freed and allocated again; the other tensors stay where they are.
+        # Gradients move when they are freed and allocated again; the other tensors do not move.
         if addresses != self._addresses:
-            rows = [_row(*of) for of in zip(self._params, addresses, self._places, strict=True)]
+            rows = [_row(*args) for args in zip(self._params, addresses, self._indices, strict=True)]
             self._table = upload(torch.tensor(rows), self._device)
             self._addresses = addresses
 
 
-def _row(param: ParamState, grad: int, place: int) -> list[int]:
+def _row(param: ParamState, grad: int, index: int) -> list[int]:
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in tensors)
     noise = param.key, param.first, param.width, param.stride
-    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), place, *noise]
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise]
 
 
-def _readable(grad: Tensor) -> Tensor:
-    """The gradient, contiguous and aligned for vectorized loads."""
+def _align(grad: Tensor) -> Tensor:
+    """Return the gradient, contiguous and aligned for vectorized loads."""
     grad = grad.contiguous()
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
@@ -172,59 +172,59 @@ def _kernel(
     lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     lr_decay = lr * tl.load(decays + row)
-    noise_of = None if counter is None else tl.load(counter)
+    step_counter = None if counter is None else tl.load(counter)
     # fmt: off
     for block in range(0, tl.minimum(PART, count - start), BLOCK):
-        place = start + block + tl.arange(0, BLOCK)
-        if PAIRS:  # a draw for two elements, which are neighbours
+        element = start + block + tl.arange(0, BLOCK)
+        if PAIRS:  # one draw for two neighbouring elements
             index = _index(start + block + 2 * tl.arange(0, BLOCK // 2), first, width, stride, ROWS)
         else:
-            index = _index(place, first, width, stride, ROWS)
+            index = _index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, exp_avg, exp_avg_sq, place, None, key, index, noise_of, PAIRS,
+            _update(weight, grad, exp_avg, exp_avg_sq, element, None, key, index, step_counter, PAIRS,
                     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, exp_avg, exp_avg_sq, place, place < count, key, index, noise_of, PAIRS,
+            _update(weight, grad, exp_avg, exp_avg_sq, element, element < count, key, index, step_counter, PAIRS,
                     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
 
 
 @triton.jit
-def _index(place, first, width, stride, ROWS: tl.constexpr):
-    """Where elements at these places of a weight are in its parameter."""
+def _index(element, first, width, stride, ROWS: tl.constexpr):
+    """Return the indices in the parameter of these elements of the weight."""
     if ROWS:
-        place = place // width * stride + place % width
-    return first + place
+        element = element // width * stride + element % width
+    return first + element
 
 
 @triton.jit
 def _update(
-    weight, grad, exp_avg, exp_avg_sq, place, mask, key, index, counter, PAIRS: tl.constexpr,
+    weight, grad, exp_avg, exp_avg_sq, element, mask, key, index, counter, PAIRS: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
-    """The AdamW step of the elements at these places, with noise of these indices: of each, or of the even ones."""
-    old = tl.load(weight + place, mask=mask).to(tl.float32)
-    g = tl.load(grad + place, mask=mask).to(tl.float32)
-    m = tl.load(exp_avg + place, mask=mask).to(tl.float32)
-    s = tl.load(exp_avg_sq + place, mask=mask).to(tl.float32)
+    """Do the AdamW step for these elements, with noise for the indices of all elements, or of the even ones."""
+    old = tl.load(weight + element, mask=mask).to(tl.float32)
+    g = tl.load(grad + element, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
+    s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     m = m + (g - m) * one_minus_beta1
     s = s + (g * g - s) * one_minus_beta2
     old = old - old * lr_decay
     new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
     if counter is not None:
         for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
-        new = _rounded(new, for_weight, index, weight, PAIRS)
-        m = _rounded(m, for_mean, index, exp_avg, PAIRS)
-        s = _rounded(s, for_square, index, exp_avg_sq, PAIRS)
-    # What is not rounded yet is rounded to the nearest.
-    tl.store(weight + place, new.to(weight.dtype.element_ty), mask=mask)
-    tl.store(exp_avg + place, m.to(exp_avg.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq + place, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
+        new = _round(new, for_weight, index, weight, PAIRS)
+        m = _round(m, for_mean, index, exp_avg, PAIRS)
+        s = _round(s, for_square, index, exp_avg_sq, PAIRS)
+    # Results that are not rounded yet are rounded to the nearest.
+    tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
+    tl.store(exp_avg + element, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + element, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _rounded(x, word, index, pointer, PAIRS: tl.constexpr):
-    """x in the pointer's dtype: float32 as it is, or stochastically rounded to bfloat16 with halves of the words."""
+def _round(x, word, index, pointer, PAIRS: tl.constexpr):
+    """Return x for the pointer's dtype: unchanged for float32, stochastically rounded to bfloat16 otherwise."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if PAIRS:
             x = round_stochastically(x, halves(word))

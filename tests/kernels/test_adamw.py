@@ -1,4 +1,4 @@
-"""AdamW against torch's on float32, step by step and, rounded stochastically to bfloat16, on average."""
+"""AdamW against torch's: step by step in float32, and on average if rounded stochastically to bfloat16."""
 
 import pytest
 import torch
@@ -13,28 +13,28 @@ def trained(weight: Tensor, kept: torch.dtype = torch.float32, **settings: float
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_float32_is_adamw(stochastic: bool) -> None:
+def test_float32_steps_equal_torch(stochastic: bool) -> None:
     """In float32, with noise or without, weights and state are those of torch's AdamW, by each weight's decay."""
     weights = [torch.randn(5, 3), torch.randn(7)]
-    ours = [trained(weights[0].clone(), weight_decay=0.3), trained(weights[1].clone())]
-    theirs = [weight.clone().requires_grad_() for weight in weights]
-    groups = [{"params": [theirs[0]], "weight_decay": 0.3}, {"params": [theirs[1]], "weight_decay": 0.0}]
+    params = [trained(weights[0].clone(), weight_decay=0.3), trained(weights[1].clone())]
+    torch_weights = [weight.clone().requires_grad_() for weight in weights]
+    groups = [{"params": [torch_weights[0]], "weight_decay": 0.3}, {"params": [torch_weights[1]], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
-    stepper = AdamwEager(ours)
+    stepper = AdamwEager(params)
     for step in range(1, 6):
         gradients = [torch.randn_like(weight) for weight in weights]
-        for weight, gradient in zip(theirs, gradients, strict=True):
+        for weight, gradient in zip(torch_weights, gradients, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
         stepper.step(gradients, step_scalars(0.01, (0.8, 0.9), 1e-6, step), step if stochastic else None)
-    for mine, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.weight, their.detach(), rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(mine.exp_avg, optimizer.state[their]["exp_avg"], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(mine.exp_avg_sq, optimizer.state[their]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+    for param, torch_weight in zip(params, torch_weights, strict=True):
+        torch.testing.assert_close(param.weight, torch_weight.detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(param.exp_avg, optimizer.state[torch_weight]["exp_avg"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(param.exp_avg_sq, optimizer.state[torch_weight]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
 
 
-def test_scalars_of_weights_are_those_of_each() -> None:
-    """A number of steps for each weight gives a row for each, bitwise that of the number alone."""
+def test_scalars_of_weights_equal_scalars_of_one_weight() -> None:
+    """With one step count per weight, each row is bitwise equal to the scalars of that count."""
     counts = [1, 2, 1000, 2**24 + 1]
     rows = step_scalars(1e-3, (0.9, 0.95), 1e-8, torch.tensor(counts))
     for row, count in zip(rows, counts, strict=True):
@@ -45,7 +45,7 @@ def test_scalars_of_weights_are_those_of_each() -> None:
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_small_steps_add_up(kept: torch.dtype) -> None:
-    """Steps far below the spacing of bfloat16 move weights as far on average as they move float32 weights."""
+    """Steps far below the spacing of bfloat16 move bfloat16 weights on average as far as float32 weights."""
     weight = torch.ones(20_000, dtype=torch.bfloat16)
     one, gradient = trained(weight, kept), torch.ones(20_000, dtype=torch.bfloat16)
     stepper = AdamwEager([one])
@@ -56,8 +56,8 @@ def test_small_steps_add_up(kept: torch.dtype) -> None:
     assert weight.min() < weight.max()
 
 
-def test_noise_is_of_key_counter_and_place() -> None:
-    """Equal key, counter and index give equal bits, others give others, and a part is rounded as within the whole."""
+def test_noise_depends_on_key_counter_and_index() -> None:
+    """Equal key, counter and index give equal bits, and a part is rounded as within the whole."""
 
     def after(key: int, counter: int, part: slice = slice(None)) -> Tensor:
         weight = torch.linspace(1, 2, 1000).bfloat16()[part].clone()
@@ -85,22 +85,22 @@ def test_noise_is_of_key_counter_and_place() -> None:
 )
 @pytest.mark.parametrize("columns", [11, 12])
 def test_a_box_is_rounded_as_within_the_whole(part: tuple[slice, slice], columns: int) -> None:
-    """Any rows and columns have the bits of the whole, whether or not elements of one draw are in different parts."""
+    """Any rows and columns have the bits of the whole, also if elements of one draw are in different parts."""
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(7, columns, generator=generator) for _ in range(2))
 
-    def after(weight: Tensor, gradient: Tensor, *place: int) -> list[Tensor]:
+    def after(weight: Tensor, gradient: Tensor, *rows: int) -> list[Tensor]:
         kept = weight.bfloat16(), torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
-        one = ParamState(*kept, 0.1, 7, *place)
+        one = ParamState(*kept, 0.1, 7, *rows)
         for step in (1, 2):
             AdamwEager([one]).step([gradient], step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
         return [*kept]
 
     whole = after(weight, gradient)
     rows, across = part[0].indices(7), part[1].indices(columns)
-    place = rows[0] * columns + across[0], across[1] - across[0], columns
-    for found, expected in zip(after(weight[part].clone(), gradient[part], *place), whole, strict=True):
-        assert torch.equal(found, expected[part])
+    box = rows[0] * columns + across[0], across[1] - across[0], columns
+    for actual, expected in zip(after(weight[part].clone(), gradient[part], *box), whole, strict=True):
+        assert torch.equal(actual, expected[part])
 
 
 def test_mixed_state_dtypes_are_refused() -> None:
@@ -110,8 +110,8 @@ def test_mixed_state_dtypes_are_refused() -> None:
         ParamState(weight, weight.clone(), torch.ones(4), 0.0, 1)
 
 
-def test_strided_weights() -> None:
-    """A transposed weight changes as its contiguous copy does: noise follows the index in the tensor, not in memory."""
+def test_strided_weights_get_the_same_noise() -> None:
+    """A transposed weight changes like its contiguous copy: noise depends on the index, not on the address."""
     copy, view = torch.linspace(1, 2, 12).view(3, 4).bfloat16(), torch.empty(4, 3).bfloat16().T
     view.copy_(copy)
     for weight in (copy, view):

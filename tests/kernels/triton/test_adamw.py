@@ -1,4 +1,4 @@
-"""AdamW in Triton is bitwise that of the eager implementation."""
+"""AdamW in Triton is bitwise equal to the eager implementation."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,140 +19,148 @@ kinds = st.tuples(st.integers(0, 1500), st.sampled_from([WIDE, NARROW]), st.samp
 
 
 def twins(shapes: list[tuple[Any, torch.dtype, torch.dtype]]) -> tuple[list[ParamState], list[ParamState]]:
-    """Two equal lists of weights with their optimizer state."""
+    """Return two equal lists of weights with their optimizer state."""
 
-    def made() -> list[ParamState]:
+    def random_params() -> list[ParamState]:
         torch.manual_seed(1)
         weights = [torch.randn(shape).to(DEVICE, dtype) for shape, dtype, _ in shapes]
         kept = [[torch.rand(shape).to(DEVICE, of_kept) for _ in "ms"] for shape, _, of_kept in shapes]
         return [
-            ParamState(weight, mean, square, 0.1 * (place % 2), 2**60 + place, 2 * place)
-            for place, (weight, (mean, square)) in enumerate(zip(weights, kept, strict=True))
+            ParamState(weight, mean, square, 0.1 * (index % 2), 2**60 + index, 2 * index)
+            for index, (weight, (mean, square)) in enumerate(zip(weights, kept, strict=True))
         ]
 
-    return made(), made()
+    return random_params(), random_params()
 
 
-def assert_same_bits(ours: list[ParamState], theirs: list[ParamState]) -> None:
-    for mine, their in zip(ours, theirs, strict=True):
+def assert_same_bits(params: list[ParamState], expected: list[ParamState]) -> None:
+    for param, twin in zip(params, expected, strict=True):
         for name in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(getattr(mine, name), getattr(their, name)), name
+            assert torch.equal(getattr(param, name), getattr(twin, name)), name
 
 
 def step_both(
-    ours: list[ParamState], theirs: list[ParamState], gradients: list[list[Tensor]], noise: int | None = 2**40
+    params: list[ParamState],
+    expected: list[ParamState],
+    gradients: list[list[Tensor]],
+    noise: int | None = 2**40,
 ) -> None:
-    triton, eager = AdamwTriton(ours), AdamwEager(theirs)
-    for step, of_step in enumerate(gradients, 1):
+    triton, eager = AdamwTriton(params), AdamwEager(expected)
+    for step, step_gradients in enumerate(gradients, 1):
         numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         counter = None if noise is None else step + noise
-        triton.step(of_step, numbers, counter)
-        eager.step(of_step, numbers, counter)
+        triton.step(step_gradients, numbers, counter)
+        eager.step(step_gradients, numbers, counter)
 
 
 @few
 @given(seeds, st.lists(kinds, min_size=1, max_size=4), st.sampled_from([WIDE, NARROW]), st.sampled_from([2**40, None]))
-def test_same_bits(
+def test_triton_has_the_bits_of_eager(
     _seed: object, shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype, noise: int | None
 ) -> None:
     """
-    Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step, with
-    noise or rounded to the nearest.
+    Weights of all sizes and dtypes, with gradients of either dtype, get the bits of the eager step, with or without
+    noise.
     """
-    ours, theirs = twins(shapes)
-    gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
-    step_both(ours, theirs, gradients, noise)
-    assert_same_bits(ours, theirs)
+    params, expected = twins(shapes)
+    gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in params] for _ in range(2)]
+    step_both(params, expected, gradients, noise)
+    assert_same_bits(params, expected)
 
 
 @pytest.mark.parametrize("number", BOUNDARIES)
-def test_same_bits_at_boundaries(number: int) -> None:
+def test_scalars_at_boundaries_have_the_same_bits(number: int) -> None:
     """Keys, counters and first indices around 2^32 and 2^63 give the bits of the eager step."""
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
-        ours, theirs = twins([((700,), NARROW, NARROW)])
-        ours, theirs = ([replace(of[0], key=key, first=first)] for of in (ours, theirs))
+        params, expected = twins([((700,), NARROW, NARROW)])
+        params, expected = ([replace(group[0], key=key, first=first)] for group in (params, expected))
         gradients, numbers = [torch.randn(700).to(DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
-        AdamwTriton(ours).step(gradients, numbers, counter)
-        AdamwEager(theirs).step(gradients, numbers, counter)
-        assert_same_bits(ours, theirs)
+        AdamwTriton(params).step(gradients, numbers, counter)
+        AdamwEager(expected).step(gradients, numbers, counter)
+        assert_same_bits(params, expected)
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_the_device_can_skip_a_step(found_inf: float) -> None:
-    """A number on the device says whether anything changes; gradients that are not finite leave no trace then."""
-    ours, theirs = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
+    """A number on the device can skip the step; gradients that are not finite then change nothing."""
+    params, expected = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
     before, _ = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
-    gradients = [torch.full(t.weight.shape, torch.inf if found_inf else 0.1).to(DEVICE) for t in ours]
+    gradients = [torch.full(t.weight.shape, torch.inf if found_inf else 0.1).to(DEVICE) for t in params]
     numbers, flag = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), torch.tensor(found_inf).to(DEVICE)
-    AdamwTriton(ours).step(gradients, numbers, 1, flag)
-    AdamwEager(theirs).step(gradients, numbers, 1, flag)
-    assert_same_bits(ours, theirs)
-    assert all(torch.equal(a.weight, b.weight) == bool(found_inf) for a, b in zip(ours, before, strict=True))
+    AdamwTriton(params).step(gradients, numbers, 1, flag)
+    AdamwEager(expected).step(gradients, numbers, 1, flag)
+    assert_same_bits(params, expected)
+    assert all(torch.equal(a.weight, b.weight) == bool(found_inf) for a, b in zip(params, before, strict=True))
 
 
-def test_several_programs_for_a_weight() -> None:
-    """A weight of several programs' parts, the last one incomplete, changes as by the eager step."""
-    ours, theirs = twins([((2, PART // 2 + 700), NARROW, NARROW), ((3,), NARROW, NARROW)])
-    step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours]])
-    assert_same_bits(ours, theirs)
+def test_several_programs_update_a_weight() -> None:
+    """A weight that several programs update, the last one only in part, changes as by the eager step."""
+    params, expected = twins([((2, PART // 2 + 700), NARROW, NARROW), ((3,), NARROW, NARROW)])
+    step_both(params, expected, [[torch.randn(t.weight.shape).to(DEVICE) for t in params]])
+    assert_same_bits(params, expected)
 
 
-@pytest.mark.parametrize("place", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
-def test_parts_of_a_parameter(place: tuple[int, ...]) -> None:
-    """Rows of any width and distance, some of them behind 2^33 elements, have the noise of the eager step."""
-    ours, theirs = twins([((700,), NARROW, NARROW), ((30, 25), NARROW, WIDE)])
-    ours, theirs = ([ParamState(*_fields(each), *place) for each in of] for of in (ours, theirs))
-    step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"])
-    assert_same_bits(ours, theirs)
+@pytest.mark.parametrize("box", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
+def test_parts_of_a_parameter_have_the_same_bits(box: tuple[int, ...]) -> None:
+    """Rows of any width and distance, also beyond 2^33 elements, get the noise of the eager step."""
+    params, expected = twins([((700,), NARROW, NARROW), ((30, 25), NARROW, WIDE)])
+    params, expected = ([ParamState(*_fields(param), *box) for param in group] for group in (params, expected))
+    step_both(params, expected, [[torch.randn(t.weight.shape).to(DEVICE) for t in params] for _ in "12"])
+    assert_same_bits(params, expected)
 
 
-def _fields(of: ParamState) -> tuple[Any, ...]:
-    return of.weight, of.exp_avg, of.exp_avg_sq, of.weight_decay, of.key
+def _fields(param: ParamState) -> tuple[Any, ...]:
+    return param.weight, param.exp_avg, param.exp_avg_sq, param.weight_decay, param.key
 
 
 @pytest.mark.parametrize("noise", [2**40, None])
-def test_weights_without_dimensions(noise: int | None) -> None:
-    """A number alone is a weight, too, also the first one of its kind; two steps change it as the eager ones do."""
-    ours, theirs = twins([((), WIDE, WIDE), ((5,), WIDE, WIDE), ((), NARROW, NARROW)])
-    step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"], noise)
-    assert_same_bits(ours, theirs)
+def test_weights_without_dimensions_are_updated(noise: int | None) -> None:
+    """A weight without dimensions, also the first one of its kind, changes as by two eager steps."""
+    params, expected = twins([((), WIDE, WIDE), ((5,), WIDE, WIDE), ((), NARROW, NARROW)])
+    step_both(
+        params,
+        expected,
+        [[torch.randn(t.weight.shape).to(DEVICE) for t in params] for _ in "12"],
+        noise,
+    )
+    assert_same_bits(params, expected)
 
 
 def test_each_weight_has_its_own_scalars() -> None:
-    """A row of scalars for each weight is that weight's, whichever launch it shares, empty ones and all."""
+    """Each weight uses its own row of scalars, whichever launch it shares, also beside empty weights."""
     shapes = [((40,), NARROW, NARROW), ((0,), WIDE, WIDE), ((3, 5), WIDE, WIDE), ((700,), NARROW, NARROW)]
-    ours, theirs = twins(shapes)
-    gradients = [torch.randn(t.weight.shape).to(DEVICE) for t in ours]
+    params, expected = twins(shapes)
+    gradients = [torch.randn(t.weight.shape).to(DEVICE) for t in params]
     numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, torch.tensor([1, 2, 3, 400], device=DEVICE))
-    AdamwTriton(ours).step(gradients, numbers)
-    AdamwEager(theirs).step(gradients, numbers)
-    assert_same_bits(ours, theirs)
+    AdamwTriton(params).step(gradients, numbers)
+    AdamwEager(expected).step(gradients, numbers)
+    assert_same_bits(params, expected)
 
 
-def test_gradients_of_any_kind() -> None:
-    """Gradients that are strided, unaligned, of mixed dtypes and new each step, give the eager step."""
-    ours, theirs = twins([((8, 6), NARROW, NARROW), ((5,), NARROW, NARROW)])
+def test_gradients_of_any_kind_are_accepted() -> None:
+    """Gradients that are strided, unaligned, of mixed dtypes and new in each step give the eager step."""
+    params, expected = twins([((8, 6), NARROW, NARROW), ((5,), NARROW, NARROW)])
     strided, odd = torch.randn(6, 8, device=DEVICE).T.bfloat16(), torch.randn(6, device=DEVICE)[1:]
-    step_both(ours, theirs, [[strided, odd], [strided.clone(), odd.clone()]])
-    assert_same_bits(ours, theirs)
+    step_both(params, expected, [[strided, odd], [strided.clone(), odd.clone()]])
+    assert_same_bits(params, expected)
 
 
-def test_unaligned_weights() -> None:
+def test_unaligned_weights_are_updated() -> None:
     """Weights that are not aligned for vectorized loads change as by the eager step."""
-    ours, theirs = twins([((40,), NARROW, NARROW), ((40,), NARROW, NARROW)])
-    moved = torch.empty(41, dtype=NARROW, device=DEVICE)[1:].copy_(ours[0].weight)
-    ours[0] = ParamState(moved, ours[0].exp_avg, ours[0].exp_avg_sq, ours[0].weight_decay, ours[0].key, ours[0].first)
-    step_both(ours, theirs, [[torch.randn(40, device=DEVICE) for _ in range(2)]])
-    assert_same_bits(ours, theirs)
+    params, expected = twins([((40,), NARROW, NARROW), ((40,), NARROW, NARROW)])
+    moved = torch.empty(41, dtype=NARROW, device=DEVICE)[1:].copy_(params[0].weight)
+    params[0] = replace(params[0], weight=moved)
+    step_both(params, expected, [[torch.randn(40, device=DEVICE) for _ in range(2)]])
+    assert_same_bits(params, expected)
 
 
-def test_one_launch_for_all_of_a_kind() -> None:
+def test_weights_of_a_kind_share_a_launch() -> None:
     """Weights of the same dtypes share a launch, whatever their number and sizes."""
-    ours, _ = twins([((size,), NARROW, NARROW) for size in range(1, 20)])
-    assert len(AdamwTriton(ours)._launches) == 1
+    params, _ = twins([((size,), NARROW, NARROW) for size in range(1, 20)])
+    assert len(AdamwTriton(params)._launches) == 1
 
 
-def test_refuses_strided_weights() -> None:
+def test_strided_weights_are_refused() -> None:
     """A weight that is not contiguous is an error that names the eager implementation."""
     weight = torch.ones(3, 4, device=DEVICE).T
     with pytest.raises(ValueError, match="must be contiguous"):
