@@ -33,7 +33,7 @@ def no_scratch() -> int:
 
 @dataclass(frozen=True)
 class OperationCosts:
-    """FLOPs of matrix products, scratch memory in bytes, and whether the products are those of attention."""
+    """FLOPs of matrix products, scratch memory in bytes, and whether the operation is attention."""
 
     flops: float = 0.0
     scratch: int = 0

@@ -52,9 +52,9 @@ class CutCrossEntropyImplementation(NamedTuple):
     """
     Both passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 on other ranks.
 
-    `forward` returns the log-sum-exp of each token's logits and the logit of its target, 0 where the target is -1, both
-    float32 (tokens,). `backward` takes the lse over the whole vocabulary and the two factors that `split_grads`
-    returns, and returns the gradients that are needed.
+    `forward` returns each token's log-sum-exp and target logit, 0 where the target is -1, both float32 (tokens,).
+    `backward` takes the lse over the whole vocabulary and the two factors that `split_grads` returns, and returns the
+    gradients that are needed.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
@@ -181,13 +181,13 @@ class _DeferredWeightGradient:
 
 
 def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
-    """Return slices of the tokens, each of whole tiles, as many as may exist together."""
+    """Return slices of tokens in whole tiles, with as many logits as may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
-    """Return the bytes of the logits of hidden (tokens, width) and weight (vocabulary, width) that exist together."""
+    """Return how many bytes of logits exist together, for hidden (tokens, width) and weight (vocabulary, width)."""
     return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize
 
 

@@ -46,16 +46,16 @@ class Addable(ABC):
 
     @abstractmethod
     def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        """Return the summand (the weight's shape) in a dtype that is at least as wide."""
+        """Return the summand (the weight's shape) in a dtype at least as wide."""
 
     @abstractmethod
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
-        """Add the summand to a contiguous tensor of its shape and of a dtype that is at least as wide."""
+        """Add the summand to a contiguous tensor of its shape, in a dtype at least as wide."""
 
 
 @dataclass(frozen=True)
 class MatrixProduct(Addable):
-    """Summand (rows, columns) that is the matrix product of two factors, which `factors` computes from the tensors."""
+    """Matrix product (rows, columns) of two factors, which `factors` computes from the tensors."""
 
     factors: Callable[..., tuple[Tensor, Tensor]]
 

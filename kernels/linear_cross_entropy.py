@@ -1,5 +1,5 @@
 """
-Cross entropy of a linear layer's logits, which keeps the probabilities of all words for the backward pass if they fit.
+Cross entropy of a linear layer's logits, which keeps all probabilities for the backward pass if they fit.
 
 More tokens than fit go through `cut_cross_entropy`, which computes logits again in the backward pass.
 """

@@ -126,7 +126,7 @@ def _product(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
     """
     Return logits (tokens, vocabulary) for both passes, which must have the same roundings.
 
-    The gradient of a probability near 1 is the difference of a logit and the lse of the forward pass.
+    With different roundings, exp(logit - lse) - 1 would be wrong for probabilities near 1.
     """
     return torch.mm(hidden.detach(), weight.detach().T, out=_empty_tiles(hidden, weight, words))
 
@@ -160,7 +160,7 @@ def _backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_we
 
 
 def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool) -> int:
-    """Return the bytes of the gradients of logits, of sums in float32, and of the sorted copy of the weight."""
+    """Return the bytes for gradients of logits, float32 sums, and the sorted copy of the weight."""
     sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
     return logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
 
@@ -225,7 +225,7 @@ def _grad_logits(
     grad_lse: Tensor | None,
     cut: LogitCut,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of logits, and which tiles (of tokens, of words) are written."""
+    """Return the gradients of logits, and flags for the tiles (of tokens, of words) that are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
     by_torch = _multiplies_by_torch(hidden)
     grad_logits = _product(hidden, weight, across) if by_torch else _empty_tiles(hidden, weight, across)

@@ -52,7 +52,7 @@ def lse_kernel(
     logits_stride, hidden_stride, weight_stride, lse_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Store log sum exp(logits) for each token and tile of words, and the logit of each token's target."""
+    """Store log sum exp(logits) by token and tile of words, and the logits of targets."""
     across = tl.cdiv(tokens, TOKENS)
     first = (tl.program_id(0) % across) * TOKENS
     tile = tl.program_id(0) // across
@@ -81,7 +81,7 @@ def grad_logits_kernel(
     FILTERED: tl.constexpr,
 ):
     """
-    Store the gradients of logits, and which tiles have any that the filter keeps; other tiles are not written.
+    Store gradients of logits, and flags for the tiles that the filter keeps; other tiles are not written.
 
     If `grad_logits` has logits (`HAS_LOGITS`), their gradients overwrite them, with 0 in tiles that the filter skips.
     """
@@ -127,7 +127,7 @@ def grad_hidden_kernel(
     grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Store grad_logits @ weight, summed over the active tiles of words of each tile of tokens, in steps of words."""
+    """Store grad_logits @ weight by tile of tokens, summed over active tiles of words in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
     first = down * TOKENS
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
@@ -148,7 +148,7 @@ def grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Add grad_logits.T @ hidden to the result in float32, over the active tiles of tokens of each tile of words."""
+    """Add grad_logits.T @ hidden to the float32 result by tile of words, over active tiles of tokens in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
     count, first = tl.load(counts + down), down * WORDS
     if count == 0:

@@ -207,7 +207,7 @@ def _from_scratch(ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None)
 
 
 def _scale_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-    """Scale a gradient, and cast it to the dtype of sums; without tokens there is no factor, and it is zero."""
+    """Scale a gradient, and cast it to the dtype of sums; without tokens there is no factor."""
     dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
     return (gradient * factor if len(factor) else gradient).to(dtype=dtype)
 

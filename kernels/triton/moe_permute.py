@@ -213,7 +213,7 @@ def gather_into(
 
 
 def row_settings(width: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, Any]:
-    """Return the columns of a row of `width` elements that a program processes at a time, `per_warp` per warp."""
+    """Return the block of columns of a row (width,) that a program processes at a time, `per_warp` per warp."""
     block = min(max(16, next_power_of_2(width)), TILE)
     return {"BLOCK": block, "num_warps": max(1, min(block // per_warp, 8))}
 

@@ -55,7 +55,7 @@ class _SwiGlu(Function):
 
 
 class _SwiGluHalves(Function):
-    """SwiGLU of the halves of its input, which it saves."""
+    """SwiGLU of two halves of a tensor, which it saves."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor, scale: Tensor | None) -> Tensor:

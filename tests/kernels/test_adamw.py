@@ -14,7 +14,7 @@ def trained(weight: Tensor, kept: torch.dtype = torch.float32, **settings: float
 
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_float32_steps_equal_torch(stochastic: bool) -> None:
-    """In float32, with noise or without, weights and state are those of torch's AdamW, by each weight's decay."""
+    """In float32, with or without noise, weights and state equal torch's AdamW, also with different weight decays."""
     weights = [torch.randn(5, 3), torch.randn(7)]
     params = [trained(weights[0].clone(), weight_decay=0.3), trained(weights[1].clone())]
     torch_weights = [weight.clone().requires_grad_() for weight in weights]

@@ -1,4 +1,4 @@
-"""Eager kernels under torch.compile; those in Triton are in tests/kernels/triton/test_primitives.py."""
+"""Eager kernels under torch.compile; tests/kernels/triton/test_primitives.py has the Triton kernels."""
 
 from collections.abc import Callable
 from typing import Any

@@ -59,7 +59,7 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, drop: float = 0.0) -> Tensor:
 
 
 def test_a_rerun_call_has_the_same_bits_and_keeps_its_arguments() -> None:
-    """Gradients equal those without recomputation, also with dropout, and random numbers go on as without it."""
+    """Gradients and later random numbers are the same as without recomputation, also with dropout."""
     x, up, down = leaves = tensors((64, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
     outputs = []
     for run in (lambda: mlp(x, up, down, 0.5), lambda: rerun(mlp, x, up, down, drop=0.5)):

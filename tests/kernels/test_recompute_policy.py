@@ -25,7 +25,7 @@ FLOAT32 = {"parameter": "float32"}
 
 
 def assert_same_bits(steps: Sequence[Mapping[str, Any]], cases: Sequence[pipelines.Case]) -> None:
-    """Assert that losses, gradients and weights of all policies equal those without recomputation, bitwise."""
+    """Assert that all policies have bitwise the losses, gradients and weights of no recomputation."""
     assert len(steps) == len(POLICIES) * len(cases)
     for number, actual in enumerate(steps):
         plain, label = steps[number % len(cases)], (POLICIES[number // len(cases)], cases[number % len(cases)])

@@ -1,4 +1,4 @@
-"""Many tensors in one launch are bitwise those of the eager implementation."""
+"""Scaling many tensors in one launch is bitwise equal to the eager implementation."""
 
 import math
 
