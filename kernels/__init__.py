@@ -1,1 +1,1 @@
-"""Kernels, eager and in Triton. They import torch and triton, and nothing of recipes."""
+"""Kernels in plain torch and in Triton, which import torch and triton, and nothing else of drawloom."""

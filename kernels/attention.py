@@ -114,7 +114,7 @@ def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 def attention_flops(queries: int, keys: int, *, backward: bool = False) -> float:
     """
-    Return the FLOPs of attention to all pairs, given the number of elements of all queries, and of keys in a row.
+    Return the FLOPs of attention to all pairs, for `queries` elements in all queries and `keys` keys per row.
 
     A backward pass computes the scores again: five products, where the forward pass has two.
     """
@@ -174,7 +174,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: DocumentOffsets) -> 
 
 def document_offsets(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> DocumentOffsets:
     """
-    Return the start of each document in the flattened tokens, then the number of tokens (cu_seqlens), and the window.
+    Return the documents' starts in the flattened tokens, then the number of tokens (cu_seqlens), and the window.
 
     document_ids int64 (rows, length); `queries` must be None: all tokens of each row. Synchronizes with the device,
     since the number of documents is the size of the result; on the meta device the size is 1.

@@ -36,13 +36,13 @@ def attention_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         return attention_eager(q, k, v, _dense_mask(mask))
     grouped = q.shape[2] != k.shape[2]
     swapped = (x.transpose(1, 2) for x in (q, k, v))
-    attend = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    attend = _compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     mixed: Tensor = attend(*swapped, block_mask=mask, enable_gqa=grouped)
     return mixed.transpose(1, 2)
 
 
 @cache
-def _compiled() -> Any:
+def _compile_flex_attention() -> Any:
     """Return flex_attention, compiled."""
     # Compiling takes seconds, so it waits for the first call; within compiled code torch compiles it anyway.
     return torch.compile(flex_attention, dynamic=False)
@@ -55,7 +55,7 @@ def _dense_mask(mask: BlockMask) -> Tensor:
 
 def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
     """
-    Return which blocks attend to which fully, partly or not at all, for document ids int64 (rows, length).
+    Return the blocks that attend to each other, fully or in part, for document ids int64 (rows, length).
 
     `queries`, int64 (tokens,), are the positions of the queries in the row; default: all.
     """

@@ -33,7 +33,7 @@ def no_scratch() -> int:
 
 @dataclass(frozen=True)
 class OperationCosts:
-    """FLOPs of matrix products, scratch memory in bytes, and whether the products are those of attention."""
+    """FLOPs of matrix products, scratch memory in bytes, and whether the operation is attention."""
 
     flops: float = 0.0
     scratch: int = 0
@@ -76,15 +76,15 @@ def has_costs(operation: OpOverloadPacket) -> bool:
 def operation_costs(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> OperationCosts:
-    """Return the costs of a call: those that the operation registered, else the FLOPs that torch counts."""
+    """Return the costs of a call, as the operation registered them, or else the FLOPs that torch counts."""
     registration = _REGISTERED.get(operator.overloadpacket)
     if registration is not None:
-        return registration.costs(named_arguments(operator, args, kwargs))
+        return registration.costs(bind_arguments(operator, args, kwargs))
     return OperationCosts(_torch_flops(operator, args, kwargs, result))
 
 
-def named_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names in the operator's schema; defaults that were left out too."""
+def bind_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, and defaults that it omits, by their names in the operator's schema."""
     arguments = operator._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     positional = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
@@ -100,8 +100,8 @@ def moves_data(operator: OpOverload, allocates: bool) -> bool:
     """
     Return whether an operator reads or writes elements of tensors.
 
-    `allocates` is whether any result has memory of its own. A result without, from an operator that changes no
-    argument, is a view or a fact about a shape.
+    `allocates` is whether any result has new memory. Other results, unless the operator changes an argument, are views
+    or properties of shapes.
     """
     if operator.overloadpacket in _ALLOCATIONS:
         return False

@@ -52,9 +52,9 @@ class CutCrossEntropyImplementation(NamedTuple):
     """
     Both passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 on other ranks.
 
-    `forward` returns the log-sum-exp of each token's logits and the logit of its target, 0 where the target is -1, both
-    float32 (tokens,). `backward` takes the lse over the whole vocabulary and the two factors that `split_grads`
-    returns, and returns the gradients that are needed.
+    `forward` returns each token's log-sum-exp and target logit, 0 where the target is -1, both float32 (tokens,).
+    `backward` takes the lse over the whole vocabulary and the two factors that `split_grads` returns, and returns the
+    gradients that are needed.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
@@ -88,10 +88,10 @@ def cross_entropy(
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     weight_gradient = weight_gradient_of(weight)
     losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
-    return weighted(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
-def weighted(losses: Tensor, token_weights: Tensor | None) -> Tensor:
+def weigh_losses(losses: Tensor, token_weights: Tensor | None) -> Tensor:
     """Multiply losses (...) by the weights (...) of their tokens, if there are any."""
     return losses if token_weights is None else losses * token_weights
 
@@ -181,13 +181,13 @@ class _DeferredWeightGradient:
 
 
 def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
-    """Return slices of the tokens, each of whole tiles, as many as may exist together."""
+    """Return slices of tokens in whole tiles, with as many logits as may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
-    """Return the bytes of the logits of hidden (tokens, width) and weight (vocabulary, width) that exist together."""
+    """Return how many bytes of logits exist together, for hidden (tokens, width) and weight (vocabulary, width)."""
     return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize
 
 
@@ -254,7 +254,7 @@ def _grad_logits(
     probs = _logits(hidden, weight).sub_(lse.unsqueeze(-1)).exp_()
     is_local = (targets >= 0).to(probs.dtype).unsqueeze(-1)
     indices = targets.clamp(min=0).unsqueeze(-1)
-    mask = None if order is None else _kept_words(probs, indices, is_local, grad_lse is not None, cut, order)
+    mask = None if order is None else _filter_mask(probs, indices, is_local, grad_lse is not None, cut, order)
     result = probs.scatter_add_(1, indices, -is_local).mul_(grad.unsqueeze(-1))
     if grad_lse is not None:
         result.scatter_add_(1, indices, is_local * grad_lse.unsqueeze(-1))
@@ -263,7 +263,7 @@ def _grad_logits(
     return result.to(hidden.dtype)
 
 
-def _kept_words(
+def _filter_mask(
     probs: Tensor, indices: Tensor, is_local: Tensor, uses_lse: bool, cut: LogitCut, order: Tensor
 ) -> Tensor:
     """Return 1 for each word (tokens, vocabulary) in a tile that the filter keeps, else 0."""

@@ -46,16 +46,16 @@ class Addable(ABC):
 
     @abstractmethod
     def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        """Return the summand (the weight's shape) in a dtype that is at least as wide."""
+        """Return the summand (the weight's shape) in a dtype at least as wide."""
 
     @abstractmethod
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
-        """Add the summand to a contiguous tensor of its shape and of a dtype that is at least as wide."""
+        """Add the summand to a contiguous tensor of its shape, in a dtype at least as wide."""
 
 
 @dataclass(frozen=True)
 class MatrixProduct(Addable):
-    """Summand (rows, columns) that is the matrix product of two factors, which `factors` computes from the tensors."""
+    """Matrix product (rows, columns) of two factors, which `factors` computes from the tensors."""
 
     factors: Callable[..., tuple[Tensor, Tensor]]
 
@@ -192,7 +192,7 @@ class DeferredGrad:
         while pending:
             compute, (tensors, versions) = pending.pop(0)
             if versions != [tensor._version for tensor in tensors]:
-                raise ChangedInPlaceError(_changed_message(tensors, versions, weight))
+                raise ChangedInPlaceError(_message_of_change(tensors, versions, weight))
             summand = add_to_grad(weight, compute, *tensors) if is_fused else compute(*tensors)
             if summand is None:
                 continue
@@ -333,7 +333,7 @@ def _identity(part: Tensor) -> Tensor:
     return part
 
 
-def _changed_message(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+def _message_of_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
     changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
     texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]
     return (

@@ -71,7 +71,7 @@ def grouped_gemm(
 
 @deferring
 class _GroupedGemm(Function):
-    """Grouped product that computes the gradients that are needed, and can defer the gradient of the weight."""
+    """Grouped product, which can defer the gradient of its weight."""
 
     @staticmethod
     def forward(

@@ -76,7 +76,7 @@ class _Embedding(Function):
 
 @dataclass(frozen=True)
 class _EmbeddingGradient(Addable):
-    """Sum of the gradients (..., hidden_size) of tokens (...) over each of the `rows` of the table."""
+    """Gradient of a table with `rows` rows: gradients (..., hidden_size) summed by token (...)."""
 
     rows: int
 
@@ -88,7 +88,7 @@ class _EmbeddingGradient(Addable):
         return self(grad.to(dtype), tokens)
 
     def add_to(self, summed: Tensor, grad: Tensor, tokens: Tensor) -> None:  # type: ignore[override]
-        """Add to the rows of these tokens, each once, so that the order of additions is fixed."""
+        """Add once to the row of every distinct token, so that the order of additions is fixed."""
         ordered, order = tokens.reshape(-1).sort(stable=True)
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]

@@ -1,5 +1,5 @@
 """
-Cross entropy of a linear layer's logits, which keeps the probabilities of all words for the backward pass if they fit.
+Cross entropy of a linear layer's logits, which keeps all probabilities for the backward pass if they fit.
 
 More tokens than fit go through `cut_cross_entropy`, which computes logits again in the backward pass.
 """
@@ -15,7 +15,7 @@ from drawloom.kernels.cut_cross_entropy import (
     cut_cross_entropy_eager,
     skip_unused_grads,
     split_grads,
-    weighted,
+    weigh_losses,
 )
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable
@@ -41,7 +41,7 @@ def linear_cross_entropy_eager(
         return cut_cross_entropy_eager(hidden, weight, targets, cut, token_weights)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses, lse = _WholeProbabilities.apply(tokens, weight, flat, ignore_index, weight_gradient_of(weight))  # type: ignore[no-untyped-call]
-    return weighted(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
 @deferring

@@ -37,7 +37,7 @@ class EagerPeerExchange:
     @staticmethod
     def choices(chosen: Peers, first: int, experts: int) -> Tensor:
         """
-        Return the local expert of each choice of the group's tokens, int32 (ranks * slots, top_k); -1 for others.
+        Return the local experts that the group's tokens chose, int32 (ranks * slots, top_k); -1 for other choices.
 
         This rank has `experts` experts from `first` on. chosen: int32 (slots, top_k) of each rank, -1 in unused slots.
         """
@@ -63,8 +63,8 @@ class EagerPeerExchange:
         """
         Copy tokens, (slots, hidden_size) of each rank, to the rows of their choices; return (rows, hidden_size).
 
-        There are len(source_choice) rows; unused rows have any values. Also returns one of the scalars, (slots, top_k)
-        of each rank, for each row.
+        There are len(source_choice) rows; unused rows have any values. Also returns the rows' scalars (rows,), from
+        scalars (slots, top_k) of each rank.
         """
         dest_row, source_choice, _ = routes
         choice = source_choice.where(source_choice >= 0, 0).to(torch.int64)

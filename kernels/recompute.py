@@ -242,7 +242,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 class _RandomState:
-    """States of torch's default generators, of the CPU and of a GPU."""
+    """States of torch's default generators for the CPU and a GPU."""
 
     __slots__ = ("_cpu", "_cuda", "device")
 
@@ -278,14 +278,14 @@ class _Autocast:
 
 
 def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operation that is cheap enough, for the memory of its results, that `Selective` recomputes it."""
+    """Call an operation that `Selective` recomputes, since it costs little time for the memory of its results."""
     results = function(*arguments)
     note(results, function, *arguments)
     return results
 
 
 def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Record that a call of this function returns these results, a tensor or a tuple of tensors."""
+    """Record that this call of a function returns these results, a tensor or a tuple of tensors."""
     if not torch.compiler.is_compiling() and (selective := _selective.get()) is not None:
         selective.note(results, function, arguments)
 
@@ -349,7 +349,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the distance from a tensor's first element (any shape) past its last one, in elements."""
+    """Return how many elements a tensor (any shape) spans in memory, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -1,10 +1,11 @@
 """
-Records what a module does on the meta device: bytes that live, and the seconds that its operations would take.
+Recorder of a module's passes on the meta device: bytes that are alive, and the seconds that operations would take.
 
-A meta tensor has a storage without memory, which lives as long as a real one would, so that the sum of the storages
-that live is what an allocator would have given out. An operation takes as long as its arithmetic or its memory traffic
-needs, whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes as
-long as both: kernels before and after its products sum and round.
+A meta tensor has a storage without memory, which lives as long as a real one, so that the sum of the live storages is
+the memory that an allocator would have handed out. An operation takes as long as its arithmetic or its memory traffic,
+whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes the sum of
+both, because kernels before and after its products sum and round. FLOPs and scratch memory are registered with the
+operations (`kernels/costs.py`).
 """
 
 import math
@@ -23,18 +24,18 @@ from torch.utils._pytree import tree_leaves
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, sent_bytes
 from drawloom.components.planning.attention import Attended
-from drawloom.kernels.costs import OperationCosts, moves_data, named_arguments, operation_costs
+from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, operation_costs
 
 
 @attrs.frozen
 class PassCost:
     """
-    What was recorded of a pass.
+    Costs of a pass.
 
-    `seconds` are those of the device, of which `sending` in collectives that the pass waits for; `host` are those of
-    the host that issues it; `flops` the operations of matrix products. `rise` is the most bytes that lived beyond those
-    at its start, and `grown` those that do after it, less than 0 if it frees more than it makes; `held` are the bytes
-    that live after it, by what made them.
+    `seconds` is the time of the device, `sending` its part in collectives that the pass waits for, and `host` the time
+    of the host that issues the pass; `flops` counts matrix products. `rise` is the peak of live bytes and `grown` their
+    number at the end, both relative to the start; `grown` is negative if the pass frees more than it allocates. `held`
+    has the bytes that are alive at the end, by label.
     """
 
     seconds: float = 0.0
@@ -46,7 +47,7 @@ class PassCost:
     held: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
-        """This one and another, which runs several times before or after it; `rise` is the greater of both."""
+        """Add the costs of another pass that runs several times; `rise` is the greater of both."""
         labels = dict.fromkeys([*self.held, *other.held])
         held = {label: self.held.get(label, 0) + times * other.held.get(label, 0) for label in labels}
         return PassCost(
@@ -61,16 +62,16 @@ class PassCost:
 
     @property
     def held_bytes(self) -> int:
-        """All bytes that live after it."""
+        """Return all bytes that are alive at the end."""
         return sum(self.held.values())
 
 
 Links = Callable[[str], float]
-"""The bytes/s that a rank sends to others along a dimension of the mesh."""
+"""Return the bytes per second that a rank sends to others along a dimension of the mesh."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which operations on meta tensors are recorded, for a device, and what attention looks at."""
+    """Context that records operations on meta tensors, for a device and the pairs that attention computes."""
 
     def __init__(self, device: DeviceModel, links: Links, attended: Attended) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,24 +82,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._label = ["other"]
 
     def labelled(self, module: nn.Module, label: str) -> list[Any]:
-        """Storages made in the forward pass of a module get this label; the handles of its hooks."""
+        """Label storages that the forward pass of a module allocates, and return the handles of the hooks."""
         begin = module.register_forward_pre_hook(lambda *_: self._label.append(label))
         return [begin, module.register_forward_hook(lambda *_: self._label.pop() and None, always_call=True)]
 
     @contextmanager
     def label(self, label: str) -> Iterator[None]:
-        """Storages made in this context get this label, unless a module has its own."""
+        """Label storages that are allocated in this context, unless a module has its own label."""
         self._label.append(label)
         yield
         self._label.pop()
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Start to record a pass."""
         self._seconds = self._sending = self._host = self._flops = 0.0
         self._start = self._peak = self._now
 
     def end(self) -> PassCost:
-        """What was recorded since `begin`."""
+        """Return the costs since `begin`."""
         held: Counter[str] = Counter()
         for size, label in self._sizes.values():
             held[label] += size
@@ -116,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in new:
             self._add(tensor)
         if function.overloadpacket is COLLECTIVE:
-            self._count_collective(named_arguments(function, args, kwargs), result)
+            self._count_collective(bind_arguments(function, args, kwargs), result)
         elif moves_data(function, bool(new)):
             self._count(operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         reference = weakref.ref(storage, self._drop)
         if reference not in self._sizes:
-            # Allocators give out whole blocks of 512 bytes.
+            # Allocators hand out whole blocks of 512 bytes.
             self._sizes[reference] = size, _ = -(-storage.nbytes() // 512) * 512, self._label[-1]
             self._now += size
             self._peak = max(self._peak, self._now)

@@ -1,1 +1,1 @@
-"""The operations in Triton, which is imported with any of these modules and nowhere else."""
+"""Kernels in Triton; no other module of kernels/ imports triton when it is imported."""

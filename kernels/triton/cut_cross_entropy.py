@@ -1,12 +1,12 @@
 """
 Cut cross entropy in Triton: logits are computed in tiles in registers, and never written.
 
-The backward pass writes the logits' gradients of some tokens at a time. Without filtering, they go through torch's
-matrix products; with it, through products over the tiles that are left, with a copy of the weight whose words are
-sorted. The weight's gradient is summed in float32. On GPUs that have TMA, half precision is multiplied by it.
+The backward pass writes the gradients of some tokens' logits at a time. Without a filter, torch's matrix products use
+them; with a filter, kernels compute products over the remaining tiles, with a copy of the weight whose words are
+sorted. The weight's gradient is summed in float32. On GPUs with TMA, products in half precision use it.
 
-In float32 all products are torch's, which are several times as fast as Triton's, and by TF32 if torch is set to that.
-So the logits of some tokens at a time are written, too.
+In float32 all products are torch's, which are several times as fast as Triton's, and use TF32 if torch does. So the
+logits of some tokens at a time are written in float32.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.primitives import addmm_fp32, cdiv, check_floats, contiguous_last_dim
 
-TILE_OF_GIVEN = 32, 256
-"""Tokens and words of the vocabulary in a tile where logits are given, and no filter asks for the caller's tiles."""
+FLOAT32_TILE = 32, 256
+"""Tokens and words of the vocabulary in a tile of float32, unless a filter uses the caller's tiles."""
 
 STEP, CHANNELS = 64, 128
 """Channels of hidden states in one step of a tile of logits, and in a tile of their gradients."""
@@ -38,14 +38,14 @@ STEP, CHANNELS = 64, 128
 WARPS = 8
 
 STAGES = 4
-"""Of loops over active tiles: of these, one loads which tile comes."""
+"""Pipeline stages of loops over active tiles; one stage loads the index of the next tile."""
 
 
 def cut_cross_entropy_triton(
     hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    What cut_cross_entropy_eager gives, float32 (...), for float32, bfloat16 and float16.
+    Compute cut_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
 
     hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). The loss of a
     target outside of the vocabulary is NaN.
@@ -66,8 +66,8 @@ def _forward_flops(hidden: Tensor, weight: Tensor) -> float:
 
 
 def _forward_scratch(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
-    # Only torch's product writes logits.
-    return logits_bytes(hidden, weight, max_logits) if _is_given(hidden) else 0
+    # In other dtypes no logits are written.
+    return logits_bytes(hidden, weight, max_logits) if _multiplies_by_torch(hidden) else 0
 
 
 @register_kernel(
@@ -82,14 +82,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     hidden, weight, targets = contiguous_last_dim(hidden), contiguous_last_dim(weight), targets.contiguous()
     lse = hidden.new_empty(cdiv(len(weight), words), len(hidden), dtype=torch.float32)
-    # A target that no tile holds keeps its NaN.
+    # A target outside of all tiles keeps its NaN.
     target_logit = torch.where(targets < 0, 0.0, torch.nan)
     if not lse.numel():
         return lse.logsumexp(0), target_logit
-    given, cut = _is_given(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
-    for chunk in chunks(len(hidden), len(weight), cut) if given else [slice(0, len(hidden))]:
+    by_torch, cut = _multiplies_by_torch(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
+    for chunk in chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
         part = hidden[chunk]
-        logits = _product(part, weight, words) if given else None
+        logits = _product(part, weight, words) if by_torch else None
         factors, by_tma = _blocks((tokens, STEP), (words, STEP), part, weight)
         kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
@@ -111,28 +111,28 @@ def _forward(
 
 
 def _blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
-    """Two matrices as kernels take them, and whether that is by TMA, in blocks of these sizes."""
-    if not all(map(tma.fits, factors)) or not tma.is_there(factors[0].device):
+    """Return two matrices as kernel arguments, in blocks of these sizes, and whether they are TMA descriptors."""
+    if not all(map(tma.fits, factors)) or not tma.is_supported(factors[0].device):
         return factors, False  # type: ignore[return-value]
     return (tma.blocks(factors[0], *block), tma.blocks(factors[1], *other)), True
 
 
-def _is_given(hidden: Tensor) -> bool:
-    """Whether logits are made by torch's product, and given to the kernels."""
+def _multiplies_by_torch(hidden: Tensor) -> bool:
+    """Return whether torch's product computes logits, and writes them for the kernels."""
     return hidden.dtype == torch.float32
 
 
 def _product(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
     """
-    Logits (tokens, vocabulary) of both passes, which would differ by rounding if they were made in two ways.
+    Return logits (tokens, vocabulary) for both passes, which must have the same roundings.
 
-    Gradients of probabilities near 1 are differences of these.
+    With different roundings, exp(logit - lse) - 1 would be wrong for probabilities near 1.
     """
-    return torch.mm(hidden.detach(), weight.detach().T, out=_padded(hidden, weight, words))
+    return torch.mm(hidden.detach(), weight.detach().T, out=_empty_tiles(hidden, weight, words))
 
 
-def _padded(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
-    """Room (tokens, vocabulary) in rows of whole tiles, so that each begins where 16-byte reads are allowed."""
+def _empty_tiles(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+    """Return an empty tensor (tokens, vocabulary) whose rows are padded to whole tiles, for aligned 16-byte reads."""
     return hidden.new_empty(len(hidden), cdiv(len(weight), words) * words)[:, : len(weight)]
 
 
@@ -150,7 +150,7 @@ def _fake_backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states and weight, empty where they are not needed."""
+    """Return gradients of hidden states and weight, empty if they are not needed."""
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
@@ -160,7 +160,7 @@ def _backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_we
 
 
 def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool) -> int:
-    """Return the bytes of the gradients of logits, of sums in float32, and of the copy of the weight that is sorted."""
+    """Return the bytes for gradients of logits, float32 sums, and the sorted copy of the weight."""
     sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
     return logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
 
@@ -191,18 +191,18 @@ def _backward(
     hidden, weight = contiguous_last_dim(hidden), contiguous_last_dim(weight)
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=torch.float32)
-    filtered, places = filter_eps > 0 and len(hidden) > 0, None
-    if filtered:
+    is_filtered, ranks = filter_eps > 0 and len(hidden) > 0, None
+    if is_filtered:
         # A sorted copy of the weight: kernels that gather its rows take longer than all copies.
         order = order_of_vocab(hidden, weight)
-        weight, places = weight[order], order.argsort()
-        known = (targets >= 0) & (targets < len(weight))
-        targets = places[targets.where(known, 0)].where(known, -1)
+        weight, ranks = weight[order], order.argsort()
+        is_word = (targets >= 0) & (targets < len(weight))
+        targets = ranks[targets.where(is_word, 0)].where(is_word, -1)
     for chunk in chunks(len(hidden), len(weight), cut):
-        part, of_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
-        inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], of_lse
+        part, part_grad_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
+        inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], part_grad_lse
         grad_logits, active = _grad_logits(*inputs, cut)
-        if filtered and not _is_given(hidden):
+        if is_filtered and not _multiplies_by_torch(hidden):
             if needs_hidden:
                 _sparse_grad_hidden(grad_logits, active, weight, grad_hidden[chunk], cut)
             if needs_weight:
@@ -213,7 +213,7 @@ def _backward(
         if needs_weight:
             addmm_fp32(grad_weight, grad_logits.T, part)
     grad_weight = grad_weight.to(weight.dtype)
-    return grad_hidden, grad_weight if places is None or not needs_weight else grad_weight[places]
+    return grad_hidden, grad_weight if ranks is None or not needs_weight else grad_weight[ranks]
 
 
 def _grad_logits(
@@ -225,10 +225,10 @@ def _grad_logits(
     grad_lse: Tensor | None,
     cut: LogitCut,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of logits, and which tiles (of tokens, of words) are written."""
+    """Return the gradients of logits, and flags for the tiles (of tokens, of words) that are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
-    given = _is_given(hidden)
-    grad_logits = _product(hidden, weight, across) if given else _padded(hidden, weight, across)
+    by_torch = _multiplies_by_torch(hidden)
+    grad_logits = _product(hidden, weight, across) if by_torch else _empty_tiles(hidden, weight, across)
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
     factors, by_tma = _blocks((height, STEP), (across, STEP), hidden, weight)
@@ -247,7 +247,7 @@ def _grad_logits(
         WORDS=across,
         STEP=STEP,
         TMA=by_tma,
-        GIVEN=given,
+        HAS_LOGITS=by_torch,
         FILTERED=cut.filter_eps > 0,
         num_warps=WARPS,
         enable_fp_fusion=True,
@@ -296,20 +296,20 @@ def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, res
 
 
 def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row its active columns, first and in their order, and how many there are."""
+    """Return, for each row, its active columns in order, and their number."""
     return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 
 
-def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
+def _run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
     return _forward(hidden, weight, targets, *_tile(hidden, cut), cut.max_logits)  # type: ignore[no-any-return]
 
 
 def _tile(hidden: Tensor, cut: LogitCut) -> tuple[int, int]:
-    """That of both passes, which cut tokens into the same chunks."""
-    return TILE_OF_GIVEN if _is_given(hidden) and not cut.filter_eps else cut.tile
+    """Return the tile of both passes, which must cut tokens into the same chunks."""
+    return FLOAT32_TILE if _multiplies_by_torch(hidden) and not cut.filter_eps else cut.tile
 
 
-def _backward_of(
+def _run_backward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -324,4 +324,4 @@ def _backward_of(
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 
-TRITON = CutCrossEntropyImplementation(_forward_of, _backward_of)
+TRITON = CutCrossEntropyImplementation(_run_forward, _run_backward)

@@ -1,10 +1,10 @@
 """
-The kernels of cut cross entropy: tiles of logits, and products with tiles of their gradients.
+Kernels of cut cross entropy: tiles of logits, and products with tiles of their gradients.
 
-A tile is `TOKENS` by `WORDS`, computed over the width of the hidden states in steps, or read where logits are given;
-sums are in float32. Programs that run at the same time take the tokens of one tile of words, so that the weight is read
-once and the hidden states, which are few, come from the cache. Each program writes what is its own: nothing is locked
-or added atomically. With `TMA` what is multiplied comes as tensor descriptors, whose blocks are those of the product.
+A tile is `TOKENS` by `WORDS`. It is computed over the width of the hidden states in steps, or read if torch wrote
+logits; sums are in float32. Programs that run at the same time process the tokens of one tile of words, so that the
+weight is read once and the hidden states, which are few, come from the cache. Each program writes its own elements:
+there are no locks and no atomic additions. With `TMA`, factors are tensor descriptors with the blocks of the product.
 """
 
 import triton
@@ -19,7 +19,7 @@ from drawloom.kernels.triton.launch import lean
 def _block(
     x, first_row, first_column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
 ):
-    """A block of a matrix, zeros behind its ends: by its descriptor, or by where its first element is."""
+    """Load a block of a matrix, zero beyond the ends, by its descriptor or by its address."""
     if TMA:
         return x.load([first_row, first_column])
     else:
@@ -33,7 +33,7 @@ def _logits(
     logits, hidden, weight, token, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """The tile of logits that begins at a token and a word: read where they are given, or hidden @ weight.T."""
+    """Return the tile of logits that begins at a token and a word: read it, or compute hidden @ weight.T."""
     if logits is not None:
         total = _block(logits, token, word, tokens, words, logits_stride, TOKENS, WORDS, False)
     else:
@@ -52,7 +52,7 @@ def lse_kernel(
     logits_stride, hidden_stride, weight_stride, lse_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """For each token and tile of words log sum exp(logits), and the target's logit from the tile that has it."""
+    """Store log sum exp(logits) by token and tile of words, and the logits of targets."""
     across = tl.cdiv(tokens, TOKENS)
     first = (tl.program_id(0) % across) * TOKENS
     tile = tl.program_id(0) // across
@@ -66,10 +66,10 @@ def lse_kernel(
     total = largest + tl.log(tl.sum(tl.exp(values - largest[:, None]), 1))
     tl.store(lse + tile.to(tl.int64) * lse_stride + token, total, mask=token < tokens)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
-    own = tl.sum(tl.where(word[None, :] == target[:, None], values, 0.0), 1)
-    # Each target lies in one tile, so no two programs write the same element.
-    here = (target >= tile * WORDS) & (target < tl.minimum((tile + 1) * WORDS, words))
-    tl.store(target_logit + token, own, mask=here)
+    logit = tl.sum(tl.where(word[None, :] == target[:, None], values, 0.0), 1)
+    # Each target is in one tile, so no two programs write the same element.
+    is_in_tile = (target >= tile * WORDS) & (target < tl.minimum((tile + 1) * WORDS, words))
+    tl.store(target_logit + token, logit, mask=is_in_tile)
 
 
 @lean
@@ -77,20 +77,20 @@ def lse_kernel(
 def grad_logits_kernel(
     hidden, weight, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
     hidden_stride, weight_stride, logits_stride, grad_stride, filter_eps,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, GIVEN: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, HAS_LOGITS: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
     """
-    Gradients of logits, and which tiles hold any that counts; the others are not written.
+    Store gradients of logits, and flags for the tiles that the filter keeps; other tiles are not written.
 
-    Where logits are `GIVEN` in place of their gradients, these replace them where they are, 0 where none counts.
+    If `grad_logits` has logits (`HAS_LOGITS`), their gradients overwrite them, with 0 in tiles that the filter skips.
     """
     across = tl.cdiv(tokens, TOKENS)
     down = tl.program_id(0) % across
     tile = tl.program_id(0) // across
     token, word = down * TOKENS + tl.arange(0, TOKENS), tile * WORDS + tl.arange(0, WORDS)
     logits = _logits(
-        grad_logits if GIVEN else None, hidden, weight, down * TOKENS, tile * WORDS, width, tokens, words,
+        grad_logits if HAS_LOGITS else None, hidden, weight, down * TOKENS, tile * WORDS, width, tokens, words,
         logits_stride, hidden_stride, weight_stride, TOKENS, WORDS, STEP, TMA,
     )
     inside = (token < tokens)[:, None] & (word < words)[None, :]
@@ -99,25 +99,25 @@ def grad_logits_kernel(
     onehot = tl.where(word[None, :] == target[:, None], 1.0, 0.0)
     probs = tl.where(inside, tl.exp(logits - total[:, None]), 0.0)
     values = tl.where(inside, probs - onehot, 0.0)
-    alive = True
+    is_active = True
     if FILTERED:
         size = tl.abs(values)
         if grad_lse is not None:  # a target of probability 1 has no gradient of its loss, but one of its lse
             size = tl.maximum(size, probs)
-        alive = tl.max(size) >= filter_eps
-        tl.store(active + down * tl.cdiv(words, WORDS) + tile, alive.to(tl.int8))
-    if GIVEN or alive:
+        is_active = tl.max(size) >= filter_eps
+        tl.store(active + down * tl.cdiv(words, WORDS) + tile, is_active.to(tl.int8))
+    if HAS_LOGITS or is_active:
         factor = tl.load(grad + token.to(tl.int64) * grad_stride, mask=token < tokens, other=0.0)
         values *= factor.to(tl.float32)[:, None]
         if grad_lse is not None:
-            of_lse = tl.load(grad_lse + token, mask=token < tokens, other=0.0)
-            values += onehot * of_lse.to(tl.float32)[:, None]
+            factor_lse = tl.load(grad_lse + token, mask=token < tokens, other=0.0)
+            values += onehot * factor_lse.to(tl.float32)[:, None]
         values = tl.where(inside, values, 0.0)
         at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
-        if GIVEN:
-            tl.store(at, tl.where(alive, values, 0.0), mask=inside)
+        if HAS_LOGITS:
+            tl.store(at, tl.where(is_active, values, 0.0), mask=inside)
         else:
-            # The padding of a row is written too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
+            # The padding of a row is written, too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
             tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
@@ -127,13 +127,13 @@ def grad_hidden_kernel(
     grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """grad_logits @ weight over the active tiles of words of each tile of tokens, in steps of words."""
+    """Store grad_logits @ weight by tile of tokens, summed over active tiles of words in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
     first = down * TOKENS
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for place in range(0, tl.load(counts + down) * (WORDS // STEP)):
-        tile = tl.load(tiles + down * tl.cdiv(words, WORDS) + place // (WORDS // STEP))
-        word = tile * WORDS + place % (WORDS // STEP) * STEP
+    for step in range(0, tl.load(counts + down) * (WORDS // STEP)):
+        tile = tl.load(tiles + down * tl.cdiv(words, WORDS) + step // (WORDS // STEP))
+        word = tile * WORDS + step % (WORDS // STEP) * STEP
         a = _block(grad_logits, first, word, tokens, words, logits_stride, TOKENS, STEP, TMA)
         b = _block(weight, word, left, words, width, weight_stride, STEP, CHANNELS, TMA)
         total = tl.dot(a, b, total)
@@ -148,7 +148,7 @@ def grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Add grad_logits.T @ hidden to float32, over the active tiles of tokens of each tile of words, in steps."""
+    """Add grad_logits.T @ hidden to the float32 result by tile of words, over active tiles of tokens in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
     count, first = tl.load(counts + down), down * WORDS
     if count == 0:
@@ -157,9 +157,9 @@ def grad_weight_kernel(
     inside = (word < words)[:, None] & (channel < width)[None, :]
     at = result + word.to(tl.int64)[:, None] * width + channel[None, :]
     total = tl.load(at, mask=inside, other=0.0)
-    for place in range(0, count * (TOKENS // STEP)):
-        tile = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + place // (TOKENS // STEP))
-        token = tile * TOKENS + place % (TOKENS // STEP) * STEP
+    for step in range(0, count * (TOKENS // STEP)):
+        tile = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + step // (TOKENS // STEP))
+        token = tile * TOKENS + step % (TOKENS // STEP) * STEP
         a = _block(grad_logits, token, first, tokens, words, logits_stride, STEP, WORDS, TMA)
         b = _block(hidden, token, left, tokens, width, hidden_stride, STEP, CHANNELS, TMA)
         total = tl.dot(a.T, b, total)

@@ -1,9 +1,9 @@
 """
 Grouped GEMM in Triton, for any sizes, strides and dtypes, without synchronizing with the device.
 
-The host launches as many tiles as there can be at most; each program finds the expert of its tile from `offsets`.
-Tiles of one expert are consecutive, so that its matrix stays in the L2 cache. GPUs with TMA use grouped_gemm_blocks.py
-for tensors that are laid out as TMA needs them.
+The host launches the largest possible number of tiles; each program finds the expert of its tile from `offsets`. Tiles
+of one expert are consecutive, so that its matrix stays in the L2 cache. GPUs with TMA use grouped_gemm_blocks.py for
+tensors whose layout suits TMA.
 """
 
 import triton
@@ -14,29 +14,29 @@ from drawloom.kernels.costs import no_scratch
 from drawloom.kernels.grouped_gemm import GroupedGemmImplementation, grouped_gemm, matrices_flops, rows_flops
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
-from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
+from drawloom.kernels.triton.grouped_gemm_blocks import MAX_ROWS, rows_of_tile
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
 
 ROWS = (16, 128)
-"""The least and the most rows of a tile: as many as an expert has on average, within what tensor cores run well."""
+"""Minimum and maximum rows of a tile, which has as many rows as the average expert, within tensor-core limits."""
 
 COLUMNS, STEP = 128, 64
-"""Columns of a tile, and how much of the inner dimension is multiplied in a step."""
+"""Columns of a tile, and elements of the inner dimension that one step multiplies."""
 
 WARPS = 8
 
 
 def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
-    The same as grouped_gemm_eager, for float32, bfloat16 and float16, and at most MOST_ROWS rows.
+    Compute grouped_gemm_eager for float32, bfloat16 and float16, and at most MAX_ROWS rows.
 
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,); gives (rows, outputs).
+    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
     check_floats("grouped_gemm_triton", x, weight)
-    if len(x) > MOST_ROWS:
+    if len(x) > MAX_ROWS:
         raise ValueError(
-            f"{len(x)} rows are more than 32-bit row indices can number, {MOST_ROWS}; use a smaller micro-batch"
+            f"{len(x)} rows are more than 32-bit row indices can number, {MAX_ROWS}; use a smaller microbatch"
         )
     return grouped_gemm(TRITON, x, weight, offsets, transposed)
 
@@ -59,7 +59,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if blocks.suit(num_experts, x, weight):
         blocks.rows_by_blocks(x, weight, offsets, result)
         return result
-    rows = _rows_of_a_tile(len(x), num_experts)
+    rows = _tile_rows(len(x), num_experts)
     tiles = len(x) // rows + num_experts
     _rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
         x,
@@ -122,7 +122,7 @@ def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return result
 
 
-def _rows_of_a_tile(rows: int, num_experts: int) -> int:
+def _tile_rows(rows: int, num_experts: int) -> int:
     least, most = ROWS
     return max(least, min(most, next_power_of_2(max(1, rows // num_experts))))
 

@@ -1,7 +1,7 @@
 """
 Grouped GEMM by TMA (tensor descriptors), for half precision on GPUs of compute capability 9.0.
 
-Rows are sorted by expert, and each tile has rows of one expert alone.
+Rows are sorted by expert, and all rows of a tile belong to one expert.
 """
 
 import triton
@@ -12,54 +12,54 @@ from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
-MOST_ROWS = 2**31 - 2**9
-"""Row indices have 32 bits; the margin of 2^9 is for those of the last tile that do not exist."""
+MAX_ROWS = 2**31 - 2**9
+"""Most rows, since row indices have 32 bits; the margin of 2^9 is for missing rows of the last tile."""
 
 
 @triton.jit
 def rows_of_tile(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """A tile's expert, its first row, and the expert's end row; surplus tiles get an expert index of `num_experts`."""
-    each = tl.arange(0, EXPERTS)
-    end = tl.load(offsets + each, mask=each < num_experts, other=0)
-    begin = tl.load(offsets + each - 1, mask=(each > 0) & (each < num_experts), other=0)
-    tiles = tl.where(each < num_experts, (end - begin + ROWS - 1) // ROWS, 0)
-    past = tl.cumsum(tiles, 0)
-    expert = tl.sum((past <= tile).to(tl.int32), 0)
-    own = each == expert
-    first = tl.sum(tl.where(own, begin + (tile - past + tiles) * ROWS, 0), 0)
-    return expert, first, tl.sum(tl.where(own, end, 0), 0)
+    """Return a tile's expert, or `num_experts` for a surplus tile; its first row; and the end of the expert's rows."""
+    number = tl.arange(0, EXPERTS)
+    end = tl.load(offsets + number, mask=number < num_experts, other=0)
+    begin = tl.load(offsets + number - 1, mask=(number > 0) & (number < num_experts), other=0)
+    tiles = tl.where(number < num_experts, (end - begin + ROWS - 1) // ROWS, 0)
+    last_tile = tl.cumsum(tiles, 0)
+    expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    is_expert = number == expert
+    first = tl.sum(tl.where(is_expert, begin + (tile - last_tile + tiles) * ROWS, 0), 0)
+    return expert, first, tl.sum(tl.where(is_expert, end, 0), 0)
 
 
-LEAST_ROWS = 64
-"""The least average number of rows per expert: with fewer, most of a tile would be empty."""
+MIN_ROWS_PER_EXPERT = 64
+"""Minimum average number of rows per expert: with fewer, most of a tile would be empty."""
 
 HEIGHT, WIDTH, STEP = 128, 256, 64
 SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8, "enable_fp_fusion": True}
 
 
 def suit(num_experts: int, *factors: Tensor) -> bool:
-    """Whether a product of these, rows (rows, inputs) first, can use TMA and gains from it."""
-    enough = len(factors[0]) >= LEAST_ROWS * num_experts
-    return enough and tma.is_there(factors[0].device) and all(_stored(x) is not None for x in factors)
+    """Return whether a product of factors, the first one (rows, inputs), can use TMA and gains from it."""
+    has_enough_rows = len(factors[0]) >= MIN_ROWS_PER_EXPERT * num_experts
+    return has_enough_rows and tma.is_supported(factors[0].device) and all(_layout(x) is not None for x in factors)
 
 
 def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -> None:
     """Fill result (rows, outputs) with x (rows, inputs) times weight (experts, inputs, outputs); offsets (experts,)."""
     num_experts, inputs, outputs = weight.shape
-    stored = _stored(weight)
-    assert stored is not None
-    turned = stored is not weight
+    layout = _layout(weight)
+    assert layout is not None
+    is_transposed = layout is not weight
     tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
     _rows_kernel[(tiles * across,)](
         tma.blocks(x, HEIGHT, STEP),
-        tma.blocks(stored, 1, *((WIDTH, STEP) if turned else (STEP, WIDTH))),
+        tma.blocks(layout, 1, *((WIDTH, STEP) if is_transposed else (STEP, WIDTH))),
         offsets,
         result,
         num_experts,
         inputs,
         outputs,
         EXPERTS=next_power_of_2(num_experts),
-        TURNED=turned,
+        TRANSPOSED=is_transposed,
         **SETTINGS,
     )
 
@@ -85,17 +85,17 @@ def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) ->
     )
 
 
-def _stored(x: Tensor) -> Tensor | None:
-    """x as a descriptor takes it: itself, or with its last two dimensions exchanged; None if neither is possible."""
-    ways = (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,)
-    return next((way for way in ways if tma.fits(way)), None)
+def _layout(x: Tensor) -> Tensor | None:
+    """Return x, or x with its last two dimensions exchanged, as TMA can read it; None if neither is possible."""
+    layouts = (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,)
+    return next((layout for layout in layouts if tma.fits(layout)), None)
 
 
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
-    x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TURNED: tl.constexpr,
+    x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
@@ -106,7 +106,7 @@ def _rows_kernel(
     left = (tl.program_id(0) % across) * WIDTH
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for start in tl.range(0, inputs, STEP, num_stages=STAGES):
-        if TURNED:
+        if TRANSPOSED:
             factor = weight.load([expert, left, start]).reshape(WIDTH, STEP).T
         else:
             factor = weight.load([expert, start, left]).reshape(STEP, WIDTH)

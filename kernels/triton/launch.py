@@ -1,10 +1,10 @@
 """
-Launches of compiled kernels past the Python of Triton's JIT, which binds and describes all arguments for each launch.
+Launches of compiled kernels without the Python code of Triton's JIT, which binds and describes all arguments each time.
 
-A kernel that the JIT has compiled is found by what the JIT looks at: the dtype of a tensor and whether its address is
-divisible by 16; those of a tensor descriptor and its block; whether a whole number is 1, is divisible by 16, and takes
-32 bits; and the values of everything else.
-The first launch of each kind is the JIT's. In the interpreter, and on AMD's GPUs, where the JIT looks at more, all are.
+A compiled kernel is found by the same properties that the JIT uses: the dtype of a tensor and whether its address is
+divisible by 16; the dtype of a tensor descriptor and its block; whether an integer is 1, is divisible by 16, and fits
+32 bits; and the values of all other arguments. The JIT does the first launch of each kind. It does all launches in the
+interpreter, and on AMD's GPUs, where it uses more properties.
 """
 
 from functools import partial
@@ -19,15 +19,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 def lean(kernel: Any) -> Any:
     """
-    Decorator of a kernel, above `triton.jit`: it is launched alike, `kernel[grid](*arguments, **constants)`.
+    Decorate a kernel, above `triton.jit`; it is launched as before, `kernel[grid](*arguments, **constants)`.
 
-    All arguments are positional but for `constexpr` ones and options of the compiler, which are none.
+    `constexpr` arguments and compiler options must be passed by name, all other arguments by position.
     """
     return LeanKernel(kernel) if isinstance(kernel, JITFunction) and torch.version.hip is None else kernel
 
 
 class LeanKernel:
-    """A kernel, and what the JIT has made of it for each kind of arguments."""
+    """Kernel with the compiled functions for each kind of arguments."""
 
     __slots__ = ("_compiled", "jit")
 
@@ -41,31 +41,31 @@ class LeanKernel:
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         device = driver.active.get_current_device()
         key = (device, *map(kind_of, arguments), *constants, *constants.values())
-        found = self._compiled.get(key)
-        if found is None:
+        compiled = self._compiled.get(key)
+        if compiled is None:
             self._compile(key, grid, arguments, constants)
             return
-        run, function, metadata, rest = found
+        run, function, metadata, rest = compiled
         across = grid[1] if len(grid) > 1 else 1
         stream = driver.active.get_current_stream(device)
-        # The three Nones: metadata and hooks of Triton's profiler.
+        # The three Nones stand for metadata and hooks of Triton's profiler.
         run(grid[0], across, 1, stream, function, metadata, None, None, None, *arguments, *rest)
 
     def _compile(
         self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
-        """Launch by the JIT, and remember what it has launched."""
+        """Launch with the JIT, and remember the compiled function."""
         parameters = self.jit.params
         if any(parameter.is_constexpr for parameter in parameters[: len(arguments)]):
             raise TypeError(f"{self.jit.fn.__name__} takes constexpr arguments by name alone")
-        made = self.jit[grid](*arguments, **constants)
-        if hasattr(made, "packed_metadata"):
-            rest = tuple(constants.get(each.name, each.default) for each in parameters[len(arguments) :])
-            self._compiled[key] = made.run, made.function, made.packed_metadata, rest
+        launched = self.jit[grid](*arguments, **constants)
+        if hasattr(launched, "packed_metadata"):
+            rest = tuple(constants.get(parameter.name, parameter.default) for parameter in parameters[len(arguments) :])
+            self._compiled[key] = launched.run, launched.function, launched.packed_metadata, rest
 
 
 def kind_of(argument: Any) -> Any:
-    """What the JIT looks at in an argument that is no constant."""
+    """Return the properties of an argument for which the JIT compiles separate kernels."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15 == 0
     if type(argument) is int:

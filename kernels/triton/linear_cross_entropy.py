@@ -1,13 +1,13 @@
 """
-Cross entropy of a linear layer's logits, as many at a time as may exist together (Triton and torch).
+Cross entropy of a linear layer's logits, with as many logits at a time as may exist together (Triton and torch).
 
-Logits come from torch's matrix product; a kernel overwrites them with their gradients, and two more products turn these
-into gradients of hidden states and weight. That is three products in all, where computing logits again for the backward
+torch's matrix product computes logits, a kernel overwrites them with their gradients, and two more products turn these
+into the gradients of hidden states and weight. There are three products in all; computing logits again for the backward
 pass would make it four.
 
-What the backward pass brings is a factor for each token. Where the gradients of all logits can be kept, it comes in
-before the products. Otherwise the forward pass takes some tokens at a time, with the weights of their losses. A factor
-that all tokens have, as in a sum of losses, then scales the gradients that are there; with other factors, or if a loss
+The backward pass adds a factor for each token. If the gradients of all logits fit, the factors are applied before the
+products. Otherwise the forward pass computes both gradients for some tokens at a time, times the tokens' weights.
+A factor that all tokens share, as in a sum of losses, then scales these gradients; with other factors, or if a loss
 depends on lse, the gradients are computed from scratch.
 """
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.cut_cross_entropy import EXACT, Needs, logits_bytes, skip_unused_grads, split_grads, weighted
+from drawloom.kernels.cut_cross_entropy import EXACT, Needs, logits_bytes, skip_unused_grads, split_grads, weigh_losses
 from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
@@ -29,22 +29,22 @@ from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_po
 from drawloom.kernels.vocab_parallel import local_targets
 
 MAX_LOGITS = 5 * 2**28
-"""Logits that exist together: 2.5 GiB of bfloat16, which is 8192 tokens by 160 thousand words."""
+"""Most logits that exist together: 2.5 GiB of bfloat16, or 8192 tokens by 160 thousand words."""
 
 TINY = torch.finfo(torch.float32).tiny
 
 MULTIPLE = 128
-"""Chunks are whole tiles of torch's matrix products."""
+"""Number that divides the tokens of a chunk, for whole tiles of torch's matrix products."""
 
 BLOCK, DEPTH = 4096, 2
-"""Logits that a program reads side by side, 8 a thread, and how often before it looks for a new maximum."""
+"""Logits in a block, 8 per thread, and blocks that a program reads before it updates the maximum."""
 
 
 def linear_cross_entropy_triton(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    What linear_cross_entropy_eager gives, float32 (...), for float32, bfloat16 and float16.
+    Compute linear_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
 
     hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). The loss of a
     target outside of the vocabulary is NaN.
@@ -54,7 +54,7 @@ def linear_cross_entropy_triton(
     common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), weight_gradient_of(weight)
     if len(tokens) * len(weight) <= MAX_LOGITS:
         losses, lse = _WholeLogits.apply(*common)  # type: ignore[no-untyped-call]
-        return weighted(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+        return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
     factors = (flat != ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
@@ -64,7 +64,7 @@ def linear_cross_entropy_triton(
 
 @deferring
 class _WholeLogits(Function):
-    """Keeps the gradients of all logits, of which both others are products: factors by token go on their small side."""
+    """Cross entropy that keeps the gradients of all logits; the small factors of both products take token factors."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ class _WholeLogits(Function):
         learns: bool,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
-        """hidden (tokens, width), weight (vocabulary, width), targets int64 (tokens,); loss, lse float32 (tokens,)."""
+        """Return losses and lse, float32 (tokens,), for hidden (tokens, width) and weight (vocabulary, width)."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         needed = learns and (needs_hidden or needs_weight)
         losses, lse, grad_logits = _grad_logits(hidden, weight, targets, ignore_index, needed)
@@ -95,8 +95,8 @@ class _WholeLogits(Function):
         inputs = [grad.unsqueeze(-1)]
         if grad_lse is not None:
             local = local_targets(targets, ctx.vocab, ctx.ignore_index, None)
-            here = (local >= 0) & (local < ctx.vocab)
-            inputs += [local.where(here, 0), grad_lse.where(here, 0).unsqueeze(-1)]
+            is_word = (local >= 0) & (local < ctx.vocab)
+            inputs += [local.where(is_word, 0), grad_lse.where(is_word, 0).unsqueeze(-1)]
         grad_hidden = None if weight is None else _hidden_gradient(grad_logits, weight, *inputs)
         grad_weight = None
         if hidden is not None:
@@ -109,7 +109,7 @@ class _WholeLogits(Function):
 def _hidden_gradient(
     grad_logits: Tensor, weight: Tensor, grad: Tensor, targets: Tensor | None = None, grad_lse: Tensor | None = None
 ) -> Tensor:
-    """(grad_logits @ weight) * grad + weight[targets] * grad_lse: grad and grad_lse (tokens, 1), targets (tokens,)."""
+    """Return (grad_logits @ weight) * grad + weight[targets] * grad_lse, with grad and grad_lse (tokens, 1)."""
     result = (grad_logits @ weight) * grad
     if targets is not None and grad_lse is not None:
         result = result + weight[targets] * grad_lse
@@ -119,24 +119,24 @@ def _hidden_gradient(
 def _weight_gradient(
     grad_logits: Tensor, hidden: Tensor, grad: Tensor, targets: Tensor | None = None, grad_lse: Tensor | None = None
 ) -> Tensor:
-    """grad_logits.T @ (hidden * grad), and to the targets' rows hidden * grad_lse; grad and grad_lse (tokens, 1)."""
-    result = _scaled_product(grad_logits, hidden, grad)
+    """Return grad_logits.T @ (hidden * grad), plus hidden * grad_lse in the targets' rows; grads are (tokens, 1)."""
+    result = _product_with_factors(grad_logits, hidden, grad)
     if targets is None or grad_lse is None:
         return result
     # bfloat16 has the range of float32; in float16 the small factors of a sum over many tokens would be lost.
     dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     rows = (hidden * grad_lse).to(dtype)
-    # Unlike index_add_, which adds in any order on a GPU, this gives the same bits each time.
+    # index_add_ adds in any order on a GPU; this operation is deterministic.
     on_targets: Tensor = torch.ops.aten.embedding_dense_backward(rows, targets, grad_logits.shape[1], -1, False)
     return (result + on_targets).to(result.dtype)
 
 
 _WEIGHT_PRODUCT = MatrixProduct(lambda grad_logits, hidden, grad: (grad_logits.T, (hidden * grad).to(hidden.dtype)))
-"""What `_weight_gradient` gives where no loss depends on lse, but for float16, whose small factors would be lost."""
+"""Weight gradient where no loss depends on lse, except in float16, which would lose small factors."""
 
 
-def _scaled_product(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
-    """grad_logits.T @ (hidden * grad), where grad (tokens, 1) may be too small for a product in float16."""
+def _product_with_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
+    """Return grad_logits.T @ (hidden * grad), where grad (tokens, 1) may be too small for a product in float16."""
     if grad_logits.dtype != torch.float16:
         return grad_logits.T @ (hidden * grad).to(grad_logits.dtype)
     largest = grad.abs().amax().clamp_min(TINY) if len(grad) else grad.sum()
@@ -146,7 +146,7 @@ def _scaled_product(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor
 
 @deferring
 class _InChunks(Function):
-    """Keeps the gradients of the weighted sum of losses, and what others are computed from if that does not do."""
+    """Cross entropy that keeps the gradients of the weighted sum of losses, and its inputs for other factors."""
 
     @staticmethod
     def forward(
@@ -159,8 +159,8 @@ class _InChunks(Function):
         weight_gradient: WeightGradient,
         factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """As of `_WholeLogits`, with factors of the losses' gradients, float32 (tokens,)."""
-        needed = [learns and needs for needs in ctx.needs_input_grad[:2]]
+        """Return losses and lse like `_WholeLogits`; `factors`, float32 (tokens,), multiply losses and gradients."""
+        needed = [learns and needs_grad for needs_grad in ctx.needs_input_grad[:2]]
         inputs = hidden, weight, targets, factors, ignore_index
         losses, lse, grad_hidden, grad_weight = _forward(*inputs, *needed, MAX_LOGITS)
         ctx.save_for_backward(hidden, weight, targets, factors, lse, grad_hidden, grad_weight)
@@ -173,49 +173,49 @@ class _InChunks(Function):
     def backward(
         ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        hidden, weight, targets, factors, lse, of_hidden, of_weight = ctx.saved_tensors
+        hidden, weight, targets, factors, lse, sum_grad_hidden, sum_grad_weight = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_losses is None or grad_lse is not None:
             grad_hidden, grad_weight = _from_scratch(ctx, grad_losses, grad_lse)
             return grad_hidden, grad_weight, None, None, None, None, None
-        uniform = not grad_losses.numel() or grad_losses.stride(0) == 0 or grad_losses.numel() == 1
+        is_uniform = not grad_losses.numel() or grad_losses.stride(0) == 0 or grad_losses.numel() == 1
         finite = grad_losses.where(targets != ctx.ignore_index, 0)
-        grad_hidden = (of_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if needs_hidden else None
+        grad_hidden = (sum_grad_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if needs_hidden else None
         if not needs_weight:
             return grad_hidden, None, None, None, None, None, None
-        if uniform:
-            grad_weight = ctx.weight_gradient(_scaled, of_weight, grad_losses[:1], weight)
+        if is_uniform:
+            grad_weight = ctx.weight_gradient(_scale_gradient, sum_grad_weight, grad_losses[:1], weight)
         else:
             local = local_targets(targets, len(weight), ctx.ignore_index, None)
-            grad_weight = ctx.weight_gradient(_recomputed, hidden, weight, local, lse, finite * factors)
+            grad_weight = ctx.weight_gradient(_recompute_weight_gradient, hidden, weight, local, lse, finite * factors)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _from_scratch(ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states and weight where a loss depends on lse, whose gradient no forward pass knows."""
+    """Compute both gradients where a loss depends on lse, whose gradient the forward pass cannot know."""
     hidden, weight, targets, factors, lse, *_ = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    of_losses = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors
-    grad, grad_lse = split_grads(of_losses, grad_lse, targets != ctx.ignore_index, torch.float32)
+    weighted_grad = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors
+    grad, grad_lse = split_grads(weighted_grad, grad_lse, targets != ctx.ignore_index, torch.float32)
     local = local_targets(targets, len(weight), ctx.ignore_index, None)
     inputs = [hidden, weight, local, lse, grad] + ([] if grad_lse is None else [grad_lse])
-    grad_weight = ctx.weight_gradient(_recomputed, *inputs) if needs_weight else None
+    grad_weight = ctx.weight_gradient(_recompute_weight_gradient, *inputs) if needs_weight else None
     if not needs_hidden:
         return None, grad_weight
     grad_hidden, _ = TRITON.backward(hidden, weight, local, lse, grad, grad_lse, EXACT, Needs(True, False))
     return grad_hidden, grad_weight
 
 
-def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-    """In the dtype in which gradients are summed; without tokens there is no factor, and the gradient is zero."""
+def _scale_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+    """Scale a gradient, and cast it to the dtype of sums; without tokens there is no factor."""
     dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
-    return (of_weight * factor if len(factor) else of_weight).to(dtype=dtype)
+    return (gradient * factor if len(factor) else gradient).to(dtype=dtype)
 
 
-def _recomputed(
+def _recompute_weight_gradient(
     hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None = None
 ) -> Tensor:
-    """The weight's gradient, from logits that are computed again."""
+    """Compute the weight's gradient, with logits that are computed again."""
     inputs = hidden, weight, targets, lse, grad, grad_lse
     _, grad_weight = TRITON.backward(*inputs, EXACT, Needs(False, True))
     return grad_weight  # type: ignore[return-value]
@@ -224,7 +224,7 @@ def _recomputed(
 def _fake_grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and lse by token, and the gradients of the losses by logit, empty if not needed."""
+    """Return losses and lse by token, and the gradients of the logits, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
 
@@ -265,7 +265,7 @@ def _fake_forward(
     needs_weight: bool,
     max_logits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses and lse by token, and the gradients of the losses' sum, empty where not needed."""
+    """Return losses and lse by token, and the gradients of the sum of losses, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     grad_weight = weight.new_empty(weight.shape if needs_weight else 0, dtype=torch.float32)
@@ -310,9 +310,9 @@ def _forward(
 
 
 def _chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:
-    """Parts of nearly equal size, each at most what may exist together or a multiple of tokens."""
-    most = max(1, max_logits // (vocab * MULTIPLE)) * MULTIPLE
-    parts = max(1, -(-tokens // most))
+    """Return slices of nearly equal size, within `max_logits` if MULTIPLE tokens are."""
+    max_tokens = max(1, max_logits // (vocab * MULTIPLE)) * MULTIPLE
+    parts = max(1, -(-tokens // max_tokens))
     size = max(1, -(-tokens // parts // MULTIPLE)) * MULTIPLE
     return (slice(start, start + size) for start in range(0, tokens, size))
 
@@ -327,10 +327,10 @@ def _cross_entropy(
     learns: bool,
 ) -> None:
     """
-    Fill losses and lse (tokens,); if it learns, logits (tokens, vocabulary) become the gradients of their losses.
+    Fill losses and lse (tokens,); if `learns`, overwrite logits (tokens, vocabulary) with the gradients of losses.
 
-    Losses and gradients are multiplied by `factors` (tokens,); without these, the gradients of an ignored token are
-    those of its lse, for the backward pass to mask.
+    Losses and gradients are multiplied by `factors` (tokens,). Without factors, ignored tokens get the gradients of
+    lse, and the backward pass masks them.
     """
     tokens, vocab = logits.shape
     block = min(BLOCK, next_power_of_2(vocab))
@@ -364,33 +364,33 @@ def _kernel(
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + token)
     logits += token * stride
-    place = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    word = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, words, DEPTH * BLOCK):
-        inside = start + place < words
-        values = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
-        values = tl.where(inside, values, -1e38)  # minus infinity less itself would be NaN
-        known, largest = largest, tl.maximum(largest, tl.max(values, 0))
-        total = total * tl.exp(known - largest) + tl.sum(tl.exp(values - largest[None, :]), 0)
-    most = tl.max(largest, 0)
-    total_of_all = most + tl.log(tl.sum(total * tl.exp(largest - most), 0))
+        inside = start + word < words
+        values = tl.load(logits + start + word, mask=inside, other=0.0).to(tl.float32)
+        values = tl.where(inside, values, -1e38)  # -inf minus -inf would be NaN
+        previous, largest = largest, tl.maximum(largest, tl.max(values, 0))
+        total = total * tl.exp(previous - largest) + tl.sum(tl.exp(values - largest[None, :]), 0)
+    row_max = tl.max(largest, 0)
+    row_lse = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 0))
     exists = (target >= 0) & (target < words)
     target_logit = tl.load(logits + target, mask=exists, other=0.0).to(tl.float32)
-    loss = tl.where(exists, total_of_all - target_logit, float("nan"))
+    loss = tl.where(exists, row_lse - target_logit, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     factor = 1.0
     if factors is not None:
         factor = tl.load(factors + token)
     tl.store(losses + token, loss * factor)
-    tl.store(lse + token, total_of_all)
+    tl.store(lse + token, row_lse)
     if not LEARNS:
         return
     # The target's logit is read before any warp writes gradients over it.
     tl.debug_barrier()
     learned = tl.where(target == ignore_index, -1, target)
     for start in range(0, words, DEPTH * BLOCK):
-        inside = start + place < words
-        values = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
-        values = tl.exp(values - total_of_all) - tl.where(start + place == learned, 1.0, 0.0)
-        tl.store(logits + start + place, (factor * values).to(logits.dtype.element_ty), mask=inside)
+        inside = start + word < words
+        values = tl.load(logits + start + word, mask=inside, other=0.0).to(tl.float32)
+        values = tl.exp(values - row_lse) - tl.where(start + word == learned, 1.0, 0.0)
+        tl.store(logits + start + word, (factor * values).to(logits.dtype.element_ty), mask=inside)

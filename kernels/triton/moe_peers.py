@@ -1,8 +1,8 @@
 """
-Tokens of several ranks whose GPUs' memory this rank reads, in Triton: one launch for each part of an exchange.
+Expert parallelism by reading the memory of other GPUs, in Triton: one launch for each operation of an exchange.
 
-A program handles one token, which it reads from the rank that has it. Loads from another GPU's memory take longer than
-from this one's, so that there are many programs, and each loads a whole tile before it uses it.
+A program processes one token, which it reads from the rank that has it. Loads from another GPU take longer than local
+loads; to hide this there are many programs, and each loads a whole tile before using it.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from drawloom.kernels.triton.moe_permute import gather_into, row_settings, sprea
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
 
 ENTRIES = 1024
-"""Choices that a program of `choices` or `limit` handles."""
+"""Choices that a program of `choices` or `limit` processes."""
 
-A_WARP = 1024
-"""Elements for each warp that copies or sums whole rows."""
+ELEMENTS_PER_WARP = 1024
+"""Elements per warp where programs copy or sum whole rows."""
 
 
 class PeerExchangeTriton:
-    """The same as PeerExchange, for float32, bfloat16 and float16."""
+    """Operations of an exchange between ranks, for float32, bfloat16 and float16."""
 
     @staticmethod
     def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
-        """Tokens (tokens, columns) to slots (slots, columns): hidden states, and maybe scalars and choices."""
-        hidden, *others = given[0], *(each.contiguous() for each in given[1:])
+        """Write hidden states, and perhaps scalars and choices (tokens, columns), to slots (slots, columns)."""
+        hidden, *others = given[0], *(tensor.contiguous() for tensor in given[1:])
         hidden = as_rows(hidden) if hidden.numel() else hidden
         slots, width = shown[0].shape
         top_k = others[0].shape[1] if others else 0
@@ -49,12 +49,12 @@ class PeerExchangeTriton:
             hidden.stride(0) if len(hidden) else width,
             CHOICES=top_k,
             TOGETHER=next_power_of_2(max(top_k, 1)),
-            **row_settings(width, A_WARP),
+            **row_settings(width, ELEMENTS_PER_WARP),
         )
 
     @staticmethod
     def choices(chosen: Peers, first: int, experts: int) -> Tensor:
-        """int32 (ranks * slots, top_k), of chosen int32 (slots, top_k) of each rank."""
+        """Return local experts, int32 (ranks * slots, top_k), for chosen int32 (slots, top_k) of each rank."""
         tensors, addresses = chosen
         slots, top_k = tensors[0].shape
         local = tensors[0].new_empty(len(tensors) * slots, top_k)
@@ -67,7 +67,7 @@ class PeerExchangeTriton:
 
     @staticmethod
     def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
-        """Routes to `room` rows at most, and NaN or 0, float32 (1,)."""
+        """Return routes to at most `room` rows, and a flag, float32 (1,), NaN or 0."""
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
         flag = most.new_empty(1, dtype=torch.float32)
@@ -90,27 +90,27 @@ class PeerExchangeTriton:
 
     @staticmethod
     def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
-        """(rows, hidden_size) and (rows,), of tokens (slots, hidden_size) and scalars (slots, top_k) of each rank."""
+        """Return (rows, hidden_size) and (rows,) from ranks' tokens (slots, hidden_size), scalars (slots, top_k)."""
         like, (dest_row, source_choice, _) = tokens[0][0], routes
         check_floats("moe_peers by triton", like)
         rows = like.new_empty(len(source_choice), like.shape[1])
-        of_rows = None if scalars is None else scalars[0][0].new_empty(len(rows))
+        row_scalars = None if scalars is None else scalars[0][0].new_empty(len(rows))
         if len(rows):
             _rows_kernel[(len(dest_row),)](
                 tokens[1],
                 None if scalars is None else scalars[1],
                 dest_row,
                 rows,
-                of_rows,
+                row_scalars,
                 len(like),
                 like.shape[1],
                 **tile_settings(dest_row, like.shape[1]),
             )
-        return rows, of_rows
+        return rows, row_scalars
 
     @staticmethod
     def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
-        """Of rows (rows, hidden_size), scalars (rows,), to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
+        """Write rows (rows, hidden_size), scalars (rows,) to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
         check_floats("moe_peers by triton", rows)
         gather_into(as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
 
@@ -118,10 +118,10 @@ class PeerExchangeTriton:
     def sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
-        """(tokens, hidden_size) and (tokens, top_k), of staged (ranks * slots, hidden_size) of each rank."""
+        """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) of each rank."""
         like = staged[0][0]
         total = like.new_empty(len(chosen), like.shape[1])
-        found = None if by_choice is None else by_choice[0][0].new_empty(chosen.shape)
+        choice_scalars = None if by_choice is None else by_choice[0][0].new_empty(chosen.shape)
         if len(chosen):
             top_k = chosen.shape[1]
             _sums_kernel[(len(chosen),)](
@@ -129,7 +129,7 @@ class PeerExchangeTriton:
                 None if by_choice is None else by_choice[1],
                 chosen.contiguous(),
                 total,
-                found,
+                choice_scalars,
                 first,
                 experts,
                 like.shape[1],
@@ -137,9 +137,9 @@ class PeerExchangeTriton:
                 CHOICES=top_k,
                 TOGETHER=next_power_of_2(max(top_k, 1)),
                 enable_fp_fusion=True,
-                **row_settings(like.shape[1], A_WARP),
+                **row_settings(like.shape[1], ELEMENTS_PER_WARP),
             )
-        return total, found
+        return total, choice_scalars
 
 
 TRITON = PeerExchangeTriton()
@@ -153,18 +153,18 @@ def _publish_kernel(
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    slot, place = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
+    slot, column = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
     if scalars is not None:
-        within, given = place < CHOICES, place < tl.where(slot < tokens, CHOICES, 0)
-        scalar = tl.load(scalars + slot * CHOICES + place, mask=given, other=0.0)
-        tl.store(to_scalars + slot * CHOICES + place, scalar, mask=within)
-        choice = tl.load(choices + slot * CHOICES + place, mask=given, other=-1)
-        tl.store(to_choices + slot * CHOICES + place, choice.to(tl.int32), mask=within)
+        within, is_used = column < CHOICES, column < tl.where(slot < tokens, CHOICES, 0)
+        scalar = tl.load(scalars + slot * CHOICES + column, mask=is_used, other=0.0)
+        tl.store(to_scalars + slot * CHOICES + column, scalar, mask=within)
+        choice = tl.load(choices + slot * CHOICES + column, mask=is_used, other=-1)
+        tl.store(to_choices + slot * CHOICES + column, choice.to(tl.int32), mask=within)
     if slot < tokens:
         for start in range(0, width, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            values = tl.load(hidden + slot * stride + column, mask=column < width)
-            tl.store(to_hidden + slot * width + column, values, mask=column < width)
+            channel = start + tl.arange(0, BLOCK)
+            values = tl.load(hidden + slot * stride + channel, mask=channel < width)
+            tl.store(to_hidden + slot * width + channel, values, mask=channel < width)
 
 
 # fmt: off
@@ -190,21 +190,21 @@ def _limit_kernel(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["first"])
-def _choices_kernel(chosen, local, count, a_rank, first, experts, ENTRIES: tl.constexpr):
+def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entry < count
-    rank = tl.where(inside, entry // a_rank, 0)
+    rank = tl.where(inside, entry // per_rank, 0)
     at = tl.load(chosen + rank).to(tl.pointer_type(tl.int32))
-    found = tl.load(at + entry % a_rank, mask=inside, other=-1) - first
-    tl.store(local + entry, tl.where((found >= 0) & (found < experts), found, -1), mask=inside)
+    expert = tl.load(at + entry % per_rank, mask=inside, other=-1) - first
+    tl.store(local + entry, tl.where((expert >= 0) & (expert < experts), expert, -1), mask=inside)
 
 
 # fmt: off
 @lean
 @triton.jit
 def _rows_kernel(
-    tokens, scalars, dest_row, rows, of_rows, slots, width,
+    tokens, scalars, dest_row, rows, row_scalars, slots, width,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -213,12 +213,12 @@ def _rows_kernel(
     row = tl.load(dest_row + program * CHOICES + choice, mask=choice < CHOICES, other=-1)
     if tl.max(row, 0) >= 0:
         x = tl.load(tokens + rank).to(tl.pointer_type(rows.dtype.element_ty))
-        theirs = None
+        rank_scalars = None
         if scalars is not None:
-            theirs = tl.load(scalars + rank).to(tl.pointer_type(of_rows.dtype.element_ty))
+            rank_scalars = tl.load(scalars + rank).to(tl.pointer_type(row_scalars.dtype.element_ty))
         spread_token(
-            x, None, theirs, dest_row + rank * slots * CHOICES, rows, of_rows, None, program - rank * slots, width,
-            width, 0, False, CHOICES, TOGETHER, BLOCK,
+            x, None, rank_scalars, dest_row + rank * slots * CHOICES, rows, row_scalars, None, program - rank * slots,
+            width, width, 0, False, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def _rows_kernel(
 @lean
 @triton.jit(do_not_specialize=["first"])
 def _sums_kernel(
-    staged, by_choice, chosen, total, found, first, experts, width,
+    staged, by_choice, chosen, total, choice_scalars, first, experts, width,
     RANKS: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -235,15 +235,15 @@ def _sums_kernel(
     expert = tl.load(chosen + token * CHOICES + choice, mask=within, other=-1).to(tl.int32)
     rank = tl.where(expert >= 0, expert // experts, -1)
     if by_choice is not None:
-        known = within & (rank >= 0)
-        at = tl.load(by_choice + tl.where(known, rank, 0)).to(tl.pointer_type(found.dtype.element_ty))
-        scalar = tl.load(at + (first + token) * CHOICES + choice, mask=known, other=0.0)
-        tl.store(found + token * CHOICES + choice, scalar, mask=within)
+        has_rank = within & (rank >= 0)
+        at = tl.load(by_choice + tl.where(has_rank, rank, 0)).to(tl.pointer_type(choice_scalars.dtype.element_ty))
+        scalar = tl.load(at + (first + token) * CHOICES + choice, mask=has_rank, other=0.0)
+        tl.store(choice_scalars + token * CHOICES + choice, scalar, mask=within)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         result = tl.zeros((BLOCK,), tl.float32)
         for number in tl.static_range(RANKS):
-            within_width = width * tl.max((rank == number).to(tl.int32), 0)  # 0: nothing there
+            within_width = width * tl.max((rank == number).to(tl.int32), 0)  # 0 if the rank has no part
             part = tl.load(staged + number).to(tl.pointer_type(total.dtype.element_ty)) + (first + token) * width
             result += tl.load(part + column, mask=column < within_width, other=0.0).to(tl.float32)
         tl.store(total + token * width + column, result.to(total.dtype.element_ty), mask=column < width)

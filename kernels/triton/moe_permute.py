@@ -1,8 +1,8 @@
 """
 Permuting tokens to the rows of their experts, and summing rows by token, in Triton.
 
-A program handles one token and all of its choices, whose rows it reads or writes together; a token is read or written
-once. A fixed number of further programs zero the unused rows, whose number only the device knows.
+A program processes one token and all of its choices, whose rows it reads or writes together; a token is read or
+written once. A fixed number of further programs zero the unused rows, whose number only the device knows.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 4096
-"""Elements of all choices that a program holds at a time."""
+"""Elements of all choices that a program processes at a time."""
 
-A_WARP = 512
-"""Elements for each warp."""
+ELEMENTS_PER_WARP = 512
+"""Elements per warp."""
 
 FILLERS = 64
 """Programs that zero unused rows."""
@@ -31,19 +31,19 @@ FILLERS = 64
 
 def moe_permute_triton(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
     """
-    The same as moe_permute_eager, for float32, bfloat16 and float16.
+    Compute moe_permute_eager for float32, bfloat16 and float16.
 
     x (tokens, hidden_size), probabilities (tokens, top_k); returns (tokens * top_k, hidden_size) and
     (tokens * top_k,).
     """
     check_floats("moe_permute_triton", x, probabilities)
-    both: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
-    return both
+    permuted: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
+    return permuted
 
 
 def moe_unpermute_triton(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
     """
-    The same as moe_unpermute_eager, for float32, bfloat16 and float16.
+    Compute moe_unpermute_eager for float32, bfloat16 and float16.
 
     rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size).
     """
@@ -53,16 +53,16 @@ def moe_unpermute_triton(rows: Tensor, routes: Routes, probabilities: Tensor | N
 
 
 class _Permute(Function):
-    """Its backward pass is a sum by token."""
+    """Copy to rows, whose backward pass is a sum by token."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """x (tokens, hidden_size) and probabilities (tokens, top_k), by row: (rows, hidden_size) and (rows,)."""
+        """Return the rows (rows, hidden_size) of x (tokens, hidden_size), and their probabilities (rows,)."""
         ctx.save_for_backward(dest_row)
-        rows, of_rows, _ = _spread(x, None, probabilities, dest_row, offsets, len(choices), False)
-        return rows, of_rows
+        rows, row_scalars, _ = _spread(x, None, probabilities, dest_row, offsets, len(choices), False)
+        return rows, row_scalars
 
     @staticmethod
     @once_differentiable
@@ -72,15 +72,15 @@ class _Permute(Function):
 
 
 class _Unpermute(Function):
-    """Its backward pass is a copy to rows, which also computes the probabilities' gradient, a dot product each."""
+    """Sum by token, whose backward pass copies to rows and computes a dot product for each probability's gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> Tensor:
-        """rows (rows, hidden_size), probabilities (tokens, top_k); gives (tokens, hidden_size) in the dtype of rows."""
-        ctx.weighted, ctx.count = ctx.needs_input_grad[1], len(choices)
-        ctx.save_for_backward(rows if ctx.weighted else None, probabilities, dest_row, offsets)
+        """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
+        ctx.needs_probabilities, ctx.count = ctx.needs_input_grad[1], len(choices)
+        ctx.save_for_backward(rows if ctx.needs_probabilities else None, probabilities, dest_row, offsets)
         return _gather(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
 
     @staticmethod
@@ -88,8 +88,8 @@ class _Unpermute(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, probabilities, dest_row, offsets = ctx.saved_tensors
         weighted = probabilities is not None
-        of_rows, _, products = _spread(grad, rows, probabilities, dest_row, offsets, ctx.count, weighted)
-        return of_rows, products.to(probabilities.dtype) if ctx.weighted else None, None, None, None
+        grad_rows, _, products = _spread(grad, rows, probabilities, dest_row, offsets, ctx.count, weighted)
+        return grad_rows, products.to(probabilities.dtype) if ctx.needs_probabilities else None, None, None, None
 
 
 def _like_spread(
@@ -101,11 +101,12 @@ def _like_spread(
     count: int,
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`count` rows; the probability of each, empty if `weighted`; and for each choice its product with `others`."""
-    spread = probabilities is not None and not weighted
-    of_rows = x.new_empty(count if spread else 0, dtype=x.dtype if probabilities is None else probabilities.dtype)
+    """Return `count` rows; their probabilities, empty if `weighted`; and the product with `others` of each choice."""
+    has_scalars = probabilities is not None and not weighted
+    dtype = x.dtype if probabilities is None else probabilities.dtype
+    row_scalars = x.new_empty(count if has_scalars else 0, dtype=dtype)
     products = x.new_empty(dest_row.shape if others is not None else 0, dtype=torch.float32)
-    return x.new_empty(count, x.shape[1]), of_rows, products
+    return x.new_empty(count, x.shape[1]), row_scalars, products
 
 
 @register_kernel(
@@ -125,12 +126,12 @@ def _spread(
     count: int,
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy each token to the rows of its choices, times their probabilities if `weighted`; `others` are rows too."""
-    rows, of_rows, products = _like_spread(x, others, probabilities, dest_row, offsets, count, weighted)
+    """Copy tokens to the rows of their choices, times probabilities if `weighted`; `others` are rows, too."""
+    rows, row_scalars, products = _like_spread(x, others, probabilities, dest_row, offsets, count, weighted)
     if not dest_row.numel():
-        return rows, of_rows, products
+        return rows, row_scalars, products
     if not len(offsets):
-        return rows.zero_(), of_rows.zero_(), products.zero_()
+        return rows.zero_(), row_scalars.zero_(), products.zero_()
     x, tokens = as_rows(x) if x.numel() else x, len(dest_row)
     _spread_kernel[(tokens + FILLERS,)](
         x,
@@ -139,7 +140,7 @@ def _spread(
         dest_row,
         offsets,
         rows,
-        of_rows if len(of_rows) else None,
+        row_scalars if len(row_scalars) else None,
         products if products.numel() else None,
         tokens,
         count,
@@ -150,53 +151,55 @@ def _spread(
         WEIGHTED=weighted,
         **tile_settings(dest_row, x.shape[1]),
     )
-    return rows, of_rows, products
+    return rows, row_scalars, products
 
 
 def _like_gather(
-    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, dest_row: Tensor
+    rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sums by token, and for each choice the value of `of_rows` at its row."""
+    """Return the sums by token, and the scalar of each choice's row."""
     summed = rows.new_empty(len(dest_row), rows.shape[1])
-    return summed, rows.new_empty(0) if of_rows is None else of_rows.new_empty(dest_row.shape)
+    return summed, rows.new_empty(0) if row_scalars is None else row_scalars.new_empty(dest_row.shape)
 
 
 @register_kernel(
-    "moe_gather(Tensor rows, Tensor? probabilities, Tensor? of_rows, Tensor dest_row) -> (Tensor, Tensor)",
+    "moe_gather(Tensor rows, Tensor? probabilities, Tensor? row_scalars, Tensor dest_row) -> (Tensor, Tensor)",
     fake=_like_gather,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _gather(
-    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, dest_row: Tensor
+    rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum rows by token, times the choices' probabilities if given; `of_rows` holds a scalar for each row."""
-    summed, gathered = _like_gather(rows, probabilities, of_rows, dest_row)
+    """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar for each row."""
+    summed, gathered = _like_gather(rows, probabilities, row_scalars, dest_row)
     if not dest_row.numel():
         return summed.zero_(), gathered
     rows = as_rows(rows) if rows.numel() else rows
-    gather_into(rows, probabilities, of_rows, dest_row, summed, None if of_rows is None else gathered)
+    gather_into(rows, probabilities, row_scalars, dest_row, summed, None if row_scalars is None else gathered)
     return summed, gathered
 
 
 def gather_into(
     rows: Tensor,
     probabilities: Tensor | None,
-    of_rows: Tensor | None,
+    row_scalars: Tensor | None,
     dest_row: Tensor,
     summed: Tensor,
     gathered: Tensor | None,
 ) -> None:
     """
-    Write to summed (tokens, hidden_size) the sums of rows (rows, hidden_size), whose last stride is 1, times
-    probabilities (tokens, top_k) if given, and to gathered (tokens, top_k) the values of of_rows (rows,).
+    Write the sums of rows (rows, hidden_size) by token to summed (tokens, hidden_size), times probabilities if any.
+
+    The last stride of rows is 1; probabilities are (tokens, top_k). Also writes row_scalars (rows,) by choice to
+    gathered (tokens, top_k).
     """
     if not dest_row.numel():
         return
     _gather_kernel[(len(dest_row),)](
         rows,
         None if probabilities is None else probabilities.contiguous(),
-        None if of_rows is None else of_rows.contiguous(),
+        None if row_scalars is None else row_scalars.contiguous(),
         dest_row,
         summed,
         gathered,
@@ -209,18 +212,18 @@ def gather_into(
     )
 
 
-def row_settings(width: int, a_warp: int = A_WARP) -> dict[str, Any]:
-    """The block of columns that a program handles at a time of a row of `width` elements, `a_warp` for each warp."""
+def row_settings(width: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, Any]:
+    """Return the block of columns of a row (width,) that a program processes at a time, `per_warp` per warp."""
     block = min(max(16, next_power_of_2(width)), TILE)
-    return {"BLOCK": block, "num_warps": max(1, min(block // a_warp, 8))}
+    return {"BLOCK": block, "num_warps": max(1, min(block // per_warp, 8))}
 
 
 def tile_settings(dest_row: Tensor, width: int) -> dict[str, Any]:
-    """Tile sizes for dest_row (tokens, top_k): all choices of a token, to a power of 2, by a block of columns."""
+    """Return tile sizes for dest_row (tokens, top_k): a token's choices, up to a power of 2, by a block of columns."""
     choices = dest_row.shape[1]
     together = next_power_of_2(choices)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
-    warps = max(1, min(together * block // A_WARP, 8))
+    warps = max(1, min(together * block // ELEMENTS_PER_WARP, 8))
     return {"CHOICES": choices, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 
 
@@ -228,41 +231,41 @@ def tile_settings(dest_row: Tensor, width: int) -> dict[str, Any]:
 @lean
 @triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
 def _spread_kernel(
-    x, others, probabilities, dest_row, offsets, rows, of_rows, products, tokens, count, num_experts, width, x_stride,
-    others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    x, others, probabilities, dest_row, offsets, rows, row_scalars, products, tokens, count, num_experts, width,
+    x_stride, others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
     if token < tokens:
         spread_token(
-            x, others, probabilities, dest_row, rows, of_rows, products, token, width, x_stride, others_stride,
+            x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
             WEIGHTED, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
     else:
         first = tl.load(offsets + num_experts - 1).to(tl.int64) + token - tokens
-        _fill_rows(rows, of_rows, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
+        _fill_rows(rows, row_scalars, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
 
 
 # fmt: off
 @triton.jit
 def spread_token(
-    x, others, probabilities, dest_row, rows, of_rows, products, token, width, x_stride, others_stride,
+    x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
     WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
     row = tl.load(dest_row + token * CHOICES + choice, mask=choice < CHOICES, other=-1).to(tl.int64)
-    known = row >= 0
+    has_row = row >= 0
     factor = tl.full((TOGETHER,), 1.0, tl.float32)
     if probabilities is not None:
         probability = tl.load(probabilities + token * CHOICES + choice, mask=choice < CHOICES, other=0.0)
-        if of_rows is not None:
-            tl.store(of_rows + row, probability, mask=known)
+        if row_scalars is not None:
+            tl.store(row_scalars + row, probability, mask=has_row)
         factor = probability.to(tl.float32)
     product = tl.zeros((TOGETHER, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         within = start + column < width
-        inside = known[:, None] & within[None, :]
+        inside = has_row[:, None] & within[None, :]
         values = tl.load(x + token * x_stride + start + column, mask=within, other=0.0)
         spread = tl.broadcast_to(values[None, :], (TOGETHER, BLOCK))
         if WEIGHTED:
@@ -272,17 +275,17 @@ def spread_token(
             product += tl.load(at, mask=inside, other=0.0).to(tl.float32) * values.to(tl.float32)[None, :]
         tl.store(rows + row[:, None] * width + start + column[None, :], spread, mask=inside)
     if products is not None:
-        # In float64, since these sums may cancel: one reduction for a row, however wide it is.
+        # In float64, since terms may cancel: there is one reduction per row, however wide it is.
         tl.store(products + token * CHOICES + choice, tl.sum(product.to(tl.float64), 1), mask=choice < CHOICES)
 
 
 @triton.jit
-def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
-    """Zero every `step`-th row from `first` on, this program's share."""
+def _fill_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr):
+    """Zero every `step`-th row from `first` on."""
     column = tl.arange(0, BLOCK)
     for row in range(first, count, step):
-        if of_rows is not None:
-            tl.store(of_rows + row, 0.0)
+        if row_scalars is not None:
+            tl.store(row_scalars + row, 0.0)
         for start in range(0, width, BLOCK):
             zeros = tl.zeros((BLOCK,), rows.dtype.element_ty)
             at = rows + tl.cast(row, tl.int64) * width + start + column
@@ -293,7 +296,7 @@ def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
 @lean
 @triton.jit
 def _gather_kernel(
-    rows, probabilities, of_rows, dest_row, summed, gathered, width, rows_stride,
+    rows, probabilities, row_scalars, dest_row, summed, gathered, width, rows_stride,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -301,16 +304,16 @@ def _gather_kernel(
     choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
     within = choice < CHOICES
     row = tl.load(dest_row + token * CHOICES + choice, mask=within, other=-1).to(tl.int64)
-    known = row >= 0
-    if of_rows is not None:
-        tl.store(gathered + token * CHOICES + choice, tl.load(of_rows + row, mask=known, other=0.0), mask=within)
+    if row_scalars is not None:
+        scalar = tl.load(row_scalars + row, mask=row >= 0, other=0.0)
+        tl.store(gathered + token * CHOICES + choice, scalar, mask=within)
     for start in range(0, width, BLOCK):
         total = tl.zeros((BLOCK,), tl.float32)
-        # One choice after another: a sum over a tile of rows moves a third of the bytes a second.
+        # One choice at a time: a sum over a tile of rows moves a third of the bytes per second.
         for number in tl.static_range(CHOICES):
-            one = tl.load(dest_row + token * CHOICES + number).to(tl.int64)
-            end = tl.where(one >= 0, width, 0)
-            values = tl.load(rows + one * rows_stride + start + column, mask=start + column < end, other=0.0)
+            source = tl.load(dest_row + token * CHOICES + number).to(tl.int64)
+            end = tl.where(source >= 0, width, 0)
+            values = tl.load(rows + source * rows_stride + start + column, mask=start + column < end, other=0.0)
             values = values.to(tl.float32)
             if probabilities is not None:
                 values *= tl.load(probabilities + token * CHOICES + number).to(tl.float32)

@@ -1,9 +1,9 @@
 """
-Routing tables in Triton: a counting sort, stable and without atomics, so that it is deterministic.
+Routing tables in Triton: a stable counting sort without atomics, so that it is deterministic.
 
-Each program of the first kernel counts the choices of each expert in its part. The second computes prefix sums of the
-counts over parts. The third gives each choice its row: after those of lower experts, of earlier parts, and of earlier
-choices in its part.
+Each program of the first kernel counts the choices of every expert in one part. The second kernel computes prefix sums
+of the counts over parts. The third computes the row of each choice: rows of lower experts come first, then rows of
+earlier parts, then rows of earlier choices in the part.
 """
 
 import torch
@@ -18,20 +18,21 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
 ENTRIES, STEP = 256, 32
-"""Choices of a part, and how many of them each is compared with at a time: larger tiles would not fit."""
+"""Choices in a part, and how many of them a choice is compared with at a time: larger tiles would not fit."""
 
 PARTS, EXPERTS = 1024, 4
-"""The tile of counts that a program of the prefix sums holds at a time."""
+"""Tile of counts that a program of the prefix sums loads at a time."""
 
-LARGEST = 2**31 - 1
-"""Rows are numbered in 32 bits."""
+MAX_CHOICES = 2**31 - 1
+"""Most choices, since row indices have 32 bits."""
 
 
 def moe_routes_triton(expert_indices: Tensor, num_experts: int) -> Routes:
-    """The same as moe_routes_eager: expert_indices int32 or int64 (tokens, top_k), -1 for dropped choices."""
-    if expert_indices.numel() > LARGEST:
+    """Compute moe_routes_eager: expert_indices int32 or int64 (tokens, top_k), -1 for dropped choices."""
+    if expert_indices.numel() > MAX_CHOICES:
         raise ValueError(
-            f"{expert_indices.numel()} choices are more than 32-bit row indices can number, {LARGEST}; use fewer tokens"
+            f"{expert_indices.numel()} choices are more than 32-bit row indices can number, {MAX_CHOICES}; "
+            "use fewer tokens"
         )
     return Routes(*_routes(expert_indices, num_experts))
 
@@ -56,11 +57,11 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     parts = cdiv(count, ENTRIES)
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
     _count_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True)
-    together = min(EXPERTS, width)
-    _add_up_kernel[(width // together,)](
-        counts, totals, parts, WIDTH=width, EXPERTS=together, PARTS=PARTS, num_warps=8, enable_fp_fusion=True
+    experts = min(EXPERTS, width)
+    _add_up_kernel[(width // experts,)](
+        counts, totals, parts, WIDTH=width, EXPERTS=experts, PARTS=PARTS, num_warps=8, enable_fp_fusion=True
     )
-    _place_kernel[(parts,)](
+    _rows_kernel[(parts,)](
         flat,
         counts,
         totals,
@@ -90,44 +91,44 @@ def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: t
 @lean
 @triton.jit(do_not_specialize=["parts"])
 def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
-    """Replace each count by the sum of those of all earlier parts (an exclusive prefix sum); store the totals."""
+    """Replace each count by the sum over all earlier parts (an exclusive prefix sum); store the totals."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, parts, PARTS):
         part = (start + tl.arange(0, PARTS))[:, None]
         at = counts + part.to(tl.int64) * WIDTH + expert[None, :]
-        own = tl.load(at, mask=part < parts, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(own, 0) - own, mask=part < parts)
-        total += tl.sum(own, 0)
+        count = tl.load(at, mask=part < parts, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=part < parts)
+        total += tl.sum(count, 0)
     tl.store(totals + expert, total)
 
 
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["count"])
-def _place_kernel(
+def _rows_kernel(
     expert_indices, earlier, totals, offsets, rows, choices, count, num_experts,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):
     # fmt: on
-    part, place, each = tl.program_id(0).to(tl.int64), tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
-    entry = part * ENTRIES + place
+    part, index, column = tl.program_id(0).to(tl.int64), tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
+    entry = part * ENTRIES + index
     expert = tl.load(expert_indices + entry, mask=entry < count, other=-1).to(tl.int32)
-    known = expert >= 0
-    in_earlier_parts = tl.load(earlier + part * WIDTH + expert, mask=known, other=0)
-    total = tl.load(totals + each)
-    past = tl.cumsum(total, 0)
-    of_lower_experts = tl.gather(past - total, tl.where(known, expert, 0), 0)
+    has_row = expert >= 0
+    in_earlier_parts = tl.load(earlier + part * WIDTH + expert, mask=has_row, other=0)
+    total = tl.load(totals + column)
+    end = tl.cumsum(total, 0)
+    of_lower_experts = tl.gather(end - total, tl.where(has_row, expert, 0), 0)
     before = tl.zeros((ENTRIES, STEP), tl.int32)
     for start in tl.static_range(0, ENTRIES, STEP):
         # Loaded again along the other axis: cheaper than a transpose through shared memory.
         other = start + tl.arange(0, STEP)[None, :]
         same = tl.load(expert_indices + part * ENTRIES + other, mask=part * ENTRIES + other < count, other=-1)
-        before += ((expert[:, None] == same.to(tl.int32)) & (other < place[:, None])).to(tl.int32)
+        before += ((expert[:, None] == same.to(tl.int32)) & (other < index[:, None])).to(tl.int32)
     row = of_lower_experts + in_earlier_parts + tl.sum(before, 1)
-    tl.store(rows + entry, tl.where(known, row, -1), mask=entry < count)
-    tl.store(choices + row, entry.to(tl.int32), mask=known)
+    tl.store(rows + entry, tl.where(has_row, row, -1), mask=entry < count)
+    tl.store(choices + row, entry.to(tl.int32), mask=has_row)
     if part == 0:
-        tl.store(offsets + each, past, mask=each < num_experts)
-    unused = entry >= tl.max(past, 0)
+        tl.store(offsets + column, end, mask=column < num_experts)
+    unused = entry >= tl.max(end, 0)
     tl.store(choices + entry, tl.full((ENTRIES,), -1, tl.int32), mask=(entry < count) & unused)

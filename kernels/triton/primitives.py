@@ -1,4 +1,4 @@
-"""Helpers that the Triton kernels share: launch parameters, matmul in float32, sums of partial results, rounding."""
+"""Operations that the Triton kernels share: launch parameters, float32 matmuls, sums of partial results, rounding."""
 
 from functools import cache
 
@@ -11,11 +11,11 @@ from drawloom.kernels.stochastic_copy import ROUNDS as PHILOX_ROUNDS
 from drawloom.kernels.triton.launch import lean
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the Triton kernels take; they compute in float32."""
+"""Dtypes that the Triton kernels accept; they compute in float32."""
 
 
 def check_floats(name: str, *tensors: Tensor) -> None:
-    """Raise TypeError for a tensor (any shape) whose dtype the kernel does not take."""
+    """Raise TypeError for a tensor (any shape) whose dtype the kernel does not accept."""
     for tensor in tensors:
         if tensor.dtype not in FLOATS:
             raise TypeError(
@@ -24,56 +24,56 @@ def check_floats(name: str, *tensors: Tensor) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x (..., width) as (rows, width) with a last stride of 1: a view where the strides allow it."""
+    """Return x (..., width) as (rows, width) with a last stride of 1: a view if the strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
-    """x (any shape) with a last stride of 1: x itself if it has that, else a copy."""
+    """Return x (any shape) if its last stride is 1, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def angle_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (rows, length, pairs) with equal strides, the last one 1, as the kernels take one set of strides."""
+    """Return cos and sin (rows, length, pairs) with equal strides, the last one 1: kernels take one set of strides."""
     cos, sin = contiguous_last_dim(cos), contiguous_last_dim(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
 @cache
 def sm_count(device: torch.device) -> int:
-    """The number of streaming multiprocessors of a GPU; 4 for a CPU, where the interpreter runs them in sequence."""
+    """Return the number of streaming multiprocessors of a GPU; 4 for a CPU, where the interpreter runs in sequence."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
     """
-    Numbers of the host's (any shape and dtype) on a device, for which the host does not wait.
+    Copy a tensor (any shape and dtype) from the host to a device, without blocking the host.
 
-    Without pinned memory a copy to a GPU blocks it. What is on the device already is given as it is.
+    A copy to a GPU blocks unless it is from pinned memory. A tensor that is already on the device is returned as it is.
     """
     on_host = numbers.device.type == "cpu" != device.type
     return numbers.pin_memory().to(device, non_blocking=True) if on_host else numbers
 
 
 def input_precision() -> str:
-    """How tl.dot multiplies float32: "tf32" if torch does, else "ieee"; for narrower dtypes it says nothing."""
+    """Return how tl.dot multiplies float32: "tf32" if torch does, else "ieee"; narrower dtypes ignore it."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def cdiv(number: int, size: int) -> int:
-    """How many parts of a size a number makes, the last one incomplete: triton.cdiv takes 1.5 us of the host."""
+    """Return number / size, rounded up; triton.cdiv takes 1.5 us of the host."""
     return -(-number // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is no less than a positive number."""
+    """Return the least power of two that is at least a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 def addmm_fp32(summed: Tensor, a: Tensor, b: Tensor) -> None:
-    """summed += a @ b: summed float32 (rows, columns), a (rows, inner) and b (inner, columns) of one dtype."""
-    # On a CPU torch.addmm has no out_dtype.
+    """Add a @ b to summed, float32 (rows, columns): a (rows, inner) and b (inner, columns) of one dtype."""
+    # torch.addmm has no out_dtype on CPUs.
     if summed.is_cuda and a.dtype != torch.float32:
         torch.addmm(summed, a, b, out_dtype=torch.float32, out=summed)
     else:
@@ -81,11 +81,11 @@ def addmm_fp32(summed: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 BLOCK, PARTS_PER_STEP = 32, 64
-"""Columns that a program sums, 128 bytes of float32 (a cache line), and how many partial results it loads at a time."""
+"""Columns that a program sums, 128 bytes of float32 (a cache line), and partial results that it loads at a time."""
 
 
 def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
+    """Sum parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
     count, width = parts.shape
     result = parts.new_empty(width, dtype=dtype)
     _kernel[(cdiv(width, BLOCK),)](
@@ -111,9 +111,9 @@ ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 @triton.jit
 def philox(key, draw, counter):
-    """Four words of 32 random bits for each draw (int64); key and counter are of any integer types."""
-    # Triton chooses a scalar's type by its value, and its interpreter holds 2^31 to 2^32 - 1, which it calls int64, in
-    # 32 bits; there a shift by 32 would not give the upper half, which is zero.
+    """Return four words of 32 random bits for each draw (int64); key and counter are of any integer types."""
+    # Triton chooses a scalar's type by its value, and its interpreter stores 2^31 to 2^32 - 1, which it calls int64, in
+    # 32 bits; a shift by 32 would then not return the upper half, which is zero.
     counter = tl.cast(counter, tl.uint64)
     low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
     counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
@@ -122,14 +122,14 @@ def philox(key, draw, counter):
 
 @triton.jit
 def halves(word):
-    """The lower and the upper 16 bits of each of n words, as 2 n numbers."""
+    """Return the lower and the upper 16 bits of each of n words, as 2 n numbers."""
     return tl.interleave(word & 0xFFFF, word >> 16)
 
 
 @triton.jit
 def round_stochastically(x, noise):
-    """float32 stochastically rounded to bfloat16, with 16 bits of noise for each element."""
-    # NaN is truncated and made quiet by 0x40: with noise added, its bits could overflow into the sign.
+    """Round float32 to bfloat16 stochastically, with 16 bits of noise for each element."""
+    # NaN is truncated and made quiet by 0x40: with noise, its bits could overflow into the sign.
     bits = x.to(tl.uint32, bitcast=True)
     rounded = tl.where(x != x, (bits >> 16) | 0x40, (bits + noise) >> 16)
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,8 +1,8 @@
 """
 RMSNorm and rotary position embedding of queries and keys in one launch: half the memory traffic, and one rounding.
 
-The first programs handle queries, the others keys. The weights' gradients are summed by program, then over programs in
-a fixed order, so that they are deterministic.
+The first programs process queries, the others keys. Each program sums its part of the weights' gradients, and the
+programs' sums are added in a fixed order, so that the result is deterministic.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from drawloom.kernels.triton.primitives import (
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
 
 TILE = 4096
-"""Elements of a program's tile in the forward pass; half of it in the backward pass, which holds more values each."""
+"""Elements of a program's tile in the forward pass; twice as many as in the backward pass, which has more values."""
 
 PROGRAMS = 2
 """Programs of the backward pass per multiprocessor, as for rms_norm."""
@@ -35,24 +35,24 @@ def qk_norm_rope_triton(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """
-    The same as qk_norm_rope_eager, for float32, bfloat16 and float16, without a rounding between norm and rotation.
+    Compute qk_norm_rope_eager for float32, bfloat16 and float16, without rounding between norm and rotation.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,), cos and sin
     (rows, length, head_dim // 2).
     """
     check_floats("qk_norm_rope_triton", q, k, q_weight, k_weight, cos, sin)
-    both: tuple[Tensor, Tensor] = _QkNormRope.apply(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-untyped-call]
-    return both
+    rotated: tuple[Tensor, Tensor] = _QkNormRope.apply(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 class _QkNormRope(Function):
-    """Saves queries, keys and one float32 for each of their vectors."""
+    """Norm and rotation that saves queries, keys and one float32 per vector."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim); gives tensors like q and k."""
+        """Return tensors like q (rows, length, heads, head_dim) and k (rows, length, kv_heads, head_dim)."""
         rotated_q, rotated_k, q_rstd, k_rstd = _forward(q, k, q_weight, k_weight, eps, cos, sin)
         ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin)
         return rotated_q, rotated_k
@@ -66,7 +66,7 @@ class _QkNormRope(Function):
 def _like_forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and 1 / rms of each of their vectors."""
+    """Return rotated queries and keys, and 1 / rms of each vector."""
     q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
     return q.new_empty(q.shape), k.new_empty(k.shape), q_rstd, k_rstd
 
@@ -128,9 +128,9 @@ def _like_backward(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and both weights."""
-    q_result, k_result, of_q_weight, of_k_weight = (x.new_empty(x.shape) for x in (q, k, q_weight, k_weight))
-    return q_result, k_result, of_q_weight, of_k_weight
+    """Return gradients of queries, keys and both weights."""
+    q_result, k_result, grad_q_weight, grad_k_weight = (x.new_empty(x.shape) for x in (q, k, q_weight, k_weight))
+    return q_result, k_result, grad_q_weight, grad_k_weight
 
 
 @register_kernel(
@@ -160,7 +160,7 @@ def _backward(
     block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (4 * block))
     q_tiles, k_tiles = (cdiv(length * x.shape[2], vectors) for x in (q, k))
-    q_programs, k_programs = _shares(rows * q_tiles, rows * k_tiles, PROGRAMS * sm_count(q.device))
+    q_programs, k_programs = _divide_programs(rows * q_tiles, rows * k_tiles, PROGRAMS * sm_count(q.device))
     q_result, k_result = q.new_empty(q.shape), k.new_empty(k.shape)
     parts = q.new_empty(q_programs + k_programs, channels, dtype=torch.float32)
     backward_kernel[(q_programs + k_programs,)](
@@ -196,11 +196,11 @@ def _backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    of_q_weight = reduce_partials(parts[:q_programs], q_weight.dtype)
-    return q_result, k_result, of_q_weight, reduce_partials(parts[q_programs:], k_weight.dtype)
+    grad_q_weight = reduce_partials(parts[:q_programs], q_weight.dtype)
+    return q_result, k_result, grad_q_weight, reduce_partials(parts[q_programs:], k_weight.dtype)
 
 
-def _shares(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:
-    """The numbers of programs for queries and for keys, in proportion to their tiles."""
-    of_keys = max(1, programs * k_tiles // (q_tiles + k_tiles))
-    return min(q_tiles, max(1, programs - of_keys)), min(k_tiles, of_keys)
+def _divide_programs(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:
+    """Return the numbers of programs for queries and for keys, in proportion to their tiles."""
+    k_programs = max(1, programs * k_tiles // (q_tiles + k_tiles))
+    return min(q_tiles, max(1, programs - k_programs)), min(k_tiles, k_programs)

@@ -1,4 +1,4 @@
-"""The kernels of qk_norm_rope: each program reads tiles of vectors and writes the same tiles."""
+"""Kernels of qk_norm_rope: each program reads tiles of vectors and writes the same tiles."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from drawloom.kernels.triton.rope import rotate
 
 @triton.jit
 def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
-    """The row of a tile, the positions and heads of its vectors, and which of them exist."""
+    """Return a tile's row, the positions and heads of its vectors, and which vectors exist."""
     row = (tile // tiles).to(tl.int64)
     first = (tile % tiles).to(tl.int64) * VECTORS
     head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
@@ -21,7 +21,7 @@ def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
 
 @triton.jit
 def _load_pairs(at, mask, pair, PAIRS: tl.constexpr):
-    """Both channels of each pair, in float32."""
+    """Return both channels of each pair, in float32."""
     a = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
     return a, tl.load(at + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
 
@@ -45,10 +45,10 @@ def _norm_and_rotate(
     scale = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / (2 * PAIRS) + eps)
     vector = (row * length + position) * HEADS + head
     tl.store(rstd + vector, scale, mask=inside)
-    of_a, of_b = _load_pairs(weight, within, pair, PAIRS)
+    weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
     cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
     sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-    a, b = rotate(a * scale * of_a, b * scale * of_b, cosines, sines, False)
+    a, b = rotate(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
     _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
@@ -80,10 +80,10 @@ def _rotate_back_and_norm(
     grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: tl.constexpr,
     PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The gradients of every tile of this program, and its partial sum of the weight's gradient."""
+    """Compute the gradients of this program's tiles, and its partial sum of the weight's gradient."""
     pair = tl.arange(0, BLOCK)[None, :]
     within = pair < PAIRS
-    of_a, of_b = _load_pairs(weight, within, pair, PAIRS)
+    weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
     total_a, total_b = tl.zeros((VECTORS, BLOCK), tl.float32), tl.zeros((VECTORS, BLOCK), tl.float32)
     for tile in tl.range(program, count, programs, num_stages=3):
         row, position, head, inside = _vectors(tile, tiles, length, HEADS, VECTORS)
@@ -100,8 +100,8 @@ def _rotate_back_and_norm(
         b *= scale
         total_a += grad_a * a
         total_b += grad_b * b
-        grad_a *= of_a
-        grad_b *= of_b
+        grad_a *= weight_a
+        grad_b *= weight_b
         along = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * PAIRS)
         grad_a, grad_b = (grad_a - a * along) * scale, (grad_b - b * along) * scale
         _store_pairs(result + vector * (2 * PAIRS), grad_a, grad_b, mask, pair, PAIRS)

@@ -1,9 +1,9 @@
 """
 RMSNorm in Triton, alone or fused with the residual addition before it.
 
-A program holds whole rows in registers, so each pass reads and writes every element once. The weight's gradient is a
-sum over all rows: each program sums its own rows, and a second kernel sums the programs' results in a fixed order, so
-that it is deterministic.
+A program keeps whole rows in registers, so each pass reads and writes every element once. The weight's gradient is a
+sum over all rows: each program sums its rows, and a second kernel adds the programs' sums in a fixed order, so that the
+result is deterministic.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2, reduce_partials, sm_count
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
-"""Elements that a program holds at a time, 16 a thread; a longer row is one tile."""
+"""Elements that a program processes at a time, 16 per thread; a longer row is one tile."""
 
 PROGRAMS = 2
 """Programs of the backward pass per multiprocessor: while one waits for memory, the other computes."""
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """The same as rms_norm_eager, for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
+    """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
     normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return normed
@@ -37,21 +37,21 @@ def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
-    The same as add_rms_norm_eager, for float32, bfloat16 and float16.
+    Compute add_rms_norm_eager for float32, bfloat16 and float16.
 
     x and residual (..., hidden_size), weight (hidden_size,); returns the norm and the sum, both (..., hidden_size).
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
-    both: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
-    return both
+    results: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    return results
 
 
 class _RmsNorm(Function):
-    """Saves x and one float32 per row."""
+    """RMSNorm that saves x and one float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """x (..., hidden_size), weight (hidden_size,); gives a tensor like x."""
+        """Return a tensor like x (..., hidden_size); weight is (hidden_size,)."""
         normed, _, rstd = _forward(x, None, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
@@ -65,13 +65,13 @@ class _RmsNorm(Function):
 
 
 class _AddRmsNorm(Function):
-    """Saves the sum, which is a result and so takes no further memory, and one float32 per row."""
+    """Addition and RMSNorm that saves one float32 per row, and the sum, which takes no memory as it is a result."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
-        """x and residual (..., hidden_size), weight (hidden_size,); gives the norm and the sum, both like x."""
+        """Return the norm and the sum, both like x and residual (..., hidden_size); weight is (hidden_size,)."""
         normed, summed, rstd = _forward(x, residual, weight, eps, zero_centered)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered
@@ -88,7 +88,7 @@ class _AddRmsNorm(Function):
 def _like_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm, the sum if there is a residual, and 1 / rms of each row."""
+    """Return the norm, the sum if there is a residual, and 1 / rms of each row."""
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
     return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -109,8 +109,8 @@ def _forward(
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
-    at_once = max(1, min(FORWARD_TILE // block, next_power_of_2(count)))
-    _forward_kernel[(cdiv(count, at_once),)](
+    tile_rows = max(1, min(FORWARD_TILE // block, next_power_of_2(count)))
+    _forward_kernel[(cdiv(count, tile_rows),)](
         rows,
         added,
         weight.contiguous(),
@@ -123,9 +123,9 @@ def _forward(
         0 if added is None else added.stride(0),
         eps,
         ZERO_CENTRED=zero_centered,
-        ROWS=at_once,
+        ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_warps(at_once * block),
+        num_warps=_warps(tile_rows * block),
         enable_fp_fusion=True,
     )
     return normed, summed, rstd
@@ -140,7 +140,7 @@ def _like_backward(
     zero_centered: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight (empty if it is not needed)."""
+    """Return gradients of x and of the weight (empty if it is not needed)."""
     return x.new_empty(x.shape), weight.new_empty(weight.shape if needs_weight else 0)
 
 
@@ -165,8 +165,8 @@ def _backward(
     rows, grads, more = as_rows(x), as_rows(grad), None if grad_summed is None else as_rows(grad_summed)
     count, width = rows.shape
     block = next_power_of_2(width)
-    at_once = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))
-    programs = min(cdiv(count, at_once), PROGRAMS * sm_count(x.device))
+    tile_rows = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))
+    programs = min(cdiv(count, tile_rows), PROGRAMS * sm_count(x.device))
     grad_x = x.new_empty(x.shape)
     parts = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
     _backward_kernel[(programs,)](
@@ -183,16 +183,16 @@ def _backward(
         0 if more is None else more.stride(0),
         rows.stride(0),
         ZERO_CENTRED=zero_centered,
-        ROWS=at_once,
+        ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_warps(at_once * block),
+        num_warps=_warps(tile_rows * block),
         enable_fp_fusion=True,
     )
     return grad_x, weight.new_empty(0) if parts is None else reduce_partials(parts, weight.dtype)
 
 
 def _warps(elements: int) -> int:
-    """Warps of 16 elements a thread: two loads of 16 bytes in half precision, which hide each other's latency."""
+    """Return the warps for 16 elements per thread: two loads of 16 bytes in half precision, to hide latency."""
     return max(1, min(elements // 512, 32))
 
 
@@ -210,7 +210,7 @@ def _forward_kernel(
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if residual is not None:
         values = values.to(tl.float32) + tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
-        # Rounded before the norm, as the sum that the next layer reads is.
+        # Rounded before the norm, like the sum that the next layer reads.
         values = values.to(summed.dtype.element_ty)
         tl.store(summed + row * width + column, values, mask=inside)
     values = values.to(tl.float32)

@@ -1,7 +1,7 @@
 """
 Rotary position embedding in Triton: each element is read and written once, from any strides of rows, positions, heads.
 
-A program rotates a tile of vectors: consecutive heads of one or more positions of a row.
+A program rotates a tile of vectors: consecutive heads of one or more positions in a row.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ TILE = 4096
 
 def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
     """
-    The same as rope_eager, for float32, bfloat16 and float16.
+    Compute rope_eager for float32, bfloat16 and float16.
 
     x (rows, length, heads, head_dim), cos and sin (rows, length, rotary_dim // 2).
     """
@@ -38,17 +38,17 @@ def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, 
 
 
 class _Rope(Function):
-    """Saves the angles alone; the backward pass is the same kernel with the negative sine."""
+    """Rotation that saves only the angles; the backward pass is the same kernel with the negative sine."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool, in_place: bool
     ) -> Tensor:
-        """x (rows, length, heads, head_dim), cos and sin (rows, length, rotary_dim // 2); gives a tensor like x."""
+        """Return a tensor like x (rows, length, heads, head_dim); cos and sin are (rows, length, rotary_dim // 2)."""
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.reverse = interleaved, reverse
         if not in_place:
-            return _rotated(x, cos, sin, interleaved, reverse)  # type: ignore[no-any-return]
+            return _rotate(x, cos, sin, interleaved, reverse)  # type: ignore[no-any-return]
         ctx.mark_dirty(x)
         _rotate_in_place(x, cos, sin, interleaved, reverse)
         return x
@@ -70,19 +70,19 @@ def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool)
     flops=no_flops,
     scratch=no_scratch,
 )
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
     result = _like(x, cos, sin, interleaved, reverse)
     _launch(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
     return result
 
 
-def _nothing(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
+def _no_result(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     pass
 
 
 @register_kernel(
     "rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()",
-    fake=_nothing,
+    fake=_no_result,
     flops=no_flops,
     scratch=no_scratch,
 )
@@ -94,7 +94,7 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rev
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, reverse: bool) -> None:
-    """Fill `result`, which may be x itself."""
+    """Write the rotation of x to `result`, which may be x."""
     if not x.numel():
         return
     cos, sin = angle_tables(cos, sin)
@@ -129,7 +129,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
 
 @triton.jit
 def rotate(a, b, cos, sin, REVERSE: tl.constexpr):
-    """Both channels of pairs rotated by angles, or by the negative angles."""
+    """Rotate both channels of pairs by angles, or by the negative angles."""
     if REVERSE:
         sin = -sin
     return a * cos - b * sin, b * cos + a * sin
@@ -152,26 +152,26 @@ def _kernel(
     head = (head % HEADS).to(tl.int64)
     inside = position < length
     pair = tl.arange(0, BLOCK)[None, :]
-    turning = inside & (pair < PAIRS)
+    is_pair = inside & (pair < PAIRS)
     x += row * x_row + position * x_position + head * x_head
     result += row * result_row + position * result_position + head * result_head
-    cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=turning, other=0.0).to(tl.float32)
-    sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=turning, other=0.0).to(tl.float32)
+    cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=is_pair, other=0.0).to(tl.float32)
+    sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=is_pair, other=0.0).to(tl.float32)
     if INTERLEAVED:
         channel = tl.arange(0, 2 * BLOCK)[None, :]
-        both = inside & (channel < 2 * PAIRS)
-        values = tl.load(x + channel, mask=both, other=0.0).to(tl.float32)
+        rotates = inside & (channel < 2 * PAIRS)
+        values = tl.load(x + channel, mask=rotates, other=0.0).to(tl.float32)
         a, b = tl.split(values.reshape(VECTORS, BLOCK, 2))
         a, b = rotate(a, b, cosines, sines, REVERSE)
         values = tl.join(a, b).reshape(VECTORS, 2 * BLOCK).to(result.dtype.element_ty)
-        tl.store(result + channel, values, mask=both)
+        tl.store(result + channel, values, mask=rotates)
     else:
-        a = tl.load(x + pair, mask=turning, other=0.0).to(tl.float32)
-        b = tl.load(x + PAIRS + pair, mask=turning, other=0.0).to(tl.float32)
+        a = tl.load(x + pair, mask=is_pair, other=0.0).to(tl.float32)
+        b = tl.load(x + PAIRS + pair, mask=is_pair, other=0.0).to(tl.float32)
         a, b = rotate(a, b, cosines, sines, REVERSE)
-        tl.store(result + pair, a.to(result.dtype.element_ty), mask=turning)
-        tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=turning)
+        tl.store(result + pair, a.to(result.dtype.element_ty), mask=is_pair)
+        tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=is_pair)
     if REST:
         channel = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
-        staying = inside & (channel < 2 * PAIRS + REST)
-        tl.store(result + channel, tl.load(x + channel, mask=staying), mask=staying)
+        is_rest = inside & (channel < 2 * PAIRS + REST)
+        tl.store(result + channel, tl.load(x + channel, mask=is_rest), mask=is_rest)

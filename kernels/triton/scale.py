@@ -1,7 +1,8 @@
 """
-Many tensors times one factor in one launch: torch's product of bfloat16 and float32 reaches a ninth of a copy.
+Gradient scaling in Triton: one launch multiplies many tensors by a factor. torch's product of bfloat16 and float32
+reaches a ninth of a copy's rate.
 
-Squares are added up in float64 in the same pass, for each block and then over blocks, always in the same order.
+The same pass sums squares in float64, by program and then over programs, always in the same order.
 """
 
 from collections.abc import Sequence
@@ -19,21 +20,21 @@ PART = 2**14
 """Elements that a program scales."""
 
 BLOCK = 2048
-"""Elements that a program holds at a time: 16 a thread, two loads of bfloat16."""
+"""Elements that a program loads at a time: 16 per thread, two loads of bfloat16."""
 
 
 def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
     """
-    Do the same as scale_eager, the tensors bitwise: contiguous ones of one dtype, factor and result float64 () there.
+    Compute scale_eager for contiguous tensors of one dtype, with bitwise equal tensors; factor and sum are float64 ().
 
-    A factor of 1 leaves tensors alone if none is counted, and reads none of them.
+    If the factor is 1 and no tensor is counted, the kernel reads no tensor.
     """
     if not sum(tensor.numel() for tensor in tensors):
         return torch.zeros_like(factor)
     device = factor.device
     tables = _tables(tuple(tensor.numel() for tensor in tensors), counted, device)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    addresses = upload(torch.tensor(pointers), device)  # new gradients have new addresses in each step
+    addresses = upload(torch.tensor(pointers), device)  # gradients have new addresses in each step
     aligned = all(pointer % 16 == 0 for pointer in pointers)
     programs = len(tables[0])
     squares = factor.new_empty(programs) if any(counted) else None
@@ -45,8 +46,7 @@ def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool,
 @lru_cache(maxsize=16)
 def _tables(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
     """
-    The tensor of each program (programs,); of each tensor, the first program, the number of elements, and whether their
-    squares count.
+    Return the tensor of each program (programs,), and by tensor the first program, the size, and the `counted` flag.
     """
     counts = torch.tensor([-(-size // PART) for size in sizes])
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
@@ -67,29 +67,29 @@ def _kernel(
     base = tl.load(addresses + owner).to(like.dtype)
     if ALIGNED:
         base = tl.multiple_of(base, 16)
-    start, size, by = (program - tl.load(starts + owner)) * PART, tl.load(sizes + owner), tl.load(factor)
+    start, size, scale = (program - tl.load(starts + owner)) * PART, tl.load(sizes + owner), tl.load(factor)
     if squares is None:
-        size = tl.where(by == 1.0, 0, size)
+        size = tl.where(scale == 1.0, 0, size)
     total = tl.zeros((), tl.float64)
     for block in range(0, tl.minimum(PART, size - start), BLOCK):
-        place = start + block + tl.arange(0, BLOCK)
-        # A mask of unknown length would make each load one of two bytes.
+        element = start + block + tl.arange(0, BLOCK)
+        # With a mask of unknown length, each load would be of two bytes.
         if start + block + BLOCK <= size:
-            total += _scale(base + place, None, by, squares is not None)
+            total += _scale(base + element, None, scale, squares is not None)
         else:
-            total += _scale(base + place, place < size, by, squares is not None)
+            total += _scale(base + element, element < size, scale, squares is not None)
     if squares is not None:
         tl.store(squares + program, tl.where(tl.load(counted + owner), total, 0.0))
 
 
 @triton.jit
-def _scale(pointers, mask, by, squared: tl.constexpr):
-    """Scale a block; the sum of the squares of the products, if that is asked for."""
-    product = (tl.load(pointers, mask=mask).to(tl.float32) * by).to(pointers.dtype.element_ty)
+def _scale(pointers, mask, scale, squared: tl.constexpr):
+    """Scale a block, and return the sum of the squares of the products if `squared`, else 0."""
+    product = (tl.load(pointers, mask=mask).to(tl.float32) * scale).to(pointers.dtype.element_ty)
     tl.store(pointers, product, mask=mask)
     if not squared:
         return tl.zeros((), tl.float64)
-    kept = product.to(tl.float32).to(tl.float64)
+    wide = product.to(tl.float32).to(tl.float64)
     if mask is not None:
-        kept = tl.where(mask, kept, 0.0)
-    return tl.sum(kept * kept, 0)
+        wide = tl.where(mask, wide, 0.0)
+    return tl.sum(wide * wide, 0)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 to bfloat16 in Triton: one draw of random bits for eight elements."""
+"""Stochastic rounding of float32 to bfloat16 in Triton, with one draw of random bits for eight elements."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
-    """The same as stochastic_copy_eager, bitwise: float32 source into bfloat16 target, both (...) of one shape."""
+    """Compute stochastic_copy_eager, bitwise equal: float32 source into bfloat16 target, both (...) of one shape."""
     if first % PER_DRAW:
         raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
     if source.dtype != torch.float32 or target.dtype != torch.bfloat16 or source.shape != target.shape:
@@ -26,26 +26,26 @@ def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: in
     _copy(target, source, key, counter, first)
 
 
-def _nothing(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
+def _no_result(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     pass
 
 
 @register_kernel(
     "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()",
-    fake=_nothing,
+    fake=_no_result,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     if not source.numel():
         return
-    held = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    dense = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     count = source.numel()
     _kernel[(cdiv(count, BLOCK),)](
-        held, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW, enable_fp_fusion=True
+        dense, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW, enable_fp_fusion=True
     )
-    if held is not target:
-        target.copy_(held)
+    if dense is not target:
+        target.copy_(dense)
 
 
 @lean
@@ -54,8 +54,8 @@ def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER
     start = tl.program_id(0).to(tl.int64) * BLOCK
     draw = (first + start) // PER_DRAW + tl.arange(0, BLOCK // PER_DRAW)
     a, b, c, d = philox(key, draw, counter)
-    # Of eight elements, the first two take word a, the next two b: interleaved in pairs, each word is two halves.
+    # Of eight elements, the first two use word a, the next two word b, and so on; each word has two halves.
     noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
-    place = start + tl.arange(0, BLOCK)
-    values = tl.load(source + place, mask=place < count, other=0.0)
-    tl.store(target + place, round_stochastically(values, halves(noise)), mask=place < count)
+    element = start + tl.arange(0, BLOCK)
+    values = tl.load(source + element, mask=element < count, other=0.0)
+    tl.store(target + element, round_stochastically(values, halves(noise)), mask=element < count)

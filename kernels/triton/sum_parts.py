@@ -1,4 +1,4 @@
-"""Sums over a few rows of numbers of 16 bits, at the rate of a copy: torch's sum over two rows reaches 0.4 of it."""
+"""Sum of a few rows of 16-bit numbers in Triton, at the rate of a copy; torch's sum of two rows reaches 0.4 of it."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ BLOCK = 4096
 
 
 def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
-    """As sum_parts_eager: own (n,), others (rows, n) with dense rows, out (n,), of one dtype of 16 bits."""
+    """Compute sum_parts_eager: own (n,), others (rows, n) with contiguous rows, out (n,), of one 16-bit dtype."""
     rows, size = others.shape
     if size:
         _kernel[(cdiv(size, BLOCK),)](own, others, others.stride(0), out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
@@ -20,9 +20,9 @@ def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
 @lean
 @triton.jit
 def _kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(own + place, mask=place < size, other=0.0).to(tl.float32)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(own + element, mask=element < size, other=0.0).to(tl.float32)
     for _ in range(ROWS):
-        total += tl.load(others + place, mask=place < size, other=0.0).to(tl.float32)
-        others += stride  # the product of a row's number and the stride would have 32 bits
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
+        total += tl.load(others + element, mask=element < size, other=0.0).to(tl.float32)
+        others += stride  # the product of row and stride would have 32 bits
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=element < size)

@@ -1,7 +1,7 @@
 """
-SwiGLU's gate in Triton, of two tensors or of the halves of one, with or without a scale for each vector.
+SwiGLU in Triton, of two tensors or of the halves of one, with or without a scale for each vector.
 
-Contiguous tensors without a scale are treated as one long row, so that one compiled kernel serves all their sizes.
+Contiguous tensors without a scale are treated as one long row, so that one compiled kernel serves all sizes.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
 
 TILE = 2048
-"""Elements that a program holds at a time: 8 a thread, 16 bytes of each tensor in half precision."""
+"""Elements that a program processes at a time: 8 per thread, 16 bytes of each tensor in half precision."""
 
 
 def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The same as swiglu_eager, for float32, bfloat16 and float16: gate and up (..., width), scale (...,)."""
+    """Compute swiglu_eager for float32, bfloat16 and float16: gate and up (..., width), scale (...,)."""
     check_floats("swiglu_triton", gate, up)
     result: Tensor = _SwiGlu.apply(gate, up, scale)  # type: ignore[no-untyped-call]
     return result
@@ -29,7 +29,7 @@ def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tens
 
 def swiglu_halves_triton(both: Tensor, scale: Tensor | None = None) -> Tensor:
     """
-    The same as swiglu_halves_eager, for float32, bfloat16 and float16: both (..., 2 * width), scale (...,).
+    Compute swiglu_halves_eager for float32, bfloat16 and float16: both (..., 2 * width), scale (...,).
 
     Returns (..., width); the gradient of `both` is one tensor, without a concatenation.
     """
@@ -39,11 +39,11 @@ def swiglu_halves_triton(both: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 class _SwiGlu(Function):
-    """Saves its inputs."""
+    """SwiGLU that saves its inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
-        """gate and up (..., width) of one dtype, scale (...); gives a tensor like gate."""
+        """Return a tensor like gate, for gate and up (..., width) of one dtype and scale (...)."""
         ctx.save_for_backward(gate, up, scale)
         return _forward(gate, up, scale)  # type: ignore[no-any-return]
 
@@ -55,11 +55,11 @@ class _SwiGlu(Function):
 
 
 class _SwiGluHalves(Function):
-    """Saves its input."""
+    """SwiGLU of two halves of a tensor, which it saves."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor, scale: Tensor | None) -> Tensor:
-        """both (..., 2 * width), scale (...); gives (..., width) in the dtype of both."""
+        """Return (..., width) in the dtype of both (..., 2 * width); scale is (...)."""
         ctx.save_for_backward(both, scale)
         gate, up = both.chunk(2, -1)
         return _forward(gate, up, scale)  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ class _SwiGluHalves(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        grad_both, grad_scale = _backward_of_halves(grad, *ctx.saved_tensors)
+        grad_both, grad_scale = _halves_backward(grad, *ctx.saved_tensors)
         return grad_both, grad_scale if ctx.needs_input_grad[1] else None
 
 
@@ -100,7 +100,7 @@ def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _like_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate, up, and of the scale (empty if there is none)."""
+    """Return gradients of gate, up, and the scale (empty without a scale)."""
     return gate.new_empty(gate.shape), up.new_empty(up.shape), _like_scale(grad, scale)
 
 
@@ -116,19 +116,19 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> t
     return results
 
 
-def _like_backward_of_halves(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of both halves in one tensor, and of the scale (empty if there is none)."""
+def _like_halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
     return both.new_empty(both.shape), _like_scale(grad, scale)
 
 
 @register_kernel(
     "swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale) -> (Tensor, Tensor)",
-    fake=_like_backward_of_halves,
+    fake=_like_halves_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
-def _backward_of_halves(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    grad_both, grad_scale = _like_backward_of_halves(grad, both, scale)
+def _halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    grad_both, grad_scale = _like_halves_backward(grad, both, scale)
     _launch_backward((grad, *both.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
     return grad_both, grad_scale
 
@@ -160,14 +160,14 @@ def _launch_backward(tensors: tuple[Tensor, ...], scale: Tensor | None, grad_sca
 
 
 def _rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
-    """Tensors as rows of equal shape; as a single row if all are contiguous, unless each has a scale (`whole`)."""
+    """Return tensors as rows of equal shape, or as a single row if all are contiguous and rows need not stay whole."""
     if not whole and all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
     return [as_rows(x) for x in tensors]
 
 
 def _block(count: int, width: int) -> int:
-    """Elements of a tile; one size for all lengths of a single row, so that no other kernel is compiled."""
+    """Return the elements of a tile: one size for a single row of any length, so that no other kernel is compiled."""
     return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 
@@ -199,7 +199,7 @@ def _backward_kernel(
     if scale is not None:
         factor = tl.load(scale + row).to(tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
-        # A vector's scale has one gradient, so its program goes through the whole row.
+        # A vector's scale has one gradient, so one program processes the whole row.
         last = tl.cast(width, tl.int64)
     for start in range(first, last, BLOCK):
         column = start + tl.arange(0, BLOCK)

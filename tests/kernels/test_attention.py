@@ -11,7 +11,7 @@ from support.seeding import seeds
 
 
 def by_token(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int | None = None) -> Tensor:
-    """Each token's softmax over exactly the tokens that it may see."""
+    """Compute the softmax of each token over exactly the tokens that it may see."""
     rows, length, heads, _ = q.shape
     result = torch.zeros_like(q)
     for row in range(rows):
@@ -26,7 +26,7 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int 
 
 
 def restrided(x: Tensor) -> Tensor:
-    """The same numbers, in a tensor whose last dimension is not dense."""
+    """Return the same numbers in a tensor whose last dimension is not contiguous."""
     return x.transpose(1, -1).contiguous().transpose(1, -1) if x.ndim > 2 else x.T.contiguous().T
 
 
@@ -48,7 +48,7 @@ def random_case(rows: int, length: int, heads: int, kv_heads: int, dtype: torch.
 def test_each_token_sees_its_document_up_to_itself(
     _seed: object, rows: int, length: int, kv_heads: int, group: int, window: int | None
 ) -> None:
-    """For any packing, any ratio of heads and any window, the result is that of a loop over tokens."""
+    """For any packing, ratio of heads and window, the result equals a loop over tokens."""
     q, k, v, document_ids = random_case(rows, length, kv_heads * group, kv_heads, torch.float64)
     torch.testing.assert_close(
         attention_eager(q, k, v, causal_document_mask(document_ids, window)), by_token(q, k, v, document_ids, window)
@@ -56,8 +56,8 @@ def test_each_token_sees_its_document_up_to_itself(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
-def test_gradients(heads: int, kv_heads: int) -> None:
-    """Gradients of q, k and v are those of finite differences in float64, also where key heads are shared."""
+def test_gradients_match_finite_differences(heads: int, kv_heads: int) -> None:
+    """Gradients of q, k and v equal finite differences in float64, also with shared key heads."""
     *qkv, document_ids = random_case(2, 5, heads, kv_heads, torch.float64)
     for x in qkv:
         x.requires_grad_()
@@ -66,35 +66,35 @@ def test_gradients(heads: int, kv_heads: int) -> None:
     )
 
 
-def test_zero_rows_and_no_tokens() -> None:
-    """No rows or no tokens give a result without them, and gradients too."""
+def test_empty_inputs_give_empty_results() -> None:
+    """Without rows or tokens, result and gradients are empty."""
     for rows, length in ((0, 4), (2, 0)):
         q, k, v, document_ids = random_case(rows, length, 2, 1, torch.float32)
         q.requires_grad_()
-        found = attention_eager(q, k, v, causal_document_mask(document_ids))
-        assert found.shape == q.shape
-        assert torch.autograd.grad(found.sum(), q)[0].shape == q.shape
+        actual = attention_eager(q, k, v, causal_document_mask(document_ids))
+        assert actual.shape == q.shape
+        assert torch.autograd.grad(actual.sum(), q)[0].shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    """Half precision keeps its dtype and agrees with float64 to its rounding."""
+def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
+    """Half precision keeps its dtype and agrees with float64 up to rounding."""
     q, k, v, document_ids = random_case(2, 12, 4, 2, dtype)
-    found = attention_eager(q, k, v, causal_document_mask(document_ids))
-    assert found.dtype == dtype
+    actual = attention_eager(q, k, v, causal_document_mask(document_ids))
+    assert actual.dtype == dtype
     exact = by_token(q.double(), k.double(), v.double(), document_ids)
-    torch.testing.assert_close(found.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(actual.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
 
 
-def test_strided_input() -> None:
-    """Views whose last dimension is not dense give what their copies give."""
+def test_strided_inputs_give_the_same_result() -> None:
+    """Views whose last dimension is not contiguous give the results of their copies."""
     q, k, v, document_ids = random_case(2, 6, 4, 2, torch.float64)
-    found = attention_eager(restrided(q), restrided(k), restrided(v), causal_document_mask(restrided(document_ids)))
-    torch.testing.assert_close(found, attention_eager(q, k, v, causal_document_mask(document_ids)))
+    actual = attention_eager(restrided(q), restrided(k), restrided(v), causal_document_mask(restrided(document_ids)))
+    torch.testing.assert_close(actual, attention_eager(q, k, v, causal_document_mask(document_ids)))
 
 
-def test_document_numbers_may_be_any() -> None:
-    """Only equality of document numbers counts, not their order or size."""
+def test_only_equality_of_document_ids_counts() -> None:
+    """The order and size of document ids do not matter."""
     q, k, v, _ = random_case(1, 6, 2, 2, torch.float64)
     plain, odd = torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[7, 7, -3, -3, -3, 0]])
     torch.testing.assert_close(

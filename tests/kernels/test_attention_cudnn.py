@@ -1,4 +1,4 @@
-"""Attention of rows that are known to be one document each, against eager attention with a dense mask."""
+"""Attention of rows of one document each, against eager attention with a dense mask."""
 
 import pytest
 import torch
@@ -9,28 +9,28 @@ from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels
 
 HALF = DEVICE.type == "cuda"
-"""cuDNN computes in 16 bits; on a CPU another implementation of torch's takes its place."""
+"""Whether cuDNN runs, which computes in 16 bits; on a CPU torch uses another implementation."""
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (4, 2, 128), (3, 1, 8)])
 def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Results and gradients are those of the mask, in any grouping of heads."""
+    """Results and gradients equal those of the mask, for any grouping of heads."""
     dtype, tolerance = (torch.bfloat16, 0.03) if HALF else (torch.float32, 1e-5)
     documents = torch.full((2, 300), 7, device=DEVICE)
     q, k, v = (
         torch.randn(2, 300, count, head_dim, device=DEVICE, dtype=dtype, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
     )
-    found, expected = CUDNN.attend(q, k, v, WHOLE_ROWS), attention_eager(q, k, v, causal_document_mask(documents))
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    seed = torch.randn_like(found)
-    grads = (torch.autograd.grad(each, (q, k, v), seed) for each in (found, expected))
+    actual, expected = CUDNN.attend(q, k, v, WHOLE_ROWS), attention_eager(q, k, v, causal_document_mask(documents))
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    seed = torch.randn_like(actual)
+    grads = (torch.autograd.grad(output, (q, k, v), seed) for output in (actual, expected))
     torch.testing.assert_close(*grads, atol=2 * tolerance, rtol=2 * tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_documents_within_rows_and_windows_keep_apart() -> None:
-    """Unless each row is one document and there is no window, the mask is flex_attention's."""
+def test_packed_rows_and_windows_use_flex_attention() -> None:
+    """The mask is flex_attention's unless each row is one document and there is no window."""
     kernels = cpu_kernels()
     kernels._functions["attention"] = CUDNN
     documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
@@ -39,13 +39,13 @@ def test_documents_within_rows_and_windows_keep_apart() -> None:
         mask = kernels.attention_mask(ids, window, whole_rows=whole)
         q = torch.randn(len(ids), 64, 2, 16, device=DEVICE)
         with torch.no_grad():
-            found = CUDNN.attend(q, q, q, mask)
+            actual = CUDNN.attend(q, q, q, mask)
         expected = attention_eager(q, q, q, causal_document_mask(ids, window))
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_compiler_traces_whole_rows() -> None:
-    """A compiled block has attention of whole rows in one graph, with the same result."""
+    """A compiled block computes attention of whole rows in one graph, with the same result."""
     q = torch.randn(2, 64, 2, 16, device=DEVICE)
     compiled = torch.compile(lambda x: CUDNN.attend(x, x, x, WHOLE_ROWS), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q), CUDNN.attend(q, q, q, WHOLE_ROWS), atol=1e-5, rtol=1e-5)

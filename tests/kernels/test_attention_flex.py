@@ -13,30 +13,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 @pytest.mark.parametrize(
     ("length", "kv_heads", "heads", "often"), [(300, 2, 2, 0.02), (129, 1, 3, 0.5), (64, 2, 4, 0.1)]
 )
-def test_equals_eager(length: int, kv_heads: int, heads: int, often: float) -> None:
-    """With long documents and short, over several blocks or part of one, the result is that of the mask."""
+def test_flex_attention_equals_eager(length: int, kv_heads: int, heads: int, often: float) -> None:
+    """With long and short documents, over several blocks or a part of one, the result equals the dense mask's."""
     document_ids = (torch.rand(2, length) < often).cumsum(1)
     q, k, v = (torch.randn(2, length, count, 8) for count in (heads, kv_heads, kv_heads))
     with torch.no_grad():
-        found = attention_flex(q, k, v, block_mask(document_ids))
+        actual = attention_flex(q, k, v, block_mask(document_ids))
     torch.testing.assert_close(
-        found, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
+        actual, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
 
 
-def test_numbers_in_any_order() -> None:
-    """Documents need not be numbered in their order."""
+def test_document_ids_can_be_in_any_order() -> None:
+    """Document ids need not increase."""
     document_ids = torch.tensor([7, 3, 9, 3, 1]).repeat_interleave(60)[None]
     q, k, v = (torch.randn(1, 300, 2, 8) for _ in "qkv")
     with torch.no_grad():
-        found = attention_flex(q, k, v, block_mask(document_ids))
+        actual = attention_flex(q, k, v, block_mask(document_ids))
     torch.testing.assert_close(
-        found, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
+        actual, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
 
 
 def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three documents of two blocks each, a block attends to itself in part and to its document's first in full."""
+    """With documents of two blocks, a block attends to itself in part, and to its document's first block in full."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     mask = block_mask(torch.arange(3).repeat_interleave(32)[None])
     assert mask.kv_num_blocks.flatten().tolist() == [1] * 6
@@ -46,15 +46,15 @@ def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("attention", [CUDNN, FLEX, VARLEN], ids=["cudnn", "flex", "varlen"])
 def test_meta_tensors_give_the_shape(attention: AttentionImplementation) -> None:
-    """Meta tensors give a meta tensor of the right shape, from which a pipeline infers what stages exchange."""
+    """Meta tensors give a meta tensor of the right shape, from which a pipeline infers the shapes of messages."""
     q, k = torch.empty(2, 300, 4, 8, device="meta"), torch.empty(2, 300, 2, 8, device="meta")
-    found = attention.attend(q, k, k, attention.mask(torch.empty(2, 300, dtype=torch.int64, device="meta")))
-    assert found.is_meta and found.shape == q.shape
+    actual = attention.attend(q, k, k, attention.mask(torch.empty(2, 300, dtype=torch.int64, device="meta")))
+    assert actual.is_meta and actual.shape == q.shape
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 100, 400])
 def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token by token and block by block, the block mask allows what the eager implementation's mask allows."""
+    """By token and by block, the block mask allows the same keys as the eager implementation's mask."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 304) < 0.02).cumsum(1)
     mask, dense = block_mask(document_ids, window), causal_document_mask(document_ids, window)
@@ -71,35 +71,35 @@ def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_heads_too_small_for_torch_are_computed() -> None:
-    """Heads for which torch has no GPU kernel give the eager result."""
+    """Heads without a GPU kernel in torch give the eager result."""
     document_ids = (torch.rand(2, 300) < 0.02).cumsum(1).cuda()
     q, k, v = (torch.randn(2, 300, 4, 8, device="cuda", requires_grad=True) for _ in "qkv")
-    found, expected = (
+    actual, expected = (
         attention_flex(q, k, v, block_mask(document_ids)),
         attention_eager(q, k, v, causal_document_mask(document_ids)),
     )
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gradients(kv_heads: int) -> None:
-    """Compiled, results and gradients are those of the mask."""
+def test_compiled_gradients_equal_eager(kv_heads: int) -> None:
+    """Compiled results and gradients equal those of the dense mask."""
     document_ids = (torch.rand(2, 300) < 0.02).cumsum(1).cuda()
     q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
     k, v = (torch.randn(2, 300, kv_heads, 64, device="cuda", requires_grad=True) for _ in "kv")
-    found, expected = (
+    actual, expected = (
         attention_flex(q, k, v, block_mask(document_ids)),
         attention_eager(q, k, v, causal_document_mask(document_ids)),
     )
-    torch.testing.assert_close(found, expected, atol=0.01, rtol=0.01)
-    grads = torch.autograd.grad(found.sum(), (q, k, v))
+    torch.testing.assert_close(actual, expected, atol=0.01, rtol=0.01)
+    grads = torch.autograd.grad(actual.sum(), (q, k, v))
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), (q, k, v)), atol=0.05, rtol=0.02)
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_part_of_the_queries_sees_what_it_sees_among_all(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For places from both ends of a row, the masks are those rows of the whole mask, and so is the result."""
+def test_a_part_of_the_queries_gets_its_rows_of_the_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For positions from both ends of a row, masks and results are these rows of the whole mask and result."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 128) < 0.03).cumsum(1)
     queries = torch.cat([torch.arange(24), torch.arange(104, 128)])
@@ -109,5 +109,5 @@ def test_a_part_of_the_queries_sees_what_it_sees_among_all(window: int | None, m
     assert torch.equal(_dense_mask(mask), dense)
     q, k, v = (torch.randn(2, 128, 2, 8) for _ in "qkv")
     with torch.no_grad():
-        found = attention_flex(q[:, queries], k, v, mask)
-    torch.testing.assert_close(found, attention_eager(q[:, queries], k, v, dense), atol=1e-5, rtol=1e-5)
+        actual = attention_flex(q[:, queries], k, v, mask)
+    torch.testing.assert_close(actual, attention_eager(q[:, queries], k, v, dense), atol=1e-5, rtol=1e-5)

@@ -13,9 +13,9 @@ from torch import Tensor
 import drawloom.kernels
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.kernels.costs import (
+    bind_arguments,
     has_costs,
     moves_data,
-    named_arguments,
     no_flops,
     no_scratch,
     operation_costs,
@@ -78,7 +78,7 @@ def test_a_cost_function_of_an_unknown_argument_is_an_error() -> None:
 def test_arguments_have_the_names_of_the_schema() -> None:
     """Positional and named arguments and defaults that a call leaves out are all found by name."""
     a, b, c = (torch.empty(2, 2, device=META) for _ in range(3))
-    arguments = named_arguments(torch.ops.aten.addmm.default, (a, b, c), {"alpha": 2})
+    arguments = bind_arguments(torch.ops.aten.addmm.default, (a, b, c), {"alpha": 2})
     assert arguments["mat2"] is c and (arguments["alpha"], arguments["beta"]) == (2, 1)
 
 
@@ -159,7 +159,7 @@ def test_cross_entropy_costs_count_the_gradients_that_are_needed(needs_hidden: b
 
 
 def test_logits_that_are_written_and_dropped_are_scratch_memory() -> None:
-    """A forward pass without gradients holds all logits, and cut cross entropy in float32 those of some tokens."""
+    """All logits of a forward pass without gradients are scratch, and in float32 some tokens' logits of `cut`."""
     hidden, weight, targets = logits(torch.bfloat16)
     operator = torch.ops.drawloom.linear_cross_entropy_grad_logits.default
     scratch = [

@@ -1,4 +1,4 @@
-"""Weight gradients are deferred within `defer`, and only there."""
+"""Deferral and accumulation of weight gradients."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,9 +27,9 @@ def double(grad: Tensor) -> Tensor:
 def test_outside_a_recording_gradients_are_computed_at_once() -> None:
     """Without a recording, `weight_gradient_of` returns a function that computes."""
     grad = torch.randn(3)
-    found = weight_gradient_of(weight())(double, grad)
-    assert found is not None
-    assert torch.equal(found, 2 * grad)
+    actual = weight_gradient_of(weight())(double, grad)
+    assert actual is not None
+    assert torch.equal(actual, 2 * grad)
 
 
 def test_gradients_are_deferred_only_within_defer() -> None:
@@ -49,7 +49,7 @@ def test_gradients_are_deferred_only_within_defer() -> None:
 
 
 def test_summands_are_added_in_their_order() -> None:
-    """A weight that is used several times has one queue, whose sum is bitwise that of autograd."""
+    """A weight that is used several times has one queue, whose sum is bitwise equal to autograd's."""
     deferral, one = Deferral(), weight()
     with deferral:
         uses = [weight_gradient_of(one) for _ in range(3)]
@@ -63,18 +63,18 @@ def test_summands_are_added_in_their_order() -> None:
 
 
 def test_only_trainable_leaves_are_deferred() -> None:
-    """A weight that is computed from others passes its gradient on at once; a frozen one has none."""
+    """Weights that are computed from others, and frozen weights, are not deferred."""
     deferral = Deferral()
     frozen = weight().requires_grad_(False)
     with deferral:
-        for each in (weight() * 2, frozen):
+        for undeferred in (weight() * 2, frozen):
             with deferral.defer():
-                assert weight_gradient_of(each)(double, torch.randn(3)) is not None
+                assert weight_gradient_of(undeferred)(double, torch.randn(3)) is not None
     assert deferral.take() == []
 
 
 def test_recordings_nest_and_end() -> None:
-    """The inner recording applies, and the outer one again after it, also if the forward pass raises an error."""
+    """The inner recording applies until it ends, also by an error; then the outer recording applies again."""
     outer, inner, one = Deferral(), Deferral(), weight()
     asked = []
     with outer:
@@ -91,7 +91,7 @@ def test_recordings_nest_and_end() -> None:
 
 
 def test_deferring_ends_after_a_failure() -> None:
-    """After a backward pass that failed within `defer`, gradients are computed at once again."""
+    """After a backward pass fails within `defer`, gradients are computed at once again."""
     deferral, one = Deferral(), weight()
     with deferral:
         ask = weight_gradient_of(one)
@@ -102,7 +102,7 @@ def test_deferring_ends_after_a_failure() -> None:
 
 @pytest.mark.parametrize("changed", [0, 1])
 def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
-    """A change of a queued tensor, or of a view of its storage, raises an error that names the tensor."""
+    """Changing a queued tensor, or a view of its storage, raises an error that names the tensor."""
     deferral, one = Deferral(), weight()
     with deferral:
         ask = weight_gradient_of(one)
@@ -117,7 +117,7 @@ def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
 
 
 def test_computed_summands_are_added() -> None:
-    """A summand that autograd has computed is queued as it is; None queues nothing."""
+    """A summand that autograd computed is queued unchanged; None queues nothing."""
     deferral, one = Deferral(), weight()
     part = torch.randn(3)
     deferred = deferral.grad_for(one)
@@ -126,8 +126,8 @@ def test_computed_summands_are_added() -> None:
     deferred = deferral.grad_for(one)
     deferred.add(part)
     deferred.queue(double, part)
-    (each,) = deferral.take()
-    total: Any = each.compute()
+    (deferred,) = deferral.take()
+    total: Any = deferred.compute()
     assert torch.equal(total, part + 2 * part)
 
 
@@ -145,7 +145,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter], Tensor]]] 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
-    """A hook on an operation's node may change all of its gradients, so none is deferred there."""
+    """A hook on an operation's node may change its gradients, so none is deferred."""
     shape, operation = OPERATIONS[name]
     deferral, one = Deferral(), nn.Parameter(torch.randn(shape))
     with deferral:
@@ -157,35 +157,35 @@ def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
     (expected,) = torch.autograd.grad(operation(one).sum(), one)
     with deferral.defer():
         assert list(torch.autograd.grad(plain.sum(), one, allow_unused=True)) == [None]
-        (found,) = torch.autograd.grad(hooked.sum(), one)
-    torch.testing.assert_close(found, 3 * expected)
+        (actual,) = torch.autograd.grad(hooked.sum(), one)
+    torch.testing.assert_close(actual, 3 * expected)
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are added to gradients in their epilogue on a CPU too."""
+    """Add products to gradients in their epilogue on a CPU, too."""
     monkeypatch.setattr(deferred_grads, "FUSED", {"cpu"})
 
 
 def _passes(linear: nn.Parameter, inputs: list[torch.Tensor]) -> list[int]:
-    """One backward pass for each input; where the gradient is in memory after each."""
-    places = []
+    """Run one backward pass per input, and return the address of the gradient after each pass."""
+    addresses = []
     for x in inputs:
         with Accumulation():
             y = linear_eager(x, linear)
         y.square().sum().backward()  # type: ignore[no-untyped-call]
         assert linear.grad is not None
-        places.append(linear.grad.data_ptr())
-    return places
+        addresses.append(linear.grad.data_ptr())
+    return addresses
 
 
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("hooked", [False, True])
 def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
     """
-    The sum over microbatches is that of products in float32, of which none is rounded to bfloat16, in one place.
+    Gradient accumulation sums products in float32, without rounding them to bfloat16, at one address.
 
-    Hooks of the weight see every gradient, which autograd then adds by itself.
+    Hooks of the weight see every gradient, which autograd then adds.
     """
     torch.manual_seed(0)
     linear = nn.Parameter(torch.randn(5, 7).bfloat16())
@@ -196,16 +196,16 @@ def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
         hooks.register_hook(lambda grad: seen.append(grad.dtype))
         hooks.register_post_accumulate_grad_hook(lambda _: None)
     inputs = [torch.randn(3, 7).bfloat16() for _ in range(3)]
-    places = _passes(linear, inputs)
+    addresses = _passes(linear, inputs)
     outputs = [x @ linear.detach().T for x in inputs]
     expected = sum((2 * y).float().T @ x.float() for x, y in zip(inputs, outputs, strict=True))
     torch.testing.assert_close(linear.grad, expected, rtol=1e-6, atol=1e-6)
-    assert len(set(places)) == 1 and seen == [torch.float32] * 3 * hooked
+    assert len(set(addresses)) == 1 and seen == [torch.float32] * 3 * hooked
 
 
 @pytest.mark.usefixtures("fused")
-def test_a_gradient_that_is_asked_for_is_returned() -> None:
-    """Outside of an `Accumulation`, torch.autograd.grad returns gradients, and `.grad` does not change."""
+def test_autograd_grad_returns_gradients() -> None:
+    """Outside of an `Accumulation`, torch.autograd.grad returns gradients and does not change `.grad`."""
     linear, x = nn.Parameter(torch.randn(2, 3)), torch.randn(4, 3)
     linear.grad = torch.ones(2, 3)
     (grad,) = torch.autograd.grad(linear_eager(x, linear).sum(), linear)

@@ -13,7 +13,7 @@ Gemm = Callable[..., Tensor]
 both = pytest.mark.parametrize("gemm", [grouped_gemm_eager, grouped_gemm_torch])
 
 ENDS = [0, 4, 4, 9, 10]
-"""Experts without rows at the beginning and between others; two of twelve rows are unused."""
+"""Ends of the experts' rows: some experts have no rows, and two of twelve rows are unused."""
 
 
 def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,62 +22,62 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected(x: Tensor, weight: Tensor) -> Tensor:
-    """The used rows, one at a time."""
+    """Return the used rows, computed one at a time."""
     owners = [next(expert for expert, end in enumerate(ENDS) if row < end) for row in range(ENDS[-1])]
     return torch.stack([x[row] @ weight[owner] for row, owner in enumerate(owners)])
 
 
 @both
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_row_times_its_matrix(gemm: Gemm, transposed: bool) -> None:
-    """Rows and both gradients are those of products of single rows, with the matrices transposed or not."""
+def test_rows_are_multiplied_by_their_experts_matrix(gemm: Gemm, transposed: bool) -> None:
+    """Rows and both gradients equal products of single rows, with the matrices transposed or not."""
     x, weight, ends = case()
     given = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
-    found, exact = gemm(x, given, ends, transposed), expected(x, weight)
-    assert found.shape == (12, 7)
-    torch.testing.assert_close(found[:10], exact)
+    actual, exact = gemm(x, given, ends, transposed), expected(x, weight)
+    assert actual.shape == (12, 7)
+    torch.testing.assert_close(actual[:10], exact)
     grad = torch.randn(10, 7)
-    of_x, of_weight = torch.autograd.grad(found[:10], (x, given), grad)
+    grad_x, grad_weight = torch.autograd.grad(actual[:10], (x, given), grad)
     exact_grads = torch.autograd.grad(exact, (x, weight), grad)
-    torch.testing.assert_close(of_x[:10], exact_grads[0][:10])
-    torch.testing.assert_close(of_weight.transpose(1, 2) if transposed else of_weight, exact_grads[1])
+    torch.testing.assert_close(grad_x[:10], exact_grads[0][:10])
+    torch.testing.assert_close(grad_weight.transpose(1, 2) if transposed else grad_weight, exact_grads[1])
 
 
-def test_gradients() -> None:
-    """Gradients are those of finite differences in float64."""
+def test_gradients_match_finite_differences() -> None:
+    """Gradients equal finite differences in float64."""
     x, weight, ends = case(torch.float64)
     assert torch.autograd.gradcheck(lambda x, weight: grouped_gemm_eager(x, weight, ends), (x, weight))
 
 
 @both
 def test_nan_in_unused_rows_does_not_spread(gemm: Gemm) -> None:
-    """NaN in unused rows, of the input and of the gradient, is in no used row and in no matrix's gradient."""
+    """NaN in unused rows of the input and of the gradient reaches no used row and no gradient of a matrix."""
     x, weight, ends = case()
     with torch.no_grad():
         x[10:] = torch.nan
-    found = gemm(x, weight, ends)
+    actual = gemm(x, weight, ends)
     grad = torch.randn(12, 7)
     grad[10:] = torch.nan
-    of_x, of_weight = torch.autograd.grad(found, (x, weight), grad)
-    assert found[:10].isfinite().all() and of_x[:10].isfinite().all() and of_weight.isfinite().all()
-    assert not of_weight[[0, 2]].any()
+    grad_x, grad_weight = torch.autograd.grad(actual, (x, weight), grad)
+    assert actual[:10].isfinite().all() and grad_x[:10].isfinite().all() and grad_weight.isfinite().all()
+    assert not grad_weight[[0, 2]].any()
 
 
 @both
 def test_a_frozen_input_leaves_the_other_gradient_unchanged(gemm: Gemm) -> None:
     """With one input frozen, the other's gradient is the same."""
     x, weight, ends = case()
-    of_x, of_weight = torch.autograd.grad(gemm(x, weight, ends)[:10].sum(), (x, weight))
+    grad_x, grad_weight = torch.autograd.grad(gemm(x, weight, ends)[:10].sum(), (x, weight))
     (alone,) = torch.autograd.grad(gemm(x, weight.detach(), ends)[:10].sum(), x)
-    assert torch.equal(alone[:10], of_x[:10])
+    assert torch.equal(alone[:10], grad_x[:10])
     (alone,) = torch.autograd.grad(gemm(x.detach(), weight, ends)[:10].sum(), weight)
-    assert torch.equal(alone, of_weight)
+    assert torch.equal(alone, grad_weight)
 
 
 @both
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weight_gradient_can_be_deferred(gemm: Gemm, transposed: bool) -> None:
-    """The deferred gradient of the matrices is bitwise the one that is computed at once."""
+    """A deferred gradient of the matrices has the bits of an immediate one."""
     x, weight, ends = case()
     weight = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
     used = torch.autograd.grad(gemm(x, weight, ends, transposed)[:10].sum(), (x, weight))
@@ -85,17 +85,17 @@ def test_weight_gradient_can_be_deferred(gemm: Gemm, transposed: bool) -> None:
     with deferral:
         result = gemm(x, weight, ends, transposed)[:10]
     with deferral.defer():
-        found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
-    assert found[1] is None
-    assert torch.equal(found[0][:10], used[0][:10])
+        actual = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
+    assert actual[1] is None
+    assert torch.equal(actual[0][:10], used[0][:10])
     assert torch.equal(deferral.take()[0].compute(), used[1])
 
 
 @both
-def test_no_rows(gemm: Gemm) -> None:
+def test_without_rows_gradients_are_zero(gemm: Gemm) -> None:
     """Without rows the gradient of every matrix is zero."""
     _, weight, ends = case()
     x = torch.empty(0, 6, requires_grad=True)
-    found = gemm(x, weight, ends * 0)
-    grads = torch.autograd.grad(found.sum(), (x, weight))
-    assert found.shape == (0, 7) and grads[0].shape == (0, 6) and not grads[1].any()
+    actual = gemm(x, weight, ends * 0)
+    grads = torch.autograd.grad(actual.sum(), (x, weight))
+    assert actual.shape == (0, 7) and grads[0].shape == (0, 6) and not grads[1].any()

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against log_softmax of all logits at once, whatever the chunks."""
+"""linear_cross_entropy against its definition, in one chunk or several."""
 
 from typing import Any
 
@@ -11,24 +11,18 @@ from torch.utils._pytree import tree_leaves
 from drawloom.kernels import linear_cross_entropy
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
+from support.cross_entropy import exact_losses
 
 
 def losses_of(*inputs: Any, **options: Any) -> Tensor:
-    """The losses alone."""
+    """Return the losses alone."""
     losses, _ = linear_cross_entropy_eager(*inputs, **options)
     return losses
 
 
-def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
-    """By the definition: -log of the target's share of exp(logits)."""
-    logits = hidden.double() @ weight.double().T
-    chosen = logits.gather(-1, targets.where(targets != ignored, 0).unsqueeze(-1)).squeeze(-1)
-    return (logits.logsumexp(-1) - chosen).where(targets != ignored, 0)
-
-
 @pytest.fixture(params=[None, 1, 3, 4], ids=["one chunk", "chunks of 1", "chunks of 3", "chunks of 4"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunk size that the kernel uses: its own (all tokens here), or a small one."""
+    """Set the chunk size of the kernel: its own (all tokens here), or a small one."""
     if request.param is not None:
         monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", request.param)
         monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
@@ -42,20 +36,20 @@ def random_case(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
-def test_equals_definition(shape: tuple[int, ...]) -> None:
-    """Any shape, zero tokens included, gives each token's loss in float32, and 0 where ignored."""
+def test_losses_equal_the_definition(shape: tuple[int, ...]) -> None:
+    """Any shape, also without tokens, gives each token's loss in float32, and 0 for ignored tokens."""
     hidden, weight, targets = random_case(shape)
-    found = losses_of(hidden, weight, targets)
-    assert found.shape == targets.shape
-    assert found.dtype == torch.float32
-    assert (found[targets == -100] == 0).all()
-    torch.testing.assert_close(found.double(), at_once(hidden, weight, targets), atol=1e-6, rtol=1e-5)
+    actual = losses_of(hidden, weight, targets)
+    assert actual.shape == targets.shape
+    assert actual.dtype == torch.float32
+    assert (actual[targets == -100] == 0).all()
+    torch.testing.assert_close(actual.double(), exact_losses(hidden, weight, targets), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("shape", [(8,), (2, 5), (0,)])
-def test_gradients(shape: tuple[int, ...]) -> None:
-    """Gradients of hidden states and weight are those of finite differences in float64, by token."""
+def test_gradients_match_finite_differences(shape: tuple[int, ...]) -> None:
+    """Gradients of hidden states and weight equal finite differences in float64."""
     hidden, weight, targets = random_case(shape, torch.float64)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -64,49 +58,49 @@ def test_gradients(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("chunk")
 def test_frozen_inputs_get_no_gradient() -> None:
-    """With the weight frozen the hidden states' gradient is the same, and the other way round."""
+    """With the weight frozen the gradient of the hidden states is the same, and the other way round."""
     hidden, weight, targets = random_case((9,))
     both = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     expected = torch.autograd.grad(losses_of(*both, targets).sum(), both)
     alone = hidden.clone().requires_grad_()
-    (found,) = torch.autograd.grad(losses_of(alone, weight, targets).sum(), alone)
-    torch.testing.assert_close(found, expected[0])
+    (actual,) = torch.autograd.grad(losses_of(alone, weight, targets).sum(), alone)
+    torch.testing.assert_close(actual, expected[0])
     alone = weight.clone().requires_grad_()
-    (found,) = torch.autograd.grad(losses_of(hidden, alone, targets).sum(), alone)
-    torch.testing.assert_close(found, expected[1])
+    (actual,) = torch.autograd.grad(losses_of(hidden, alone, targets).sum(), alone)
+    torch.testing.assert_close(actual, expected[1])
 
 
 def test_ignored_tokens_have_no_gradient() -> None:
-    """An ignored token's loss has no gradient, even where the incoming one is infinite."""
+    """The loss of an ignored token has no gradient, even if the incoming gradient is infinite."""
     hidden, weight, targets = random_case((6,))
     hidden.requires_grad_()
     losses = losses_of(hidden, weight, targets)
     grad = torch.ones(6).masked_fill(targets == -100, float("inf"))
-    (found,) = torch.autograd.grad(losses, hidden, grad)
-    assert found.isfinite().all()
-    assert (found[targets == -100] == 0).all()
+    (actual,) = torch.autograd.grad(losses, hidden, grad)
+    assert actual.isfinite().all()
+    assert (actual[targets == -100] == 0).all()
 
 
-def test_another_ignored_number() -> None:
+def test_the_ignored_index_can_be_chosen() -> None:
     """The number that marks ignored targets can be chosen."""
     hidden, weight, _ = random_case((4,))
     targets = torch.tensor([0, 1, 2, 0])
-    found = losses_of(hidden, weight, targets, ignore_index=0)
-    torch.testing.assert_close(found.double(), at_once(hidden, weight, targets, 0), atol=1e-6, rtol=1e-5)
+    actual = losses_of(hidden, weight, targets, ignore_index=0)
+    torch.testing.assert_close(actual.double(), exact_losses(hidden, weight, targets, 0), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
     """Losses of half-precision inputs are float32, gradients have the inputs' dtype; both agree with float64."""
     hidden, weight, targets = random_case((10,), dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
-    found, exact = losses_of(hidden, weight, targets), at_once(hidden, weight, targets)
-    assert found.dtype == torch.float32
+    actual, exact = losses_of(hidden, weight, targets), exact_losses(hidden, weight, targets)
+    assert actual.dtype == torch.float32
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), exact, atol=8 * eps, rtol=4 * eps)
-    grads = torch.autograd.grad(found.sum(), (hidden, weight))
+    torch.testing.assert_close(actual.double(), exact, atol=8 * eps, rtol=4 * eps)
+    grads = torch.autograd.grad(actual.sum(), (hidden, weight))
     torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), (hidden, weight)), atol=16 * eps, rtol=8 * eps)
 
 
@@ -120,20 +114,20 @@ def test_weight_gradient_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(grad.float(), torch.tensor([[-500.0], [500.0]]).expand(2, 3))
 
 
-def test_strided_input() -> None:
+def test_strided_inputs_give_the_same_result() -> None:
     """Transposed hidden states, weight and targets give what their copies give, backwards too."""
     hidden = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (3, 4))
-    found = losses_of(hidden.transpose(0, 1), weight.T, targets.T)
-    exact = at_once(hidden.transpose(0, 1), weight.T, targets.T)
-    torch.testing.assert_close(found, exact)
+    actual = losses_of(hidden.transpose(0, 1), weight.T, targets.T)
+    exact = exact_losses(hidden.transpose(0, 1), weight.T, targets.T)
+    torch.testing.assert_close(actual, exact)
     expected = torch.autograd.grad(exact.sum(), (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(found.sum(), (hidden, weight)), expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), (hidden, weight)), expected)
 
 
-def test_never_holds_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither pass makes a tensor as large as all logits once there are several chunks."""
+def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pass allocates a tensor as large as all logits if there are several chunks."""
     monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 64)
     monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
@@ -144,7 +138,7 @@ def test_never_holds_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches every operation's results."""
+    """Context that records the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,9 +165,9 @@ def test_weight_gradient_can_be_deferred(tokens: int, chunked: bool, monkeypatch
     expected = torch.autograd.grad(losses_of(*tensors, targets), tensors, grad)
     deferral = Deferral()
     with deferral:
-        found = losses_of(*tensors, targets)
+        actual = losses_of(*tensors, targets)
     with deferral.defer():
-        grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)
+        grads = torch.autograd.grad(actual, tensors, grad, allow_unused=True)
     waiting = deferral.take()
     assert len(waiting) == 1
     assert torch.equal(grads[0], expected[0])
@@ -183,7 +177,7 @@ def test_weight_gradient_can_be_deferred(tokens: int, chunked: bool, monkeypatch
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
-def test_lse_equals_definition(shape: tuple[int, ...]) -> None:
+def test_lse_equals_the_definition(shape: tuple[int, ...]) -> None:
     """The second result is float32 log-sum-exp of every token's logits, whether its target is ignored or not."""
     hidden, weight, targets = random_case(shape)
     _, lse = linear_cross_entropy_eager(hidden, weight, targets)
@@ -193,29 +187,29 @@ def test_lse_equals_definition(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("outputs", ["losses", "lse", "both"])
-def test_gradients_of_both_results(outputs: str) -> None:
-    """Gradients through losses, through lse and through both together are those of autograd by the definition."""
+def test_gradients_flow_through_losses_and_lse(outputs: str) -> None:
+    """Gradients through losses, through lse and through both equal autograd's gradients of the definition."""
     hidden, weight, targets = random_case((2, 5), torch.float64)
     tensors = hidden.requires_grad_(), weight.requires_grad_()
-    of_losses, of_lse = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
-    found = linear_cross_entropy_eager(*tensors, targets)
-    exact = at_once(*tensors, targets), (hidden @ weight.T).logsumexp(-1)
+    grad_losses, grad_lse = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    actual = linear_cross_entropy_eager(*tensors, targets)
+    exact = exact_losses(*tensors, targets), (hidden @ weight.T).logsumexp(-1)
     wanted = [outputs in ("losses", "both"), outputs in ("lse", "both")]
     totals = [
-        sum((x * factor).sum() for x, factor, want in zip(pair, (of_losses, of_lse), wanted, strict=True) if want)
-        for pair in (found, exact)
+        sum((x * factor).sum() for x, factor, want in zip(pair, (grad_losses, grad_lse), wanted, strict=True) if want)
+        for pair in (actual, exact)
     ]
     grads, expected = (torch.autograd.grad(total, tensors) for total in totals)  # type: ignore[arg-type]
     torch.testing.assert_close(grads, expected)
 
 
 def test_losses_are_multiplied_by_token_weights() -> None:
-    """With weights by token, losses and their gradients are the weighted ones; lse is not weighted."""
+    """Token weights multiply losses and their gradients, but not lse."""
     hidden, weight, targets = random_case((2, 5))
     weights = torch.rand(2, 5)
     hidden.requires_grad_()
     plain, lse = linear_cross_entropy_eager(hidden, weight, targets)
-    found, same_lse = linear_cross_entropy_eager(hidden, weight, targets, token_weights=weights)
-    assert torch.equal(found, plain * weights) and torch.equal(lse, same_lse)
+    actual, same_lse = linear_cross_entropy_eager(hidden, weight, targets, token_weights=weights)
+    assert torch.equal(actual, plain * weights) and torch.equal(lse, same_lse)
     expected = torch.autograd.grad((plain * weights).sum(), hidden)
-    torch.testing.assert_close(torch.autograd.grad(found.sum(), hidden), expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), hidden), expected)

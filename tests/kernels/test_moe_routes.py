@@ -1,4 +1,4 @@
-"""Routing tables against a sort written out."""
+"""Routing tables against a sort in plain Python."""
 
 import torch
 from hypothesis import given
@@ -8,9 +8,9 @@ from drawloom.kernels.moe import moe_routes_eager
 
 
 def by_hand(expert_indices: list[list[int]], experts: int) -> tuple[list[list[int]], list[int], list[int]]:
-    """Rows by choice, choices by row, and ends, written out."""
+    """Return rows by choice, choices by row, and ends of experts, in plain Python."""
     choices = [choice for token in expert_indices for choice in token]
-    order = [place for expert in range(experts) for place, chosen in enumerate(choices) if chosen == expert]
+    order = [index for expert in range(experts) for index, chosen in enumerate(choices) if chosen == expert]
     width = len(expert_indices[0]) if expert_indices else 0
     rows = [
         [order.index(t * width + c) if chosen >= 0 else -1 for c, chosen in enumerate(token)]
@@ -28,15 +28,15 @@ chosen = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
 
 
 @given(chosen, st.sampled_from([torch.int32, torch.int64]))
-def test_sorted_by_expert_then_by_token(case: tuple[list[list[int]], int], dtype: torch.dtype) -> None:
-    """Rows are those of a stable sort by expert; experts may have none, and dropped choices have none."""
+def test_rows_are_sorted_by_expert_then_by_token(case: tuple[list[list[int]], int], dtype: torch.dtype) -> None:
+    """Rows follow a stable sort by expert; some experts have no rows, and dropped choices have none."""
     expert_indices, experts = case
     routes = moe_routes_eager(torch.tensor(expert_indices, dtype=dtype), experts)
     assert tuple(table.tolist() for table in routes) == by_hand(expert_indices, experts)
     assert {table.dtype for table in routes} == {torch.int32}
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_give_empty_tables() -> None:
     """Without tokens every expert ends at 0."""
     routes = moe_routes_eager(torch.empty(0, 4, dtype=torch.int64), 3)
     assert routes.offsets.tolist() == [0, 0, 0]

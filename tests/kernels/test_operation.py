@@ -1,4 +1,4 @@
-"""Eager kernels under torch.compile; those in Triton are in tests/kernels/triton/test_primitives.py."""
+"""Eager kernels under torch.compile; tests/kernels/triton/test_primitives.py has the Triton kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,24 +43,24 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_compiles_without_breaks(name: str) -> None:
-    """Traced as one graph with operations around it, an operation gives the gradients that it gives in eager mode."""
+def test_operations_compile_without_breaks(name: str) -> None:
+    """An operation that is traced as one graph, with others around it, has the gradients of eager mode."""
     call, shapes = CALLS[name]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
     def compute(*given: Tensor) -> Tensor:
-        found = call(*(2 * x for x in given))
-        return torch.stack([x.tanh().sum() for x in (found if isinstance(found, tuple) else (found,))]).sum()
+        actual = call(*(2 * x for x in given))
+        return torch.stack([x.tanh().sum() for x in (actual if isinstance(actual, tuple) else (actual,))]).sum()
 
     torch.compiler.reset()  # each call is another function to it, and it takes few of them
     compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
-    expected, found = (torch.autograd.grad(function(*inputs), inputs) for function in (compute, compiled))
-    torch.testing.assert_close(found, expected)
-    assert any(gradient.any() for gradient in found)
+    expected, actual = (torch.autograd.grad(function(*inputs), inputs) for function in (compute, compiled))
+    torch.testing.assert_close(actual, expected)
+    assert any(gradient.any() for gradient in actual)
 
 
 class _Square(Function):
-    """x squared, whose gradient has none."""
+    """Square whose gradient is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Square(Function):
 
 
 def test_a_second_derivative_is_refused() -> None:
-    """A gradient is that of the backward pass; with `create_graph`, a gradient of it is an error, not a number."""
+    """With `create_graph`, the gradient of a gradient is an error, and not a wrong number."""
     x = torch.tensor(3.0, requires_grad=True)
     square: Any = _Square.apply
     (once,) = torch.autograd.grad(square(x), x)

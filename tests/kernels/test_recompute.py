@@ -1,4 +1,4 @@
-"""What a backward pass computes again: the same bits from less memory."""
+"""Recomputation in the backward pass: the same bits from less memory."""
 
 import gc
 import weakref
@@ -22,18 +22,18 @@ WIDTH = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def _context_of_the_backward_thread() -> None:
-    """torch's thread for a GPU binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)."""
+    """Bind a CUDA context to torch's backward thread, which does not do it by itself: cuBLAS warns (torch 2.11)."""
     torch.autograd.backward(2 * torch.ones((), device=DEVICE, requires_grad=True))
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Random tensors that need gradients."""
+    """Return random tensors that need gradients."""
     torch.manual_seed(0)
     return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes that a forward pass allocates on a CPU and leaves allocated, as the profiler counts them."""
+    """Return the bytes that a forward pass allocates on a CPU and does not free, as the profiler counts them."""
     forward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         output = forward()
@@ -43,23 +43,23 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 
 def grads_of(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """The gradients of leaves for a random gradient of the output."""
+    """Return the gradients of leaves for a random gradient of the output."""
     torch.manual_seed(1)
     return list(torch.autograd.grad(output, leaves, torch.randn_like(output)))
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether tensors are bitwise equal."""
-    return all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    """Return whether tensors are bitwise equal."""
+    return all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor, drop: float = 0.0) -> Tensor:
-    """Products of both kinds, with an activation and dropout between them."""
+    """Return an output with products of both kinds, and an activation and dropout between them."""
     return F.dropout(F.gelu(linear_eager(x, up)), drop) @ down
 
 
 def test_a_rerun_call_has_the_same_bits_and_keeps_its_arguments() -> None:
-    """Gradients are those without recomputation, dropout included, and what the call makes inside is not kept."""
+    """Gradients and later random numbers are the same as without recomputation, also with dropout."""
     x, up, down = leaves = tensors((64, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
     outputs = []
     for run in (lambda: mlp(x, up, down, 0.5), lambda: rerun(mlp, x, up, down, drop=0.5)):
@@ -71,27 +71,27 @@ def test_a_rerun_call_has_the_same_bits_and_keeps_its_arguments() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the profiler counts the CPU's memory")
-def test_a_rerun_call_keeps_its_result_alone() -> None:
-    """The forward pass leaves as many bytes as the output has, and not the four times wider tensors inside."""
+def test_a_rerun_call_keeps_only_its_result() -> None:
+    """The forward pass keeps the bytes of its output, and not the tensors inside, which are four times as wide."""
     x, up, down = tensors((256, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
     assert kept_bytes(lambda: mlp(x, up, down)) > 8 * x.nbytes
     # The state of the generator takes 5 KB.
     assert x.nbytes <= kept_bytes(lambda: rerun(mlp, x, up, down)) < 1.5 * x.nbytes
 
 
-def test_autocast_is_that_of_the_forward_pass() -> None:
-    """A call within autocast is rerun within it, though the backward pass runs outside."""
+def test_a_rerun_uses_the_autocast_of_the_forward_pass() -> None:
+    """A call within autocast is rerun within it, although the backward pass runs outside."""
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
-    found = []
+    actual = []
     for run in (lambda f, *given: f(*given), rerun):
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             output = run(lambda x, weight: torch.tanh(x @ weight).float(), x, weight)
-        found.append(grads_of(output, [x, weight]))
-    assert same(found[1], found[0])
+        actual.append(grads_of(output, [x, weight]))
+    assert same(actual[1], actual[0])
 
 
-def test_an_argument_that_changes_in_place_is_an_error() -> None:
-    """A recomputation from other values than the forward pass had would give wrong gradients in silence."""
+def test_an_argument_changed_in_place_is_an_error() -> None:
+    """Recomputing from changed values would give wrong gradients in silence, so it is refused."""
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
     inputs = x * 2
     output = rerun(lambda x: torch.tanh(x @ weight), inputs)
@@ -101,8 +101,8 @@ def test_an_argument_that_changes_in_place_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("change", ["shape", "number"])
-def test_a_call_that_does_something_else_the_second_time_is_an_error(change: str) -> None:
-    """Tensors of other shapes, or fewer of them, are refused and not used for others."""
+def test_a_rerun_that_saves_other_tensors_is_an_error(change: str) -> None:
+    """Tensors of other shapes, or fewer tensors, are refused."""
     (x,) = tensors((4, 6))
     times = 0
 
@@ -119,7 +119,7 @@ def test_a_call_that_does_something_else_the_second_time_is_an_error(change: str
 
 
 def test_nothing_outlives_the_backward_pass() -> None:
-    """The tensors of a recomputation are freed while the backward pass runs, by reference counts alone."""
+    """The backward pass frees the tensors of a recomputation while it runs, by reference counts alone."""
     x, up, down = tensors((4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH))
     seen: list[Any] = []
 
@@ -133,13 +133,13 @@ def test_nothing_outlives_the_backward_pass() -> None:
         output = rerun(watched, x * 1)
         output.sum().backward()
         del output
-        assert len(seen) == 2 and [each() for each in seen] == [None, None]
+        assert len(seen) == 2 and [reference() for reference in seen] == [None, None]
     finally:
         gc.enable()
 
 
 def square_of(x: Tensor) -> Tensor:
-    """A cheap operation: one that saves its input and not its result."""
+    """Square x: a cheap operation, which saves its input and not its result."""
     return x * x
 
 
@@ -164,13 +164,13 @@ def test_results_of_cheap_operations_are_recomputed_once() -> None:
     calls.clear()
     with Selective():
         output = run()
-    found = grads_of(output, [x, weight])
-    assert torch.equal(output, plain) and same(found, expected)
+    actual = grads_of(output, [x, weight])
+    assert torch.equal(output, plain) and same(actual, expected)
     assert len(calls) == 2
 
 
 def test_a_result_that_is_changed_in_place_is_kept() -> None:
-    """A saved tensor that is no longer the result of the operation is not replaced by it."""
+    """A saved tensor that is no longer the result of the operation is not recomputed."""
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
 
     def run() -> Tensor:
@@ -184,27 +184,27 @@ def test_a_result_that_is_changed_in_place_is_kept() -> None:
     assert same(grads_of(output, [x, weight]), expected)
 
 
-def test_an_address_that_is_used_again_is_another_tensor() -> None:
-    """A tensor at the address of a result that is gone is kept as it is."""
+def test_a_reused_address_is_not_the_old_result() -> None:
+    """A tensor at the address of a freed result is kept."""
     (x,) = tensors((64, WIDTH))
     with Selective():
         first = cheap(square_of, x)
         address = first.data_ptr()
         del first
-        found = []
+        actual = []
         for _ in range(20):
             inside = x + 1
             if inside.data_ptr() == address:
-                found.append(inside.exp().sin())
+                actual.append(inside.exp().sin())
             else:
-                found.append((x + 1).exp().sin())
+                actual.append((x + 1).exp().sin())
             del inside
     expected = torch.autograd.grad((x + 1).exp().sin().sum(), x)[0]
-    assert all(torch.equal(torch.autograd.grad(each.sum(), x)[0], expected) for each in found)
+    assert all(torch.equal(torch.autograd.grad(output.sum(), x)[0], expected) for output in actual)
 
 
 def block(kernels: AutoKernels, x: Tensor, w: dict[str, Tensor], shared: Any) -> Tensor:
-    """Both halves of a layer, with products in between, as the layers of a model call the kernels."""
+    """Compute a layer of dense and sparse halves, which calls the kernels like the layers of a model."""
     cos, sin, mask, rows = shared
     heads = (*x.shape[:2], -1, WIDTH)
     normed = kernels.rms_norm(x, w["first"], 1e-6)
@@ -222,8 +222,8 @@ def block(kernels: AutoKernels, x: Tensor, w: dict[str, Tensor], shared: Any) ->
 
 
 @pytest.mark.parametrize(("choice", "dtype"), [("eager", torch.float32), ("triton", torch.bfloat16)])
-def test_kernels_have_the_same_bits(choice: Any, dtype: torch.dtype) -> None:
-    """Of a layer with dense and sparse networks, by either implementation: selective, rerun, and both at once."""
+def test_a_recomputed_layer_has_the_same_bits(choice: Any, dtype: torch.dtype) -> None:
+    """Selective recomputation and rerun layers have the bits of a plain run, by either implementation."""
     names = ("rms_norm", "add_rms_norm", "swiglu", "swiglu_halves", "qk_norm_rope", "moe_permute", "moe_unpermute")
     kernels = kernels_on(DEVICE, **dict.fromkeys(names, choice), attention="eager", grouped_gemm="eager")
     kernels.open()
@@ -243,18 +243,18 @@ def test_kernels_have_the_same_bits(choice: Any, dtype: torch.dtype) -> None:
         return block(kernels, x * 1, w, shared)
 
     output = run()
-    found = [output, *grads_of(output, [x, *weights])]
+    actual = [output, *grads_of(output, [x, *weights])]
     for policy in (Selective, None):
         if policy is None:
             again = rerun(block, kernels, x * 1, w, shared)
         else:
             with policy():
                 again = run()
-        assert same([again, *grads_of(again, [x, *weights])], found)
+        assert same([again, *grads_of(again, [x, *weights])], actual)
 
 
 class Gate(nn.Module):
-    """Somebody else's layer."""
+    """A layer that does not use the kernels."""
 
     def __init__(self) -> None:
         super().__init__()

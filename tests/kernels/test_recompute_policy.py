@@ -1,4 +1,4 @@
-"""Policies of recomputation: the same bits under every schedule and on every mesh, and fewer activations."""
+"""Recomputation policies have the same bits on every mesh and schedule, and keep fewer activations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,18 +25,18 @@ FLOAT32 = {"parameter": "float32"}
 
 
 def assert_same_bits(steps: Sequence[Mapping[str, Any]], cases: Sequence[pipelines.Case]) -> None:
-    """Losses, gradients and weights of each case and policy are bitwise those without recomputation."""
+    """Assert that all policies have bitwise the losses, gradients and weights of no recomputation."""
     assert len(steps) == len(POLICIES) * len(cases)
-    for number, found in enumerate(steps):
-        plain, place = steps[number % len(cases)], (POLICIES[number // len(cases)], cases[number % len(cases)])
-        assert [found[key] for key in ("loss", "norm", "held_out")] == [
+    for number, actual in enumerate(steps):
+        plain, label = steps[number % len(cases)], (POLICIES[number // len(cases)], cases[number % len(cases)])
+        assert [actual[key] for key in ("loss", "norm", "held_out")] == [
             plain[key] for key in ("loss", "norm", "held_out")
-        ], place
-        for what in ("grads", "weights"):
-            assert found[what].keys() == plain[what].keys()
-            for name, tensor in found[what].items():
-                other = plain[what][name]
-                assert tensor is other is None or torch.equal(tensor, other), (place, name)
+        ], label
+        for kind in ("grads", "weights"):
+            assert actual[kind].keys() == plain[kind].keys()
+            for name, tensor in actual[kind].items():
+                other = plain[kind][name]
+                assert tensor is other is None or torch.equal(tensor, other), (label, name)
 
 
 SHORT = Auto(
@@ -46,35 +46,35 @@ SHORT = Auto(
     microbatches=4,
     recompute={"blocks": Recomputation(again=0.9, kept=0.1), "selective": Recomputation(again=0.1, kept=0.7)},
 )
-"""The schedule that is searched for, short of memory."""
+"""Schedule that is searched for with little memory."""
 
 
-def test_stages_that_recompute_by_themselves_have_the_same_bits() -> None:
-    """On two ranks in float64, what a program says of each stage changes no bit of losses, gradients and weights."""
+def test_programs_that_recompute_by_stage_have_the_same_bits() -> None:
+    """On two ranks in float64, a program's policies by stage change no bit of losses, gradients and weights."""
     policies = SHORT.program(2, 4).recompute
     assert len({*policies}) > 1 and policies != ("none",) * len(policies)
-    v, plain, least = schedule("zero_bubble_v"), Recomputing(SHORT), Recomputing(SHORT, policies)
-    pairs = [(Recomputing(v), Recomputing(v, ("blocks", "selective", 2, "none"))), (plain, least)]
-    cases: list[pipelines.Case] = [(each, 4, True, False, "smoothed") for pair in pairs for each in pair]
-    for found in run_ranks(pipelines.steps, 2, cases, {}, "cpu", pipelines.FLOAT64, 2, 8, timeout=120):
-        for without, recomputed in (found[:2], found[2:]):
+    v, plain, searched = schedule("zero_bubble_v"), Recomputing(SHORT), Recomputing(SHORT, policies)
+    pairs = [(Recomputing(v), Recomputing(v, ("blocks", "selective", 2, "none"))), (plain, searched)]
+    cases: list[pipelines.Case] = [(program, 4, True, False, "smoothed") for pair in pairs for program in pair]
+    for actual in run_ranks(pipelines.steps, 2, cases, {}, "cpu", pipelines.FLOAT64, 2, 8, timeout=120):
+        for without, recomputed in (actual[:2], actual[2:]):
             assert [without[key] for key in ("loss", "norm", "held_out")] == [
                 recomputed[key] for key in ("loss", "norm", "held_out")
             ]
-            for what in ("grads", "weights"):
-                assert without[what].keys() == recomputed[what].keys()
-                for name, tensor in without[what].items():
-                    assert tensor is recomputed[what][name] is None or torch.equal(tensor, recomputed[what][name]), name
+            for kind in ("grads", "weights"):
+                assert without[kind].keys() == recomputed[kind].keys()
+                for name, tensor in without[kind].items():
+                    assert tensor is recomputed[kind][name] is None or torch.equal(tensor, recomputed[kind][name]), name
 
 
 @pytest.mark.parametrize(
     ("policies", "blocks"),
     [((), 0), (("blocks", "none"), 2), (("none", "blocks"), 2), ((2, "blocks"), 3), (("selective", 2), 1)],
 )
-def test_each_stage_recomputes_what_its_program_says(
+def test_stages_recompute_as_their_program_says(
     policies: tuple[Recompute, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two layers in each stage, as many blocks of a microbatch run again as the stages' policies say."""
+    """With two layers per stage, the policies of the stages determine how many blocks run again."""
     ran: list[Any] = []
 
     def counted(forward: Any, *given: Any, **named: Any) -> Any:
@@ -94,7 +94,7 @@ ALONE: list[pipelines.Case] = [
 
 
 def test_every_schedule_has_the_same_bits() -> None:
-    """On one rank, a step of every schedule in float32, with tied and frozen weights."""
+    """On one rank in float32, with tied and frozen weights, no schedule changes a bit."""
     steps = pipelines.steps(ALONE, dtypes=FLOAT32, layers=4, recompute=POLICIES)
     assert_same_bits(steps, ALONE)
 
@@ -119,30 +119,30 @@ MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> None:
-    """Two steps under each policy have the same bits on all ranks."""
+    """Assert that two steps under all policies have the same bits on all ranks."""
     lengths = (4, 4) if {"context", "tensor"} & sizes.keys() else (4, 1)
     common = sizes, "cpu", dtypes, 2, 4, lengths, 8 if "expert" in sizes else 0, POLICIES
-    for found in run_ranks(pipelines.steps, ranks, TOGETHER, *common, timeout=120):
-        assert_same_bits(found, TOGETHER)
+    for actual in run_ranks(pipelines.steps, ranks, TOGETHER, *common, timeout=120):
+        assert_same_bits(actual, TOGETHER)
 
 
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=[pytest.mark.soak] if mesh == "data_shard" else []) for mesh in MESHES]
 )
 def test_every_mesh_has_the_same_bits(mesh: str) -> None:
-    """On two ranks that share out stages, slices of parameters, gathered by block, or experts; in mixed precision."""
+    """On two ranks in mixed precision, pipelines, FSDP and experts have the bits of a run without recomputation."""
     check_mesh(*MESHES[mesh], pipelines.MIXED)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MORE_MESHES)
 def test_more_meshes_have_the_same_bits(mesh: str) -> None:
-    """On ranks that share out rows, products, tokens, experts, or stages and slices of parameters; in float32."""
+    """In float32, all other dimensions, and pipelines of shards, have the bits of a run without recomputation."""
     check_mesh(*MORE_MESHES[mesh], FLOAT32)
 
 
 def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
-    """A model, and a function that gives the losses of some rows under a policy."""
+    """Return a model, and a function that returns the losses of some rows under a policy."""
     torch.manual_seed(0)
     layers = model.num_hidden_layers
     module = model.build(LayerRange(0, layers, embedding=True, head=True))
@@ -164,7 +164,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
 
 
 def kept_bytes(losses: Any) -> int:
-    """Bytes that a forward pass leaves allocated, as the profiler counts them."""
+    """Return the bytes that a forward pass does not free, as the profiler counts them."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         output = losses()
     kept: int = sum(event.self_cpu_memory_usage for event in running.key_averages())
@@ -173,8 +173,8 @@ def kept_bytes(losses: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_policies_keep_less(kind: str) -> None:
-    """Of the layers' activations, "blocks" keeps a tenth at most, 2 about half, "selective" four fifths at most."""
+def test_policies_keep_fewer_bytes(kind: str) -> None:
+    """Policy "blocks" keeps at most a fifth of the activations, 2 about half, "selective" at most four fifths."""
     made = dense if kind == "dense" else sparse
     sizes = {"num_hidden_layers": 4, "vocab_size": 7, "tie_word_embeddings": True}
     kept, grads = {}, {}
@@ -191,15 +191,15 @@ def test_policies_keep_less(kind: str) -> None:
 
 
 def test_evaluation_is_not_wrapped() -> None:
-    """Without gradients a block runs as it is, whatever the policy."""
+    """Without gradients a block runs as under no policy."""
     _, losses = losses_of(dense(), "blocks")
     with torch.inference_mode():
         evaluated = losses()
     assert torch.equal(evaluated, losses())
 
 
-def test_policies_are_told_in_words() -> None:
-    """`explain` says what is kept and what runs again, and `check` refuses a number of blocks that is none."""
+def test_policies_are_explained() -> None:
+    """`explain` names the tensors that are kept and the operations that run again; `check` refuses 0 blocks."""
     assert list(notes_of_policy("none")) == []
     assert "norms, gates and rotations run again" in next(notes_of_policy("selective"))
     assert "of each block only the input is kept" in next(notes_of_policy("blocks"))

@@ -7,10 +7,10 @@ from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-def test_queries_and_keys_have_their_own_weights() -> None:
+def test_queries_and_keys_use_their_own_weights() -> None:
     """Queries and keys, of different numbers of heads, are normalized with their own weights, then rotated."""
     q, k, q_weight, k_weight = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 8), torch.randn(8), torch.randn(8)
     cos, sin = rope_angles(torch.arange(3).expand(2, 3), 8, 1e4)
-    turned_q, turned_k = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos, sin)
-    assert torch.equal(turned_q, rope_eager(rms_norm_eager(q, q_weight, 0.1), cos, sin))
-    assert torch.equal(turned_k, rope_eager(rms_norm_eager(k, k_weight, 0.1), cos, sin))
+    rotated_q, rotated_k = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos, sin)
+    assert torch.equal(rotated_q, rope_eager(rms_norm_eager(q, q_weight, 0.1), cos, sin))
+    assert torch.equal(rotated_k, rope_eager(rms_norm_eager(k, k_weight, 0.1), cos, sin))

@@ -1,4 +1,4 @@
-"""Many tensors times one factor on their device."""
+"""Many tensors times one factor that is on their device."""
 
 import pytest
 import torch
@@ -9,29 +9,29 @@ from support.kernels import DEVICE
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_factor_is_not_rounded_to_a_narrow_dtype(dtype: torch.dtype) -> None:
-    """Each element is the product in at least float32, rounded once, also beside gradients of other dtypes."""
+    """Products are in at least float32 and rounded once, also beside gradients of other dtypes."""
     factor = torch.tensor(1 / 3.7, dtype=torch.float64, device=DEVICE)
     wide = torch.promote_types(dtype, torch.float32)
     gradients = [torch.randn(shape, device=DEVICE).to(dtype) for shape in ((500,), (3, 4), (), (0, 2))]
     expected = [(gradient.to(wide) * factor.to(wide)).to(dtype) for gradient in gradients]
-    others = [torch.ones(2, dtype=each, device=DEVICE) for each in (torch.float32, torch.bfloat16)]
+    others = [torch.ones(2, dtype=other, device=DEVICE) for other in (torch.float32, torch.bfloat16)]
     scale([others[0], *gradients, others[1]], factor)
-    assert all(torch.equal(found, right) for found, right in zip(gradients, expected, strict=True))
+    assert all(torch.equal(actual, right) for actual, right in zip(gradients, expected, strict=True))
 
 
-def test_without_gradients_nothing_happens() -> None:
-    """A pipeline rank whose parameters are all frozen has none."""
+def test_an_empty_list_is_accepted() -> None:
+    """A pipeline rank whose parameters are all frozen has no gradients."""
     scale([], torch.tensor(2.0, dtype=torch.float64))
 
 
-def test_squares_are_those_of_counted_products() -> None:
-    """The sum in float64 is that of what was rounded, of chosen tensors of all dtypes; without any it is 0."""
+def test_squares_are_summed_over_counted_tensors() -> None:
+    """The sum in float64 is over the rounded products of counted tensors of all dtypes; without any it is 0."""
     dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.bfloat16)
     sizes = (300, 5, 7, 0, 300)
     tensors = [torch.randn(2, size, device=DEVICE).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
     tensors[-1] = tensors[-1].T  # beside contiguous ones of the same dtype
     factor, counted = torch.tensor(0.3, dtype=torch.float64, device=DEVICE), [True, False, True, True, True]
-    found = scale(tensors, factor, counted)
-    expected = sum(tensor.double().square().sum() for tensor, own in zip(tensors, counted, strict=True) if own)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    actual = scale(tensors, factor, counted)
+    expected = sum(tensor.double().square().sum() for tensor, counts in zip(tensors, counted, strict=True) if counts)
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
     assert scale(tensors, factor) == 0

@@ -1,4 +1,4 @@
-"""Sums over a few rows of numbers of 16 bits."""
+"""Sums over a few rows of 16-bit numbers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from support.kernels import DEVICE
 @pytest.mark.parametrize("size", [0, 7, 5000, 8192])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_rounded_once(rows: int, size: int, dtype: torch.dtype) -> None:
-    """Each sum is that of float64, rounded once: numbers that a narrow sum would swallow count."""
+    """Sums equal float64, rounded once: numbers that a 16-bit sum would lose count."""
     generator = torch.Generator().manual_seed(rows * size)
     # Multiples of 1/8 below 4, and 256: every partial sum is a float32 number, whatever the order.
     parts = (torch.randint(-31, 32, (rows, size), generator=generator) / 8).to(dtype).to(DEVICE)
@@ -31,11 +31,11 @@ def test_sums_are_rounded_once(rows: int, size: int, dtype: torch.dtype) -> None
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="one program alone is launched by Triton's interpreter")
 def test_rows_beyond_32_bits_are_read(tmp_path: Path) -> None:
-    """A row that begins 2^31 elements behind the first one is added, and not what a wrapped offset leads to."""
+    """A row that begins 2^31 elements after the first row is added, and not the row at a wrapped offset."""
     rows, size = 3, 2**30
-    # A file without content takes no memory, and has room for an offset of -2^31, where nothing is but zeros.
-    there = torch.from_file(str(tmp_path / "parts"), shared=True, size=2**31 + rows * size, dtype=torch.bfloat16)
-    parts, out = there[2**31 :], torch.zeros(BLOCK, dtype=torch.bfloat16)
+    # An empty file takes no memory, and has room for an offset of -2^31, where all numbers are 0.
+    memory = torch.from_file(str(tmp_path / "parts"), shared=True, size=2**31 + rows * size, dtype=torch.bfloat16)
+    parts, out = memory[2**31 :], torch.zeros(BLOCK, dtype=torch.bfloat16)
     for row in range(rows):
         parts[row * size :][:BLOCK] = 2.0**row
     own = torch.full_like(out, 8.0)

@@ -1,4 +1,4 @@
-"""A vocabulary in parts, on ranks of their own, against the whole."""
+"""A vocabulary that is split over ranks, against the whole vocabulary."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from support.kernels import DEVICE
 from support.processes import run_ranks
 
 SPLIT = [0, 5, 6, 17]
-"""Where the parts of three ranks begin and end: unequal, and one of a single word."""
+"""Bounds of the parts of three ranks, which are unequal; one part is a single word."""
 
 
-def test_targets_of_a_part() -> None:
-    """A rank knows its own targets by its own rows; others and ignored ones it does not know."""
+def test_targets_become_local_rows() -> None:
+    """Targets on this rank become local rows; targets on other ranks and ignored ones become -1."""
     targets = torch.tensor([4, 5, 9, 10, -100])
     part = VocabularyPart(5, None)  # type: ignore[arg-type]
     assert local_targets(targets, 5, -100, part).tolist() == [-1, 0, 4, -1, -1]
@@ -34,33 +34,34 @@ def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def one_part() -> list[dict[str, Any]]:
-    """What this rank finds out with its part of the weight, in plain torch and in Triton."""
+    """Return losses, lse and gradients of this rank's part of the weight, in plain torch and in Triton."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    hidden, weight, targets, grad = (each.to(DEVICE) for each in numbers())
+    hidden, weight, targets, grad = (tensor.to(DEVICE) for tensor in numbers())
     hidden.requires_grad_()
     weight = weight[SPLIT[rank] : SPLIT[rank + 1]].clone().requires_grad_()
     group = TorchGroup("world", range(3), dist.group.WORLD, torch.device("cpu"))
     cut = LogitCut(part=VocabularyPart(SPLIT[rank], group))
-    found = []
+    actual = []
     for function in (cut_cross_entropy_eager, cut_cross_entropy_triton):
         losses, lse = function(hidden, weight, targets, cut)
         grads = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
         parts = {"losses": losses, "lse": lse, "hidden": grads[0], "weight": grads[1]}
-        found.append({name: part.tolist() for name, part in parts.items()})
+        actual.append({name: part.tolist() for name, part in parts.items()})
     dist.destroy_process_group()
-    return found
+    return actual
 
 
-def test_parts_make_up_the_whole() -> None:
-    """Every rank has losses, lse and the hidden states' gradient of the whole vocabulary, and its weights' own."""
+def test_ranks_compute_the_loss_of_the_whole_vocabulary() -> None:
+    """Every rank computes losses, lse and hidden gradients of the whole vocabulary, and its own weight gradients."""
     hidden, weight, targets, grad = numbers()
     hidden.requires_grad_()
     weight.requires_grad_()
     losses, lse = cut_cross_entropy_eager(hidden, weight, targets)
-    of_hidden, of_weight = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
-    for rank, found in ((rank, each) for rank, both in enumerate(run_ranks(one_part, 3)) for each in both):
-        torch.testing.assert_close(torch.tensor(found["losses"]), losses.detach())
-        torch.testing.assert_close(torch.tensor(found["lse"]), lse.detach())
-        torch.testing.assert_close(torch.tensor(found["hidden"]), of_hidden)
-        torch.testing.assert_close(torch.tensor(found["weight"]), of_weight[SPLIT[rank] : SPLIT[rank + 1]])
+    grad_hidden, grad_weight = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
+    runs = run_ranks(one_part, 3)
+    for rank, actual in ((rank, values) for rank, both in enumerate(runs) for values in both):
+        torch.testing.assert_close(torch.tensor(actual["losses"]), losses.detach())
+        torch.testing.assert_close(torch.tensor(actual["lse"]), lse.detach())
+        torch.testing.assert_close(torch.tensor(actual["hidden"]), grad_hidden)
+        torch.testing.assert_close(torch.tensor(actual["weight"]), grad_weight[SPLIT[rank] : SPLIT[rank + 1]])

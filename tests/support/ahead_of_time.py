@@ -130,7 +130,7 @@ def calls() -> dict[str, Callable[[int], object]]:
         "swiglu of any size": lambda size: swiglu._forward(torch.empty(size), torch.empty(size), None),
         "swiglu backward": lambda size: swiglu._backward(*(torch.empty(size, 96) for _ in "123"), None),
         "rms_norm of any rows": lambda size: rms_norm._forward(torch.empty(size, 2048), None, weight, 1e-6, False),
-        "rope of any length": lambda size: rope._rotated(
+        "rope of any length": lambda size: rope._rotate(
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
         ),
         "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),

@@ -61,7 +61,7 @@ def gates() -> Iterator[tuple[str, Launch]]:
         yield f"swiglu scaled {dtype}", lambda b=both, s=scale: swiglu._forward(*b.chunk(2, -1), s)
         yield (
             f"swiglu of halves backward {dtype}",
-            lambda g=gate, b=both, s=scale: swiglu._backward_of_halves(g, b, s),
+            lambda g=gate, b=both, s=scale: swiglu._halves_backward(g, b, s),
         )
 
 
@@ -72,7 +72,7 @@ def rotations() -> Iterator[tuple[str, Launch]]:
         angles = cos[..., :part]
         yield (
             f"rope interleaved={interleaved} back={back} of {2 * part}",
-            lambda a=angles, i=interleaved, b=back: rope._rotated(q, a, a, i, b),
+            lambda a=angles, i=interleaved, b=back: rope._rotate(q, a, a, i, b),
         )
     yield "rope in place", lambda: rope._rotate_in_place(q, cos, cos, False, False)
     yield "qk_norm_rope", lambda: qk_norm_rope._forward(q, k, weight, weight, 1e-6, cos, cos)
@@ -128,7 +128,7 @@ def _with_tma(launch: Launch) -> Launch:
     """A launch as on a GPU that has TMA."""
 
     def run() -> None:
-        with mock.patch.object(tma, "is_there", return_value=True):
+        with mock.patch.object(tma, "is_supported", return_value=True):
             launch()
 
     return run
@@ -148,7 +148,7 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     for name, shape in (("rows", (2, 1, 1)), ("positions", (1, 2, 1)), ("heads", (1, 1, 2))):
         vectors = held.as_strided((*shape, 128), (2**31, 2**31, 2**31, 1))
         cos, inverses = empty(*shape[:2], 64, dtype=FLOAT), empty(*shape, dtype=FLOAT)
-        yield f"rope of far {name}", lambda x=vectors, c=cos: rope._rotated(x, c, c, False, False)
+        yield f"rope of far {name}", lambda x=vectors, c=cos: rope._rotate(x, c, c, False, False)
         yield (
             f"qk_norm_rope of far {name}",
             lambda x=vectors, c=cos: qk_norm_rope._forward(x, x, norm, norm, 1e-6, c, c),

@@ -1,4 +1,4 @@
-"""Grouped GEMM in Triton against the eager one in float64."""
+"""Grouped GEMM in Triton against the eager implementation in float64."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def ends_of(counts: list[int]) -> Tensor:
     st.tuples(layouts, layouts, layouts),
     st.booleans(),
 )
-def test_equals_eager(
+def test_triton_equals_eager(
     _seed: object,
     counts: list[int],
     unused: int,
@@ -42,7 +42,7 @@ def test_equals_eager(
     layout: tuple[str, str, str],
     transposed: bool,
 ) -> None:
-    """Any numbers of rows, none at all among them, any sizes and strides, give rows and gradients of float64."""
+    """Any numbers of rows, also 0, and any sizes and strides give rows and gradients of float64."""
     rows, ends = sum(counts) + unused, ends_of(counts)
     shape = (outputs, inputs) if transposed else (inputs, outputs)
     x = drawn(layout[0], rows, inputs, dtype=dtype)
@@ -52,23 +52,23 @@ def test_equals_eager(
         x[rows - unused :] = torch.nan
         grad[rows - unused :] = torch.nan
     wide, used = exact(x, weight), slice(rows - unused)
-    found = grouped_gemm_triton(x, weight, ends, transposed)
+    actual = grouped_gemm_triton(x, weight, ends, transposed)
     expected = grouped_gemm_eager(wide[0], wide[1], ends, transposed)
-    assert found.dtype == dtype
-    assert_close(found[used], expected[used], 2)
-    ours = torch.autograd.grad(found, (x, weight), grad)
-    theirs = torch.autograd.grad(expected, wide, grad.double())
-    assert_all_close((ours[0][used], ours[1]), (theirs[0][used], theirs[1]), 4)
+    assert actual.dtype == dtype
+    assert_close(actual[used], expected[used], 2)
+    result = torch.autograd.grad(actual, (x, weight), grad)
+    reference = torch.autograd.grad(expected, wide, grad.double())
+    assert_all_close((result[0][used], result[1]), (reference[0][used], reference[1]), 4)
 
 
-def test_tiles_of_several_experts() -> None:
-    """Experts of more rows than a tile, beside empty and tiny ones, over several tiles of columns, are right."""
+def test_tiles_of_several_experts_are_right() -> None:
+    """Experts with more rows than a tile, beside empty and tiny experts, give rows and gradients of float64."""
     ends = ends_of([300, 0, 1, 129, 0])
     x, weight = drawn("contiguous", 430, 70), drawn("contiguous", 5, 70, 140, scale=0.1)
     wide = exact(x, weight)
-    found, expected = grouped_gemm_triton(x, weight, ends), grouped_gemm_eager(wide[0], wide[1], ends)
-    assert_close(found, expected, 2)
-    grads = torch.autograd.grad(found.square().sum(), (x, weight))
+    actual, expected = grouped_gemm_triton(x, weight, ends), grouped_gemm_eager(wide[0], wide[1], ends)
+    assert_close(actual, expected, 2)
+    grads = torch.autograd.grad(actual.square().sum(), (x, weight))
     assert_all_close(grads, torch.autograd.grad(expected.square().sum(), wide), 8)
 
 
@@ -84,7 +84,7 @@ def test_tiles_of_several_experts() -> None:
 def test_tma_equals_eager(
     _seed: object, counts: list[int], unused: int, sizes: tuple[int, int], dtype: torch.dtype, transposed: bool
 ) -> None:
-    """With TMA, rows of other experts and unused rows of NaN do not enter results or gradients."""
+    """With TMA, rows of other experts and unused rows with NaN do not affect results or gradients."""
     inputs, outputs = (8 * size for size in sizes)
     rows, ends = sum(counts) + unused, ends_of(counts)
     shape = (outputs, inputs) if transposed else (inputs, outputs)
@@ -96,19 +96,19 @@ def test_tma_equals_eager(
         grad[rows - unused :] = torch.nan
     wide, used = exact(x, weight), slice(rows - unused)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tma, "is_there", lambda device: True)
-        patch.setattr(grouped_gemm_blocks, "LEAST_ROWS", 0)
-        found = grouped_gemm_triton(x, weight, ends, transposed)
-        ours = torch.autograd.grad(found, (x, weight), grad)
+        patch.setattr(tma, "is_supported", lambda device: True)
+        patch.setattr(grouped_gemm_blocks, "MIN_ROWS_PER_EXPERT", 0)
+        actual = grouped_gemm_triton(x, weight, ends, transposed)
+        result = torch.autograd.grad(actual, (x, weight), grad)
     expected = grouped_gemm_eager(wide[0], wide[1], ends, transposed)
-    assert_close(found[used], expected[used], 2)
-    theirs = torch.autograd.grad(expected, wide, grad.double())
-    assert_all_close((ours[0][used], ours[1]), (theirs[0][used], theirs[1]), 4)
+    assert_close(actual[used], expected[used], 2)
+    reference = torch.autograd.grad(expected, wide, grad.double())
+    assert_all_close((result[0][used], result[1]), (reference[0][used], reference[1]), 4)
 
 
-def test_tma_is_used_for_aligned_half_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TMA takes half precision with rows at multiples of 16 bytes, transposed or not, and enough rows per expert."""
-    monkeypatch.setattr(tma, "is_there", lambda device: True)
+def test_tma_is_used_only_for_aligned_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA needs half precision, rows at multiples of 16 bytes, transposed or not, and enough rows per expert."""
+    monkeypatch.setattr(tma, "is_supported", lambda device: True)
     rows, weight = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 24, dtype=torch.bfloat16)
     suit = grouped_gemm_blocks.suit
     assert suit(4, rows, weight) and suit(4, rows, weight.transpose(1, 2))
@@ -119,7 +119,7 @@ def test_tma_is_used_for_aligned_half_precision_alone(monkeypatch: pytest.Monkey
 
 
 def test_weight_gradient_can_be_deferred() -> None:
-    """The deferred gradient of the matrices is bitwise the one that is computed at once."""
+    """A deferred gradient of the matrices has the bits of an immediate one."""
     ends = ends_of([3, 0, 5])
     x, weight = drawn("contiguous", 8, 16), drawn("contiguous", 3, 16, 20)
     expected = torch.autograd.grad(grouped_gemm_triton(x, weight, ends).sum(), (x, weight))
@@ -127,20 +127,20 @@ def test_weight_gradient_can_be_deferred() -> None:
     with deferral:
         result = grouped_gemm_triton(x, weight, ends)
     with deferral.defer():
-        found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
-    assert found[1] is None
-    assert torch.equal(found[0], expected[0])
+        actual = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
+    assert actual[1] is None
+    assert torch.equal(actual[0], expected[0])
     assert torch.equal(deferral.take()[0].compute(), expected[1])
 
 
 def test_more_rows_than_32_bits_number_are_refused() -> None:
-    """Rows whose indices would not fit into 32 bits are refused before any is read."""
+    """Rows whose indices do not fit into 32 bits are refused before any row is read."""
     x, weight = torch.ones(1, 1, device=DEVICE).expand(2**31, 1), torch.ones(1, 1, 1, device=DEVICE)
     with pytest.raises(ValueError, match="2147483648 rows are more than 32-bit row indices"):
         grouped_gemm_triton(x, weight, ends_of([1]))
 
 
-def test_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     """Both products pass torch.library.opcheck, which torch.compile relies on."""
     x, weight = torch.randn(8, 16, device=DEVICE), torch.randn(3, 16, 20, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.grouped_gemm_rows.default, (x, weight, ends_of([3, 0, 5])))
@@ -148,7 +148,7 @@ def test_passes_opcheck() -> None:
 
 
 class Launched:
-    """A kernel that notes the precision of what it is launched with, and computes nothing."""
+    """Kernel that records the precision of its launches and computes nothing."""
 
     def __init__(self) -> None:
         self.precisions: list[str] = []
@@ -158,10 +158,10 @@ class Launched:
 
 
 def test_float32_is_multiplied_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels take TF32 where torch takes it, and else float32."""
-    noted = Launched()
+    """Both kernels use TF32 if torch does, and otherwise float32."""
+    launches = Launched()
     for name in ("_rows_kernel", "_matrices_kernel"):
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(module, name, launches)
     x, weight, ends = torch.ones(4, 16, device=DEVICE), torch.ones(2, 16, 8, device=DEVICE), ends_of([2, 2])
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
@@ -170,4 +170,4 @@ def test_float32_is_multiplied_as_torch_does(monkeypatch: pytest.MonkeyPatch) ->
             module._matrices(x, x, ends)
         finally:
             torch.set_float32_matmul_precision("highest")
-    assert noted.precisions == ["ieee", "ieee", "tf32", "tf32"]
+    assert launches.precisions == ["ieee", "ieee", "tf32", "tf32"]

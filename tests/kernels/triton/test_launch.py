@@ -1,4 +1,4 @@
-"""Launches past the JIT are those that the JIT would have made, for which no GPU is needed."""
+"""Launches without the JIT equal the JIT's launches; no GPU is needed."""
 
 import json
 import os
@@ -18,21 +18,21 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def without_interpreter(*words: str) -> str:
-    """What a program of tests/support prints in a process that has Triton's compiler."""
+    """Return the output of a program of tests/support in a process that has Triton's compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return subprocess.check_output([sys.executable, *words], env=environment, text=True)
 
 
 def test_every_kernel_is_launched_as_by_the_jit() -> None:
-    """Each launch of every kernel that is not the first of its kind has the JIT's kernel, arguments and blocks."""
-    found = json.loads(without_interpreter(str(SUPPORT / "ahead_of_time.py"), "lean"))
-    assert found["wrong"] == []
-    assert found["lean"] > 4 * found["by the JIT"] > 0
+    """Every launch after the first of its kind has the JIT's kernel, arguments and blocks."""
+    actual = json.loads(without_interpreter(str(SUPPORT / "ahead_of_time.py"), "lean"))
+    assert actual["wrong"] == []
+    assert actual["lean"] > 4 * actual["by the JIT"] > 0
 
 
-def test_kinds_are_what_the_jit_looks_at() -> None:
-    """Numbers of 32, 64 and unsigned 64 bits, 1, and multiples of 16 differ, as dtypes and addresses of tensors do."""
+def test_kinds_distinguish_what_the_jit_distinguishes() -> None:
+    """Numbers of 32, 64 and unsigned 64 bits, 1, multiples of 16, dtypes and aligned addresses are distinguished."""
     numbers = [1, 0, 16, 3, 2**31 - 1, -(2**31), 2**31, 2**31 + 1, 2**63, 2**63 + 1]
     kinds = [kind_of(number) for number in numbers]
     assert kinds[1] == kinds[2] == kinds[5] and kinds[3] == kinds[4]
@@ -42,8 +42,8 @@ def test_kinds_are_what_the_jit_looks_at() -> None:
     assert kind_of(x) != kind_of(x[1:]) and kind_of(x) == kind_of(x[4:]) != kind_of(x.double())
 
 
-def test_the_interpreter_launches_by_itself() -> None:
-    """Where the interpreter is on, the decorator leaves a kernel as it is."""
+def test_the_interpreter_keeps_its_own_launch() -> None:
+    """In the interpreter, the decorator returns the kernel unchanged."""
 
     @lean
     @triton.jit  # type: ignore[untyped-decorator]
@@ -53,8 +53,8 @@ def test_the_interpreter_launches_by_itself() -> None:
     assert isinstance(kernel, LeanKernel) == torch.cuda.is_available()
 
 
-def test_constants_without_their_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constant among the positional arguments would be looked at as a number."""
+def test_positional_constants_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A positional constant would be treated as a number, so it is refused."""
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
     monkeypatch.setattr("drawloom.kernels.triton.launch.driver", driver)
     parameters = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "SIZE")]

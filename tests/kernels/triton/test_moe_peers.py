@@ -17,43 +17,43 @@ cases = (st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1,
 
 
 def peers(whole: Tensor, ranks: int) -> Peers:
-    """A tensor in as many parts, one after another, as if each were in the memory of another rank."""
+    """Split a tensor into parts, as if each part were in the memory of another rank."""
     parts = whole.chunk(ranks)
     return parts, torch.tensor([part.data_ptr() for part in parts], device=whole.device)
 
 
 def chosen_by(tokens: int, top_k: int, experts: int) -> Tensor:
-    """Choices of tokens, some dropped."""
+    """Return random choices of tokens, some of them dropped."""
     return torch.randint(-1, experts, (tokens, top_k), dtype=torch.int32, device=DEVICE)
 
 
 @few
 @given(seeds, *cases, dtypes)
-def test_rows_and_sums_are_those_of_plain_torch(
-    _seed: object, ranks: int, slots: int, top_k: int, mine: int, width: int, dtype: torch.dtype
+def test_rows_and_sums_equal_plain_torch(
+    _seed: object, ranks: int, slots: int, top_k: int, local_experts: int, width: int, dtype: torch.dtype
 ) -> None:
     """
-    Choices, rows, their scalars, staged sums and pulled sums equal those of plain torch on the same memory, whose rows
-    and sums are those of one rank with all tokens.
+    Choices, rows, their scalars and staged sums equal plain torch on the same memory; rows and sums also equal those of
+    one rank with all tokens.
     """
-    tokens, first = ranks * slots, mine * (ranks - 1)
-    chosen = chosen_by(tokens, top_k, mine * ranks)
+    tokens, first = ranks * slots, local_experts * (ranks - 1)
+    chosen = chosen_by(tokens, top_k, local_experts * ranks)
     hidden = torch.randn(tokens, width, device=DEVICE).to(dtype)
     scalars = torch.rand(tokens, top_k, device=DEVICE)
-    local = EAGER.choices(peers(chosen, ranks), first, mine)
-    assert torch.equal(TRITON.choices(peers(chosen, ranks), first, mine), local)
-    routes = moe_routes_eager(local, mine)
+    local = EAGER.choices(peers(chosen, ranks), first, local_experts)
+    assert torch.equal(TRITON.choices(peers(chosen, ranks), first, local_experts), local)
+    routes = moe_routes_eager(local, local_experts)
     routes = routes._replace(source_choice=routes.source_choice[: int(routes.offsets[-1])])
-    rows, of_rows = EAGER.rows(peers(hidden, ranks), peers(scalars, ranks), routes)
+    rows, row_scalars = EAGER.rows(peers(hidden, ranks), peers(scalars, ranks), routes)
     expected: Any = moe_permute_eager(hidden, scalars, routes)
-    for found in ((rows, of_rows), TRITON.rows(peers(hidden, ranks), peers(scalars, ranks), routes)):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))  # type: ignore[arg-type]
+    for actual in ((rows, row_scalars), TRITON.rows(peers(hidden, ranks), peers(scalars, ranks), routes)):
+        assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))  # type: ignore[arg-type]
     bare, nothing = TRITON.rows(peers(hidden, ranks), None, routes)
     assert nothing is None and torch.equal(bare, rows)
     staged = []
     for exchange in (EAGER, TRITON):
         sums, by_choice = torch.zeros_like(hidden), torch.zeros_like(scalars)
-        exchange.stage(rows, of_rows, routes.dest_row, sums, by_choice)
+        exchange.stage(rows, row_scalars, routes.dest_row, sums, by_choice)
         assert_close(sums, moe_unpermute_eager(rows.double(), routes), 2)
         assert torch.equal(by_choice, scalars.where(routes.dest_row >= 0, 0))
         staged.append(sums)
@@ -63,45 +63,45 @@ def test_rows_and_sums_are_those_of_plain_torch(
 @few
 @given(seeds, *cases, dtypes, st.booleans())
 def test_sums_are_over_the_ranks_of_the_choices(
-    _seed: object, ranks: int, slots: int, top_k: int, mine: int, width: int, dtype: torch.dtype, short: bool
+    _seed: object, ranks: int, slots: int, top_k: int, local_experts: int, width: int, dtype: torch.dtype, short: bool
 ) -> None:
-    """A token's sum is over the ranks whose experts it chose, each once, whatever is in other ranks' memory."""
-    chosen = chosen_by(slots - short, top_k, mine * ranks).long()
+    """A token is summed once over each rank whose experts it chose, whatever the memory of other ranks has."""
+    chosen = chosen_by(slots - short, top_k, local_experts * ranks).long()
     staged = torch.randn(ranks, ranks * slots, width, device=DEVICE).to(dtype)
     scalars = torch.rand(ranks, ranks * slots, top_k, device=DEVICE)
     first = slots * (ranks - 1)
     given = peers(staged.flatten(0, 1), ranks), peers(scalars.flatten(0, 1), ranks)
     expected = torch.zeros(len(chosen), width, dtype=torch.float64, device=DEVICE)
-    of_choices = torch.zeros(chosen.shape, device=DEVICE)
+    choice_scalars = torch.zeros(chosen.shape, device=DEVICE)
     for token, experts in enumerate(chosen.tolist()):
-        for rank in sorted({expert // mine for expert in experts if expert >= 0}):
+        for rank in sorted({expert // local_experts for expert in experts if expert >= 0}):
             expected[token] += staged[rank, first + token].double()
-        for place, expert in enumerate(experts):
+        for choice, expert in enumerate(experts):
             if expert >= 0:
-                of_choices[token, place] = scalars[expert // mine, first + token, place]
+                choice_scalars[token, choice] = scalars[expert // local_experts, first + token, choice]
     for exchange in (EAGER, TRITON):
-        total, found = exchange.sums(*given, chosen, first, mine)
-        assert total.dtype == dtype and found is not None
+        total, actual = exchange.sums(*given, chosen, first, local_experts)
+        assert total.dtype == dtype and actual is not None
         assert_close(total, expected, 2)
-        assert torch.equal(found, of_choices)
-        alone, nothing = exchange.sums(given[0], None, chosen, first, mine)
+        assert torch.equal(actual, choice_scalars)
+        alone, nothing = exchange.sums(given[0], None, chosen, first, local_experts)
         assert nothing is None and torch.equal(alone, total)
 
 
 @few
 @given(seeds, *cases, dtypes, st.integers(0, 4))
-def test_publishes_and_limits_as_plain_torch(
-    _seed: object, ranks: int, slots: int, top_k: int, mine: int, width: int, dtype: torch.dtype, unused: int
+def test_publish_and_limit_equal_plain_torch(
+    _seed: object, ranks: int, slots: int, top_k: int, local_experts: int, width: int, dtype: torch.dtype, unused: int
 ) -> None:
     """
-    Tokens, scalars and choices are in the first slots, and other slots have no choices; routes beyond the room are
-    dropped, which NaN and the greatest number of rows say.
+    Tokens, scalars and choices go to the first slots, and other slots get no choices; routes beyond the room are
+    dropped, and NaN and the greatest number of rows report it.
     """
     tokens = max(0, slots - unused)
     hidden, scalars = torch.randn(tokens, width, device=DEVICE).to(dtype), torch.rand(tokens, top_k, device=DEVICE)
-    chosen = chosen_by(tokens, top_k, mine).long()
+    chosen = chosen_by(tokens, top_k, local_experts).long()
     room, most = max(1, tokens * top_k - unused), torch.tensor([unused], dtype=torch.int32, device=DEVICE)
-    found: list[Any] = []
+    actual: list[Any] = []
     for exchange in (EAGER, TRITON):
         shown = torch.zeros(slots, width, device=DEVICE).to(dtype), torch.zeros(slots, top_k, device=DEVICE)
         choices = torch.zeros(slots, top_k, dtype=torch.int32, device=DEVICE)
@@ -112,16 +112,16 @@ def test_publishes_and_limits_as_plain_torch(
         exchange.publish([hidden], [bare])
         assert torch.equal(bare, shown[0])
         own = most.clone()
-        (dest, source, ends), lost = exchange.limit(moe_routes_eager(choices, mine), room, own)
-        found.append((dest, source, ends, lost.isnan(), own))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+        (dest, source, ends), lost = exchange.limit(moe_routes_eager(choices, local_experts), room, own)
+        actual.append((dest, source, ends, lost.isnan(), own))
+    assert all(torch.equal(result, reference) for result, reference in zip(*actual, strict=True))
     rows = int((chosen >= 0).sum())
-    assert bool(found[0][3]) == (rows > room) and int(found[0][4]) == max(rows, unused)
-    assert int(found[0][0].max()) < room
+    assert bool(actual[0][3]) == (rows > room) and int(actual[0][4]) == max(rows, unused)
+    assert int(actual[0][0].max()) < room
 
 
-def test_no_rows_are_no_launch() -> None:
-    """Without a row, or without a token of this rank, all parts of an exchange give empty tensors."""
+def test_no_rows_give_empty_results() -> None:
+    """Without rows or tokens on this rank, all operations of an exchange give empty tensors."""
     chosen = torch.full((4, 2), -1, dtype=torch.int32, device=DEVICE)
     hidden: Any = torch.randn(4, 8, device=DEVICE)
     routes = Routes(*moe_routes_eager(chosen, 2))

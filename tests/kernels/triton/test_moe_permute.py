@@ -1,4 +1,4 @@
-"""Permutations in Triton against the eager ones in float64."""
+"""Permutations in Triton against the eager implementation in float64."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ cases = (st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1,
 
 
 def routes_of(tokens: int, choices: int, experts: int, with_dropped: bool = True) -> Routes:
-    """Routes; at random as many places of unused rows are cut off."""
+    """Return routes without a random number of the unused rows."""
     expert_indices = torch.randint(-1 if with_dropped else 0, experts, (tokens, choices), device=DEVICE)
     routes = moe_routes_eager(expert_indices, experts)
     rows = torch.randint(int(routes.offsets[-1]), tokens * choices + 1, ())
@@ -24,24 +24,24 @@ def routes_of(tokens: int, choices: int, experts: int, with_dropped: bool = True
 
 @few
 @given(seeds, *cases, dtypes, layouts, layouts)
-def test_permutes_as_eager(
+def test_permuting_equals_eager(
     _seed: object, tokens: int, choices: int, experts: int, width: int, dtype: torch.dtype, layout: str, of_grad: str
 ) -> None:
-    """Rows and their probabilities are copies, bit for bit, unused rows too; gradients are sums."""
+    """Rows and probabilities are bitwise copies, also unused rows, and gradients agree with float64."""
     x, probabilities = drawn(layout, tokens, width, dtype=dtype), drawn("contiguous", tokens, choices)
     routes = routes_of(tokens, choices, experts)
-    found, expected = moe_permute_triton(x, probabilities, routes), moe_permute_eager(x, probabilities, routes)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    actual, expected = moe_permute_triton(x, probabilities, routes), moe_permute_eager(x, probabilities, routes)
+    assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))
     wide, grad = exact(x, probabilities), drawn(of_grad, len(routes.source_choice), width, dtype=dtype).detach()
     grads = [grad, drawn("contiguous", len(routes.source_choice)).detach()]
-    ours = torch.autograd.grad(found, (x, probabilities), grads)
+    result = torch.autograd.grad(actual, (x, probabilities), grads)
     in_float64 = moe_permute_eager(wide[0], wide[1], routes)
-    assert_all_close(ours, torch.autograd.grad(in_float64, wide, [grad.double() for grad in grads]), 2)
+    assert_all_close(result, torch.autograd.grad(in_float64, wide, [grad.double() for grad in grads]), 2)
 
 
 @few
 @given(seeds, *cases, dtypes, layouts, layouts, st.sampled_from(["none", "frozen", "learned"]))
-def test_adds_up_as_eager(
+def test_unpermuting_equals_eager(
     _seed: object,
     tokens: int,
     choices: int,
@@ -52,7 +52,7 @@ def test_adds_up_as_eager(
     of_grad: str,
     weights: str,
 ) -> None:
-    """Sums by token, weighted or not, and their gradients are those of float64; unused rows get zero."""
+    """Sums by token, weighted or not, and their gradients agree with float64; gradients of unused rows are 0."""
     routes = routes_of(tokens, choices, experts)
     rows = drawn(layout, len(routes.source_choice), width, dtype=dtype)
     wide = exact(rows)
@@ -60,30 +60,30 @@ def test_adds_up_as_eager(
     wide_probabilities = None if probabilities is None else exact(probabilities)[0]
     if weights == "frozen" and probabilities is not None:
         probabilities.requires_grad_(False)
-    found = moe_unpermute_triton(rows, routes, probabilities)
+    actual = moe_unpermute_triton(rows, routes, probabilities)
     expected = moe_unpermute_eager(wide[0], routes, wide_probabilities)
-    assert found.dtype == dtype
-    assert_close(found, expected, 2)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, 2)
     grad = drawn(of_grad, tokens, width, dtype=dtype).detach()
     inputs: Any = (rows, probabilities) if weights == "learned" else (rows,)
     wide_inputs: Any = (wide[0], wide_probabilities) if weights == "learned" else wide
-    ours = torch.autograd.grad(found, inputs, grad)
-    theirs = torch.autograd.grad(expected, wide_inputs, grad.double())
-    assert_all_close(ours, theirs, 4)
-    assert not ours[0][int(routes.offsets[-1]) :].any()
+    result = torch.autograd.grad(actual, inputs, grad)
+    reference = torch.autograd.grad(expected, wide_inputs, grad.double())
+    assert_all_close(result, reference, 4)
+    assert not result[0][int(routes.offsets[-1]) :].any()
 
 
-def test_wide_rows_and_many_choices() -> None:
+def test_wide_rows_and_many_choices_are_complete() -> None:
     """Tokens of several tiles, with as many choices as experts, are permuted and summed completely."""
     routes = routes_of(3, 16, 16)
     x, probabilities = drawn("contiguous", 3, 700), drawn("contiguous", 3, 16)
     rows, _ = moe_permute_triton(x, probabilities, routes)
     assert torch.equal(rows, moe_permute_eager(x, probabilities, routes)[0])
-    found = moe_unpermute_triton(rows, routes, probabilities)
+    actual = moe_unpermute_triton(rows, routes, probabilities)
     wide = exact(x, probabilities)
     expected = moe_unpermute_eager(moe_permute_eager(wide[0], wide[1], routes)[0], routes, wide[1])
-    assert_close(found, expected, 4)
-    grads = torch.autograd.grad(found.square().sum(), (x, probabilities))
+    assert_close(actual, expected, 4)
+    grads = torch.autograd.grad(actual.square().sum(), (x, probabilities))
     assert_all_close(grads, torch.autograd.grad(expected.square().sum(), wide), 16)
 
 
@@ -92,15 +92,15 @@ def test_results_are_deterministic() -> None:
     routes, x, p = routes_of(20, 4, 5), drawn("contiguous", 20, 33, dtype=torch.bfloat16), drawn("contiguous", 20, 4)
     runs = []
     for _ in range(2):
-        found = moe_unpermute_triton(moe_permute_triton(x, p, routes)[0], routes, p)
-        runs.append((found, *torch.autograd.grad(found.float().square().sum(), (x, p))))
+        actual = moe_unpermute_triton(moe_permute_triton(x, p, routes)[0], routes, p)
+        runs.append((actual, *torch.autograd.grad(actual.float().square().sum(), (x, p))))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     routes, x, p = routes_of(5, 2, 3, False), torch.randn(5, 8, device=DEVICE), torch.rand(5, 2, device=DEVICE)
-    rows, where = torch.randn(10, 8, device=DEVICE), (routes.dest_row, routes.offsets)
-    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, *where, 10, False))
-    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, rows, p, *where, 10, True))
+    rows, tables = torch.randn(10, 8, device=DEVICE), (routes.dest_row, routes.offsets)
+    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, *tables, 10, False))
+    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, rows, p, *tables, 10, True))
     torch.library.opcheck(torch.ops.drawloom.moe_gather.default, (rows, p, rows[:, 0], routes.dest_row))

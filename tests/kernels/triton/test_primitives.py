@@ -1,4 +1,4 @@
-"""What all Triton kernels have in common: torch.compile takes them whole."""
+"""Properties of all Triton kernels, such as compilation as one graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,28 +52,28 @@ def losses(x: Tensor, weight: Tensor) -> Tensor:
 def experts(x: Tensor, weight: Tensor) -> Tensor:
     routes = moe_routes_triton(EXPERTS_OF, 3)
     probabilities = (x[:, :2] * weight[:2]).softmax(-1)
-    rows, of_rows = moe_permute_triton(x, probabilities, routes)
+    rows, row_scalars = moe_permute_triton(x, probabilities, routes)
     used = (torch.arange(len(rows), device=x.device) < routes.offsets[-1])[:, None]
     product = grouped_gemm_triton(rows, weight.expand(3, 5, 16), routes.offsets, transposed=True)
-    made = product.where(used, 0) * of_rows[:, None]
-    return moe_unpermute_triton(made, routes, probabilities)
+    outputs = product.where(used, 0) * row_scalars[:, None]
+    return moe_unpermute_triton(outputs, routes, probabilities)
 
 
 @pytest.mark.parametrize("compute", [norms, halves, rotations, losses, experts])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_compiles_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Traced as one graph, forward and backward, an operation gives the bits of eager mode."""
+def test_kernels_compile_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """An operation that is traced as one graph, forward and backward, gives the bits of eager mode."""
     x, weight = drawn("contiguous", 4, 16), drawn("contiguous", 16)
     compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
     runs = []
     for function in (compute, compiled):
         result = function(x, weight)
         runs.append((result, *torch.autograd.grad(result.square().sum(), (x, weight))))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
+    assert all(torch.equal(result, reference) for result, reference in zip(*runs, strict=True))
 
 
 def test_a_copy_compiles() -> None:
-    """An operation that writes into its argument is traced as well."""
+    """An operation that writes to its argument is traced, too."""
 
     def rounded(source: Tensor) -> Tensor:
         target = torch.empty_like(source, dtype=torch.bfloat16)
@@ -119,15 +119,15 @@ DIMENSIONS = [(name, d) for name, (_, shapes) in STRIDED.items() for d in range(
 @pytest.mark.xdist_group("far apart")
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("name", "dimension"), DIMENSIONS)
-def test_strides_beyond_32_bits(name: str, dimension: int) -> None:
-    """Inputs and incoming gradients whose elements lie 2^31 apart, along any dimension, give the same."""
+def test_strides_may_exceed_32_bits(name: str, dimension: int) -> None:
+    """Inputs and incoming gradients whose elements are 2^31 apart, along any dimension, give the same results."""
     compute, shapes = STRIDED[name]
     inputs = [drawn("contiguous", *shape, dtype=torch.bfloat16) for shape in shapes]
     apart = [far_apart(x, dimension) if dimension < x.ndim else x for x in inputs]
     runs = []
     for given in (inputs, apart):
-        found = compute(*given)
-        results = list(found) if isinstance(found, tuple) else [found]
+        actual = compute(*given)
+        results = list(actual) if isinstance(actual, tuple) else [actual]
         gradients = [torch.full_like(result, 0.5) for result in results]
         if given is apart:
             gradients = [far_apart(g, dimension) if dimension < g.ndim else g for g in gradients]
@@ -135,8 +135,8 @@ def test_strides_beyond_32_bits(name: str, dimension: int) -> None:
     torch.testing.assert_close(*runs)  # a GPU reads them in other layouts, and sums in another order
 
 
-def test_rows() -> None:
-    """Rows are views where strides allow it, and always have a last stride of 1."""
+def test_rows_are_views_where_strides_allow() -> None:
+    """Rows are views if strides allow it, and always have a last stride of 1."""
     x = torch.arange(24.0).view(2, 3, 4)
     assert as_rows(x).data_ptr() == x.data_ptr()
     assert as_rows(x[..., :2]).data_ptr() == x.data_ptr()
@@ -146,15 +146,15 @@ def test_rows() -> None:
         assert torch.equal(rows, strided.reshape(-1, strided.shape[-1]))
 
 
-def test_angle_tables() -> None:
-    """cos and sin get equal strides, and are the same tensors if they have them already."""
+def test_angle_tables_get_equal_strides() -> None:
+    """cos and sin get equal strides, and tensors with equal strides are not copied."""
     cos, sin = torch.rand(1, 3, 4).expand(2, 3, 4), torch.rand(2, 3, 4)
     assert angle_tables(sin, sin + 1)[0] is sin
-    found = angle_tables(cos, sin)
-    assert found[0].stride() == found[1].stride()
-    assert torch.equal(found[0], cos)
+    actual = angle_tables(cos, sin)
+    assert actual[0].stride() == actual[1].stride()
+    assert torch.equal(actual[0], cos)
 
 
-def test_power_of_two() -> None:
+def test_next_power_of_2_is_the_least_one() -> None:
     """next_power_of_2 returns the least power of two that is at least the number."""
     assert [next_power_of_2(number) for number in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]

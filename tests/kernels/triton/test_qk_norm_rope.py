@@ -1,4 +1,4 @@
-"""qk_norm_rope in Triton against the eager one in float64."""
+"""qk_norm_rope in Triton against the eager implementation in float64."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from support.seeding import seeds
     layouts,
     layouts,
 )
-def test_equals_eager(
+def test_triton_equals_eager(
     _seed: object,
     tokens: tuple[int, int],
     heads: tuple[int, int],
@@ -33,27 +33,27 @@ def test_equals_eager(
     layout: str,
     of_grad: str,
 ) -> None:
-    """Any shape and strides, with other heads for keys than for queries, give results and gradients of float64."""
+    """Any shape and strides, also with fewer key heads, give results and gradients of float64."""
     inputs: Any = [drawn(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]
     inputs += [drawn("contiguous", 2 * pairs) for _ in "qk"]
     cos, sin = rope_angles(torch.randint(0, 5000, tokens, device=DEVICE), 2 * pairs, 1e4)
     grads = [drawn(of_grad, *tokens, count, 2 * pairs, dtype=dtype).detach() for count in heads]
     q, k, q_weight, k_weight = wide = exact(*inputs)
-    found = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 0.1, cos, sin)
+    actual = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 0.1, cos, sin)
     expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos.double(), sin.double())
-    assert [x.dtype for x in found] == [dtype, dtype]
-    assert_all_close(found, expected, 4)
-    ours = torch.autograd.grad(found, inputs, grads)
-    assert_all_close(ours, torch.autograd.grad(expected, wide, [grad.double() for grad in grads]), 8)
+    assert [x.dtype for x in actual] == [dtype, dtype]
+    assert_all_close(actual, expected, 4)
+    result = torch.autograd.grad(actual, inputs, grads)
+    assert_all_close(result, torch.autograd.grad(expected, wide, [grad.double() for grad in grads]), 8)
 
 
 def cubed(results: tuple[Tensor, Tensor]) -> Tensor:
-    """A number whose gradients differ by element."""
+    """Return a number whose gradients differ by element."""
     return torch.stack([(x * x * x).sum() for x in results]).sum()
 
 
-def test_many_tiles_for_each_program() -> None:
-    """More vectors than programs hold at once give the same, the weights' gradients bitwise the same twice."""
+def test_programs_process_many_tiles() -> None:
+    """More vectors than programs process at once give float64, and gradients are bitwise the same twice."""
     inputs: Any = [drawn("contiguous", 2, 60, heads, 64) for heads in (6, 2)]
     inputs += [drawn("contiguous", 64) for _ in "qk"]
     cos, sin = rope_angles(torch.randint(0, 5000, (2, 60), device=DEVICE), 64, 1e4)
@@ -62,14 +62,14 @@ def test_many_tiles_for_each_program() -> None:
     exact_grads = torch.autograd.grad(cubed(expected), wide)
     runs = []
     for _ in range(2):
-        found = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 1e-6, cos, sin)
-        runs.append(torch.autograd.grad(cubed(found), inputs))
-    assert_all_close(found, expected, 4)
+        actual = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 1e-6, cos, sin)
+        runs.append(torch.autograd.grad(cubed(actual), inputs))
+    assert_all_close(actual, expected, 4)
     assert_all_close(runs[0], exact_grads, 16)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     q, k = (torch.randn(2, 3, heads, 8, device=DEVICE) for heads in (4, 2))
     cos, sin = rope_angles(torch.arange(3, device=DEVICE).expand(2, 3), 8, 1e4)

@@ -1,4 +1,4 @@
-"""rms_norm in Triton against the eager one in float64, which is tested against its formula."""
+"""rms_norm in Triton against the eager implementation in float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ shapes = st.lists(st.integers(0, 9), max_size=2).flatmap(
 
 @few
 @given(seeds, shapes, dtypes, dtypes, layouts, layouts, st.booleans())
-def test_equals_eager(
+def test_triton_equals_eager(
     _seed: object,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -26,15 +26,15 @@ def test_equals_eager(
     of_grad: str,
     zero_centered: bool,
 ) -> None:
-    """Any shape, zero rows included, any strides and dtypes give result and gradients of float64, rounded."""
+    """Any shape, strides and dtypes, also without rows, give result and gradients of float64, rounded."""
     x, weight = drawn(layout, *shape, dtype=dtype), drawn("contiguous", shape[-1], dtype=of_weight)
     grad = drawn(of_grad, *shape, dtype=dtype).detach()
-    found = rms_norm_triton(x, weight, 0.1, zero_centered)
+    actual = rms_norm_triton(x, weight, 0.1, zero_centered)
     wide = exact(x, weight)
     expected = rms_norm_eager(wide[0], wide[1], 0.1, zero_centered)
-    assert found.dtype == dtype
-    assert_close(found, expected, 4)
-    grads = torch.autograd.grad(found, (x, weight), grad)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, 4)
+    grads = torch.autograd.grad(actual, (x, weight), grad)
     assert [g.dtype for g in grads] == [dtype, of_weight]
     assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
 
@@ -44,35 +44,35 @@ def test_equals_eager(
 def test_fused_sum_equals_the_sum(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, of_residual: str
 ) -> None:
-    """The fused sum is bitwise the sum, its norm bitwise the norm of the sum, and the gradient bitwise both added."""
+    """The fused sum and its norm are bitwise equal to separate ones, and gradients agree with float64."""
     x, residual = drawn(layout, *shape, dtype=dtype), drawn(of_residual, *shape, dtype=dtype)
     weight, grads = drawn("contiguous", shape[-1]), [drawn("contiguous", *shape, dtype=dtype).detach() for _ in "ab"]
     normed, summed = add_rms_norm_triton(x, residual, weight, 0.1)
     assert torch.equal(summed, x + residual)
     assert torch.equal(normed, rms_norm_triton(summed, weight, 0.1))
-    of_x, of_residual_, of_weight = torch.autograd.grad((normed, summed), (x, residual, weight), grads)
+    grad_x, of_residual_, of_weight = torch.autograd.grad((normed, summed), (x, residual, weight), grads)
     wide = exact(x, residual, weight)
-    wide[0].data = summed.detach().double() - wide[1].data  # what was rounded stays rounded
+    wide[0].data = summed.detach().double() - wide[1].data  # the sum is rounded
     expected = torch.autograd.grad(
         add_rms_norm_eager(wide[0], wide[1], wide[2], 0.1), wide, [grad.double() for grad in grads]
     )
-    assert torch.equal(of_x, of_residual_)
-    assert_all_close((of_x, of_weight), (expected[0], expected[2]), 8)
+    assert torch.equal(grad_x, of_residual_)
+    assert_all_close((grad_x, of_weight), (expected[0], expected[2]), 8)
 
 
-def test_many_rows_for_each_program() -> None:
-    """More rows than programs hold at once, in rows wide and narrow, give what few rows give."""
+def test_programs_process_many_rows() -> None:
+    """More wide or narrow rows than programs process at once give the results of few rows."""
     for rows, width in ((300, 8), (37, 700)):
         x, weight = drawn("contiguous", rows, width), drawn("contiguous", width)
         wide = exact(x, weight)
-        found, expected = rms_norm_triton(x, weight, 1e-6), rms_norm_eager(wide[0], wide[1], 1e-6)
-        assert_close(found, expected, 4)
-        grads = torch.autograd.grad(found.sum(), (x, weight))
+        actual, expected = rms_norm_triton(x, weight, 1e-6), rms_norm_eager(wide[0], wide[1], 1e-6)
+        assert_close(actual, expected, 4)
+        grads = torch.autograd.grad(actual.sum(), (x, weight))
         assert_all_close(grads, torch.autograd.grad(expected.sum(), wide), 8)
 
 
 def test_a_frozen_weight_leaves_the_other_gradient_unchanged() -> None:
-    """A frozen weight gets no gradient, and that of x stays the same."""
+    """A frozen weight gets no gradient, and the gradient of x does not change."""
     x, weight = drawn("contiguous", 5, 12), drawn("contiguous", 12)
     (both, _) = torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).sum(), (x, weight))
     (alone,) = torch.autograd.grad(rms_norm_triton(x, weight.detach(), 1e-6).sum(), (x,))
@@ -86,13 +86,13 @@ def test_gradients_are_deterministic() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_refuses_float64() -> None:
-    """A dtype that the kernel would round is an error that names what to use instead."""
+def test_float64_is_refused() -> None:
+    """A dtype that the kernel would round is an error that names the implementation to use instead."""
     with pytest.raises(TypeError, match="float64; use the eager implementation"):
         rms_norm_triton(torch.ones(2, 2, dtype=torch.float64, device=DEVICE), torch.ones(2, device=DEVICE), 1e-6)
 
 
-def test_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     x, weight = torch.randn(3, 8, device=DEVICE), torch.randn(8, device=DEVICE)
     rstd = torch.rand(3, device=DEVICE)

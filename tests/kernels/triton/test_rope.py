@@ -17,14 +17,14 @@ channels = st.integers(1, 9).flatmap(lambda pairs: st.tuples(st.just(pairs), st.
 
 
 def angles_of(rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions of packed documents, which restart at each document."""
+    """Return cos and sin of the positions of packed documents, which restart at each document."""
     positions = torch.randint(0, 5000, (rows, length), device=DEVICE)
     return rope_angles(positions, 2 * pairs, 1e4)
 
 
 @few
 @given(seeds, shapes, channels, dtypes, layouts, layouts, st.booleans())
-def test_equals_eager(
+def test_triton_equals_eager(
     _seed: object,
     shape: tuple[int, int, int],
     channels: tuple[int, int],
@@ -38,26 +38,28 @@ def test_equals_eager(
     full = (*shape, 2 * pairs + rest)
     x, (cos, sin) = drawn(layout, *full, dtype=dtype), angles_of(*shape[:2], pairs)
     (wide,) = exact(x)
-    found = rope_triton(x, cos, sin, interleaved)
+    actual = rope_triton(x, cos, sin, interleaved)
     expected = rope_eager(wide, cos.double(), sin.double(), interleaved)
-    assert found.dtype == dtype
-    assert_close(found, expected)
+    assert actual.dtype == dtype
+    assert_close(actual, expected)
     grad = drawn(of_grad, *full, dtype=dtype).detach()
-    (ours,), (theirs,) = torch.autograd.grad(found, x, grad), torch.autograd.grad(expected, wide, grad.double())
-    assert_close(ours, theirs)
+    (result,), (reference,) = torch.autograd.grad(actual, x, grad), torch.autograd.grad(expected, wide, grad.double())
+    assert_close(result, reference)
 
 
 @few
 @given(seeds, shapes, dtypes, layouts)
-def test_in_place(_seed: object, shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
-    """In place, the tensor itself changes to the same bits, and its gradient is the same."""
+def test_in_place_rotation_changes_the_tensor(
+    _seed: object, shape: tuple[int, int, int], dtype: torch.dtype, layout: str
+) -> None:
+    """In place, the tensor changes to the same bits, and its gradient is the same."""
     x, (cos, sin) = drawn(layout, *shape, 10, dtype=dtype), angles_of(*shape[:2], 3)
     expected = rope_triton(x, cos, sin)
-    held = x * 1
-    found = rope_triton(held, cos, sin, in_place=True)
-    assert found is held or found._base is held
-    assert torch.equal(found, expected)
-    grads = [torch.autograd.grad(turned.float().sum(), x)[0] for turned in (found, expected)]
+    x_copy = x * 1
+    actual = rope_triton(x_copy, cos, sin, in_place=True)
+    assert actual is x_copy or actual._base is x_copy
+    assert torch.equal(actual, expected)
+    grads = [torch.autograd.grad(rotated.float().sum(), x)[0] for rotated in (actual, expected)]
     assert torch.equal(*grads)
 
 
@@ -65,26 +67,26 @@ def test_autograd_guards_what_is_changed_in_place() -> None:
     """Changing a tensor in place that an earlier operation saved is an error, not a wrong gradient."""
     x, (cos, sin) = drawn("contiguous", 1, 2, 1, 4), angles_of(1, 2, 2)
     needed = x.exp()
-    turned = rope_triton(needed, cos, sin, in_place=True)
+    rotated = rope_triton(needed, cos, sin, in_place=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(turned.sum(), x)
+        torch.autograd.grad(rotated.sum(), x)
 
 
-def test_many_vectors() -> None:
+def test_more_vectors_than_a_tile_are_rotated() -> None:
     """More vectors than a program's tile, with a number of heads that divides no tile, are all rotated."""
     x, (cos, sin) = drawn("contiguous", 2, 50, 6, 64, dtype=torch.bfloat16), angles_of(2, 50, 32)
     assert_close(rope_triton(x, cos, sin), rope_eager(x.double(), cos.double(), sin.double()))
 
 
-def test_angles_of_one_row_for_all() -> None:
+def test_angles_can_be_expanded_over_rows() -> None:
     """Angles may be expanded over rows."""
     x, (cos, sin) = drawn("contiguous", 3, 4, 2, 8), angles_of(1, 4, 4)
-    found = rope_triton(x, cos.expand(3, -1, -1), sin.expand(3, -1, -1))
-    assert_close(found, rope_eager(x.double(), cos.double(), sin.double()))
+    actual = rope_triton(x, cos.expand(3, -1, -1), sin.expand(3, -1, -1))
+    assert_close(actual, rope_eager(x.double(), cos.double(), sin.double()))
 
 
-def test_gradients_of_gradients() -> None:
-    """The backward pass has a backward pass of its own."""
+def test_the_backward_pass_is_differentiable() -> None:
+    """The gradient of a gradient is computed by another backward pass."""
     x, (cos, sin) = drawn("contiguous", 1, 3, 2, 4), angles_of(1, 3, 2)
     grad = drawn("contiguous", 1, 3, 2, 4)
     (first,) = torch.autograd.grad(rope_triton(x, cos, sin), x, grad, create_graph=True)
@@ -92,7 +94,7 @@ def test_gradients_of_gradients() -> None:
     assert_close(second, rope_triton(x, cos, sin).detach().double())
 
 
-def test_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     """Out of place and in place pass torch.library.opcheck, which torch.compile relies on."""
     x, (cos, sin) = torch.randn(2, 3, 2, 8, device=DEVICE), angles_of(2, 3, 3)
     torch.library.opcheck(torch.ops.drawloom.rope.default, (x, cos, sin, False, False))

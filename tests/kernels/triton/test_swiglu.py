@@ -1,4 +1,4 @@
-"""swiglu in Triton against the eager one in float64, which is tested against its formula."""
+"""swiglu in Triton against the eager implementation in float64."""
 
 import pytest
 import torch
@@ -17,73 +17,73 @@ shapes = st.lists(st.integers(0, 6), max_size=2).flatmap(
 
 @few
 @given(seeds, shapes, dtypes, layouts, layouts, layouts)
-def test_equals_eager(
+def test_triton_equals_eager(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_gate: str, of_up: str, of_grad: str
 ) -> None:
-    """Any shape and strides, zero rows included, give result and gradients of float64, rounded."""
+    """Any shape and strides, also without rows, give result and gradients of float64, rounded."""
     gate, up = drawn(of_gate, *shape, dtype=dtype, scale=3), drawn(of_up, *shape, dtype=dtype)
     grad, wide = drawn(of_grad, *shape, dtype=dtype).detach(), exact(gate, up)
-    found, expected = swiglu_triton(gate, up), swiglu_eager(*wide)
-    assert found.dtype == dtype
-    assert_close(found, expected, 4)
-    grads = torch.autograd.grad(found, (gate, up), grad)
+    actual, expected = swiglu_triton(gate, up), swiglu_eager(*wide)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, 4)
+    grads = torch.autograd.grad(actual, (gate, up), grad)
     assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
 
 
 @few
 @given(seeds, shapes, dtypes, dtypes, layouts)
-def test_scales_vectors(
+def test_a_scale_multiplies_vectors(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_scale: torch.dtype, layout: str
 ) -> None:
-    """A scale for each vector is in the result and in the gradients, and gets a gradient itself."""
+    """A scale for each vector multiplies the result and the gradients, and gets a gradient."""
     gate, up = drawn(layout, *shape, dtype=dtype), drawn("contiguous", *shape, dtype=dtype)
     scale, grad = drawn("contiguous", *shape[:-1], dtype=of_scale), drawn("contiguous", *shape, dtype=dtype).detach()
     wide = exact(gate, up, scale)
-    found, expected = swiglu_triton(gate, up, scale), swiglu_eager(*wide)
-    assert_close(found, expected, 4)
-    grads = torch.autograd.grad(found, (gate, up, scale), grad)
+    actual, expected = swiglu_triton(gate, up, scale), swiglu_eager(*wide)
+    assert_close(actual, expected, 4)
+    grads = torch.autograd.grad(actual, (gate, up, scale), grad)
     assert grads[2].dtype == of_scale
     assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
 
 
 @few
 @given(seeds, shapes, dtypes, layouts, st.booleans())
-def test_halves_of_one_tensor(
+def test_halves_of_one_tensor_equal_two_tensors(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool
 ) -> None:
-    """The halves of one tensor give the same as two tensors."""
+    """The halves of one tensor give the result of two tensors."""
     both = drawn(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
     inputs = (both, drawn("contiguous", *shape[:-1])) if scaled else (both,)
     wide = exact(*inputs)
-    found, expected = swiglu_halves_triton(*inputs), swiglu_halves_eager(*wide)
-    assert_close(found, expected, 4)
+    actual, expected = swiglu_halves_triton(*inputs), swiglu_halves_eager(*wide)
+    assert_close(actual, expected, 4)
     grad = drawn("contiguous", *shape, dtype=dtype).detach()
-    grads = torch.autograd.grad(found, inputs, grad)
+    grads = torch.autograd.grad(actual, inputs, grad)
     assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
 
 
-def test_rows_wider_than_a_program() -> None:
-    """Rows of several tiles, the last one incomplete, are computed completely, their scales' gradients too."""
+def test_rows_wider_than_a_program_are_complete() -> None:
+    """Rows of several tiles, the last one incomplete, are computed completely, also gradients of their scales."""
     gate, up, scale = drawn("sliced", 3, 5000), drawn("contiguous", 3, 5000), drawn("contiguous", 3)
     wide = exact(gate, up, scale)
     for inputs, wide_inputs in (((gate, up), wide[:2]), ((gate, up, scale), wide)):
-        found, expected = swiglu_triton(*inputs), swiglu_eager(*wide_inputs)
-        assert_close(found, expected, 4)
-        grads = torch.autograd.grad(found.sum(), inputs)
+        actual, expected = swiglu_triton(*inputs), swiglu_eager(*wide_inputs)
+        assert_close(actual, expected, 4)
+        grads = torch.autograd.grad(actual.sum(), inputs)
         assert_all_close(grads, torch.autograd.grad(expected.sum(), wide_inputs), 4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy, in the interpreter
-def test_keeps_to_finite_numbers() -> None:
+def test_gates_of_any_size_give_finite_results() -> None:
     """Gates of any size give finite results and gradients."""
     gate = torch.tensor([-1e30, -200.0, -89.0, 0.0, 89.0, 200.0, 1e30], device=DEVICE, requires_grad=True)
     up = torch.ones_like(gate, requires_grad=True)
-    found = swiglu_triton(gate, up)
-    grads = torch.autograd.grad(found.sum(), (gate, up))
-    assert all(x.isfinite().all() for x in (found, *grads))
+    actual = swiglu_triton(gate, up)
+    grads = torch.autograd.grad(actual.sum(), (gate, up))
+    assert all(x.isfinite().all() for x in (actual, *grads))
 
 
-def test_passes_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     x, both, scale = (torch.randn(*shape, device=DEVICE) for shape in ((3, 8), (3, 16), (3,)))
     torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, None))

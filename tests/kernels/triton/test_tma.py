@@ -1,4 +1,4 @@
-"""Which tensors TMA can copy."""
+"""Tensors that TMA can copy."""
 
 import torch
 
@@ -7,7 +7,7 @@ from support.kernels import DEVICE
 
 
 def test_half_precision_with_aligned_rows_fits() -> None:
-    """TMA takes half precision whose rows are at multiples of 16 bytes, and no empty tensor."""
+    """TMA copies tensors in half precision that are not empty and whose rows are at multiples of 16 bytes."""
     x = torch.zeros(256, 16, dtype=torch.bfloat16, device=DEVICE)
     assert tma.fits(x) and tma.fits(x[1:]) and tma.fits(x[:, 8:])
     assert not tma.fits(x.float()) and not tma.fits(x[:0])
@@ -15,5 +15,5 @@ def test_half_precision_with_aligned_rows_fits() -> None:
 
 
 def test_a_cpu_has_no_tma() -> None:
-    """On a CPU, where the interpreter would take descriptors, kernels read by pointers."""
-    assert not tma.is_there(torch.device("cpu"))
+    """On a CPU, whose interpreter would accept descriptors, kernels read by pointers."""
+    assert not tma.is_supported(torch.device("cpu"))
