@@ -10,9 +10,9 @@ import attrs
 from drawloom.components.data.packing.packed_rows import check_rows, warn_of_long_texts
 from drawloom.components.data.record import row_digests
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import Batch, Collator, Example, Examples
+from drawloom.components.ports.data import MAX_LENGTH, Batch, Collator, Example, Examples
 from drawloom.components.ports.model import Model
-from drawloom.graph import Every, ResolvedRecipe, UserError, at_least, component, setting
+from drawloom.graph import Every, ResolvedRecipe, UserError, between, component, setting
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 COMPARED = 64  # rows of each split whose content is compared when a run resumes
@@ -30,9 +30,11 @@ class Collated:
     collator: Collator
     models: Every[Model] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
-    max_length: int = setting(check=at_least(2), doc="tokens that an example may have at most")
+    max_length: int = setting(check=between(2, MAX_LENGTH + 1), doc="tokens that an example may have at most")
     multiple: int = setting(
-        default=1, check=at_least(1), doc="the length of a row is rounded up to a multiple of this, up to `max_length`"
+        default=1,
+        check=between(1, MAX_LENGTH + 1),
+        doc="the length of a row is rounded up to a multiple of this, up to `max_length`",
     )
     length: int = attrs.field(init=False, default=0)
     _splits: dict[Split, Sequence[Example]] = attrs.field(init=False, factory=dict)

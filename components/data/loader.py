@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
 from drawloom.components.data.workers import Workers
-from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_pairs
+from drawloom.components.ports.data import MAX_LENGTH, Batch, PackedDataset, RowOrder, has_pairs
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
@@ -22,7 +22,7 @@ from drawloom.graph.wiring.node import NodeView
 class LengthStage:
     """The greatest length of documents, until a step is done, or until a number of tokens are seen."""
 
-    length: int = setting(check=at_least(2), doc="tokens after which a document is cut")
+    length: int = setting(check=between(2, MAX_LENGTH + 1), doc="tokens after which a document is cut")
     until_step: int | None = setting(default=None, check=at_least(1), doc="the last step with this length")
     until_tokens: int | None = setting(
         default=None,

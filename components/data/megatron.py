@@ -10,7 +10,7 @@ import numpy as np
 
 from drawloom.components.data.store.splits import ChosenDocuments, split_documents
 from drawloom.components.ports.corpus import DocumentPart, Split
-from drawloom.graph import UserError, at_least, between, component, setting
+from drawloom.graph import UserError, between, component, setting
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -26,8 +26,8 @@ class Megatron:
     """
 
     path: Path = setting(doc="the two files without `.bin` and `.idx`, relative to the current directory")
-    vocab_size: int = setting(check=at_least(1), doc="the ids of the tokenizer")
-    eos_id: int = setting(check=at_least(0), doc="the id that ends a document; it fills the rest of a row")
+    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="the ids of the tokenizer")
+    eos_id: int = setting(check=between(0, 2**31), doc="the id that ends a document; it fills the rest of a row")
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )

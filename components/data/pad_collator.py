@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from drawloom.components.ports.data import IGNORE_INDEX, Batch, Example
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component
@@ -20,7 +20,7 @@ class PadCollator:
     """
 
     side: Literal["left", "right"] = setting(default="right", doc="where padding is added")
-    pad_id: int = setting(default=0, check=at_least(0), doc="the token id of padding")
+    pad_id: int = setting(default=0, check=between(0, 2**31), doc="the token id of padding")
 
     def count(self, example: Example) -> int:
         """The tokens of an example. Raises ValueError if it has none, or not as many labels and weights."""

@@ -82,8 +82,7 @@ class TorchGroup:
     Several processes, over a group of torch.distributed.
 
     `name` and `ranks` are for messages. Tensors that are not on `device`, where the backend works, are copied there and
-    back. If a process fails or dies, the others raise a
-    UserError that names it, by way of the monitor.
+    back. If a process fails or dies, the others raise a UserError that names it, by way of the monitor.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from drawloom.components.experts.planned_exchange import without_exchange
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
 from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, at_least, between, component, setting
 
 Routes = tuple[Tensor, Tensor, Tensor]
 
@@ -47,7 +47,7 @@ class SymmetricExperts:
     mesh: Mesh
     max_tokens: int = setting(
         default=0,
-        check=at_least(0),
+        check=between(0, 100_000_001),
         doc="most tokens of a training microbatch on a rank; 0: as many as the first one has on any rank",
     )
     capacity: float | None = setting(

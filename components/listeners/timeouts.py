@@ -122,7 +122,8 @@ class Timeouts:
     WATCHDOG_MARGIN hangs elsewhere: it reports its step and phase and the hang diagnosis, dumps the stacks of its
     threads to its log, and exits with code 1. The guard kills a process that can't, because C code holds Python's lock.
 
-    A component that is opened or closed has `opening` seconds, again after each message that it logs.
+    A component that is opened or closed has `opening` seconds, again after each message that it logs. Those that are
+    opened before this one, and closed after it, have no watchdog: the guard alone ends them.
     """
 
     processes: Timed
@@ -237,7 +238,10 @@ class Timeouts:
         limit = None if seconds is None else seconds + self.watchdog_margin
         if self._watchdog is not None:
             self._watchdog.allow(limit, slow=self._slow_after)
-        text = f"rank {self.mesh.world.rank} hangs: {self._took()}, and keeps Python's threads from running"
+        # The mesh, which knows the rank, may not be open.
+        text = f"rank {os.environ.get('RANK', '0')} hangs: {self._took()}"
+        if self._watchdog is not None:
+            text += ", and keeps Python's threads from running"
         guard.allow(None if limit is None else limit + GUARD_MARGIN, text)
 
     def _took(self) -> str:

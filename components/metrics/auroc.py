@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.components.metrics.class_counts import auroc
 from drawloom.components.metrics.named_sums import losses_of, tensor_sum
 from drawloom.components.ports.run import Accumulator, Step, Value
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
@@ -18,7 +18,7 @@ class Auroc:
     Of a named sum that the loss makes by `class_counts.score_histogram` with as many `bins`.
     """
 
-    bins: int = setting(default=1000, check=at_least(2), doc="bins of the histogram of scores")
+    bins: int = setting(default=1000, check=between(2, 1_000_001), doc="bins of the histogram of scores")
     of: str = setting(default="score_histogram", doc="the named sum of the loss that is a histogram of scores")
 
     @property

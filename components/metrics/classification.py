@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.components.metrics.class_counts import Average, scores
 from drawloom.components.metrics.named_sums import losses_of, tensor_sum
 from drawloom.components.ports.run import Accumulator, Step, Value
-from drawloom.graph import above, at_least, component, setting
+from drawloom.graph import above, between, component, setting
 
 
 @component(impact="safe")
@@ -21,7 +21,7 @@ class Classification:
     `beta` the F-score is `f2`, say.
     """
 
-    classes: int = setting(check=at_least(2), doc="how many classes there are")
+    classes: int = setting(check=between(2, 10_001), doc="how many classes there are")
     of: str = setting(default="confusion", doc="the named sum of the loss that is a confusion matrix")
     averages: tuple[Average, ...] = setting(default=("macro",), doc="what to write down: averages, or each class")
     beta: float = setting(default=1.0, check=above(0), doc="weight of recall relative to precision in the F-score")

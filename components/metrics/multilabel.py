@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.components.metrics.class_counts import Average, label_scores
 from drawloom.components.metrics.named_sums import losses_of, tensor_sum
 from drawloom.components.ports.run import Accumulator, Step, Value
-from drawloom.graph import above, at_least, component, setting
+from drawloom.graph import above, between, component, setting
 
 
 @component(impact="safe")
@@ -20,7 +20,7 @@ class Multilabel:
     labels of all items; a label that no item has has no values and is in no average but "micro".
     """
 
-    labels: int = setting(check=at_least(1), doc="number of labels")
+    labels: int = setting(check=between(1, 1_000_001), doc="number of labels")
     of: str = setting(default="labels", doc="the named sum of the loss that has a confusion matrix per label")
     averages: tuple[Average, ...] = setting(default=("micro", "macro"), doc="averages to report, or each label")
     beta: float = setting(default=1.0, check=above(0), doc="weight of recall relative to precision in the F-score")

@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.metrics.named_sums import losses_of, mean_by_microbatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
-from drawloom.graph import Problem, at_least, component, setting
+from drawloom.graph import Problem, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 
@@ -28,7 +28,7 @@ class Spread:
     quantiles: tuple[float, ...] = setting(default=(), doc="parts of 1, such as 0.5 and 0.9")
     low: float = setting(default=0.0, doc="where the histogram begins")
     high: float = setting(default=20.0, doc="where the histogram ends")
-    bins: int = setting(default=2000, check=at_least(1), doc="bins of the histogram")
+    bins: int = setting(default=2000, check=between(1, 1_000_001), doc="bins of the histogram")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

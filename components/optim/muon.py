@@ -45,7 +45,7 @@ class Muon(TorchOptimizer):
     )
     momentum: float = setting(default=0.95, check=between(0, 1), doc="decay of Muon's running mean of gradients")
     nesterov: bool = setting(default=True, doc="whether the mean is taken one step further with the same gradient")
-    ns_steps: int = setting(default=5, check=at_least(1), doc="iterations of the orthogonalisation")
+    ns_steps: int = setting(default=5, check=between(1, 1001), doc="iterations of the orthogonalisation")
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95), check=check_betas, doc="decay of AdamW's two running means"
     )

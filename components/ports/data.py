@@ -13,6 +13,9 @@ from drawloom.graph import UserError, port
 IGNORE_INDEX = -100
 """The target of a token without a loss, as in torch's cross_entropy."""
 
+MAX_LENGTH = 100_000_000
+"""The greatest number of tokens of a row: ten times the longest contexts."""
+
 
 @attrs.frozen
 class Batch:

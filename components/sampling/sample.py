@@ -5,6 +5,7 @@ from pathlib import Path
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
@@ -12,7 +13,7 @@ from drawloom.components.ports.stages import AveragedWeights, averaged
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.graph import UserError, above, at_least, between, component, setting
 
 SHOWN_LETTERS = 300
 """Characters of a text that are logged; the rest is in the file."""
@@ -35,8 +36,10 @@ class Sample:
     mesh: Mesh
     average: AveragedWeights | None = None
     prompt: str = setting(default="", doc="the beginning of the text")
-    tokens: int = setting(default=200, check=at_least(1), doc="most tokens to sample")
-    context: int = setting(default=256, check=at_least(1), doc="number of last tokens that the model sees")
+    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="most tokens to sample")
+    context: int = setting(
+        default=256, check=between(1, MAX_LENGTH + 1), doc="number of last tokens that the model sees"
+    )
     temperature: float = setting(default=0.8, check=at_least(0), doc="0 is greedy: the most likely token each time")
     top_k: int | None = setting(default=None, check=above(0), doc="sample from this many most likely tokens only")
 

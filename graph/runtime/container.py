@@ -140,7 +140,7 @@ class Container(Mapping[str, Any]):
 
     After a failure, the container calls `on_failure(error)` of open objects before it closes any object. `on_failure`
     may return another exception to raise instead. The container enters the contexts from `stage_context(stage, node)`
-    of open objects around every open() and close().
+    of all other objects, open or not, around every open() and close().
     """
 
     graph: Graph
@@ -254,9 +254,9 @@ class Container(Mapping[str, Any]):
             self.build()
             if problems := self.check_machine():
                 raise RecipeError(problems)
-            for name, item in self._objects.items():
-                if name not in self.replacements:
-                    self._open(name, item)
+            self._watchers = [name for name, item in self._built.items() if hasattr(item, "stage_context")]
+            for name, item in self._built.items():
+                self._open(name, item)
         except BaseException as error:
             self._fail(error)
             raise
@@ -276,14 +276,13 @@ class Container(Mapping[str, Any]):
                 node = self.graph.nodes[find_raising_node(error, self._built, name)]
                 error.set_node(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
                 raise
-        if hasattr(item, "stage_context"):
-            self._watchers.append(name)
 
     @contextmanager
     def _in_contexts(self, stage: Stage, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             for watcher in self._watchers:
-                stack.enter_context(self._objects[watcher].stage_context(stage, name))
+                if watcher != name:
+                    stack.enter_context(self._objects[watcher].stage_context(stage, name))
             yield
 
     @property
@@ -292,8 +291,6 @@ class Container(Mapping[str, Any]):
         return {name: item for name, item in self._objects.items() if name not in self.replacements}
 
     def _close(self, name: str, item: Any) -> None:
-        if name in self._watchers:
-            self._watchers.remove(name)
         with StageTimer(self.timings, name, "close"), self._in_contexts("close", name):
             item.close()
 

@@ -116,18 +116,47 @@ class Hold(TextFiles):
 '''
 
 
+SLEEP = '''
+import time
+
+from drawloom import component
+from drawloom.components.distributed.mesh import RankMesh
+
+
+@component(impact="safe")
+class Sleep(RankMesh):
+    """A mesh that waits for ranks that never come."""
+
+    def open(self):
+        time.sleep(600)
+'''
+
+
 @pytest.mark.soak
-def test_a_component_that_holds_the_interpreter_is_named_and_killed(place: Path) -> None:
-    """No thread of the process can end it, and the guard does; the stack is printed."""
-    (place / "hold.py").write_text(HOLD, "utf-8")
-    corpus = ["--import", "hold.py", "corpus.use=hold", "corpus.paths=['corpus/*']"]
-    words = ["run", "tiny.toml", *corpus, "listeners.timeouts.opening=1"]
+@pytest.mark.parametrize(
+    ("name", "text", "words", "message"),
+    [
+        (
+            "hold",
+            HOLD,
+            ["corpus.use=hold", "corpus.paths=['corpus/*']"],
+            "rank 0 hangs: open() of [corpus] took more than 1 s, and keeps Python's threads",
+        ),
+        ("sleep", SLEEP, ["mesh.use=sleep"], "rank 0 hangs: open() of [mesh] took more than 1 s\n"),
+    ],
+)
+def test_a_component_that_no_thread_can_end_is_named_and_killed(
+    place: Path, name: str, text: str, words: list[str], message: str
+) -> None:
+    """The guard ends one that holds the interpreter, or opens before there is a watchdog; the stack is printed."""
+    (place / f"{name}.py").write_text(text, "utf-8")
+    words = ["run", "tiny.toml", "--import", f"{name}.py", *words, "listeners.timeouts.opening=1"]
     environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     ran = [sys.executable, "-m", "drawloom", *words]
     done = subprocess.run(ran, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert "rank 0 hangs: open() of [corpus] took more than 1 s, and keeps Python's threads" in done.stderr
-    assert "hold.py" in done.stderr.partition("rank 0 hangs")[2]
+    assert message in done.stderr
+    assert f"{name}.py" in done.stderr.partition("rank 0 hangs")[2]
 
 
 def _stopped_while_sampling(folder: Path, arguments: Sequence[str]) -> Outcome:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from drawloom.components.ports.data import RowSource
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component
@@ -15,7 +15,7 @@ class Chunks:
     its beginning to its end. Chunks differ by a row at most; a row that others have no equal of comes at the end.
     """
 
-    chunks: int = setting(check=at_least(1), doc="into how many chunks the rows of a source are divided")
+    chunks: int = setting(check=between(1, 1_000_000_001), doc="into how many chunks the rows of a source are divided")
 
     def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
         """The rows at these places, the same in every epoch, int64 (places,)."""

@@ -6,7 +6,7 @@ import numpy as np
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.ports.data import MeasuredRows, RowSource
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component
@@ -20,8 +20,8 @@ class SortedBuffers:
 
     lengths: MeasuredRows
     job: RunInfo
-    buffer: int = setting(check=at_least(1), doc="rows that are sorted together")
-    pack: int = setting(check=at_least(1), doc="rows that stay together, such as those of a microbatch")
+    buffer: int = setting(check=between(1, 1_000_000_001), doc="rows that are sorted together")
+    pack: int = setting(check=between(1, 1_000_000_001), doc="rows that stay together, such as those of a microbatch")
     _tokens: np.ndarray | None = attrs.field(init=False, default=None)
     _last: dict[str, tuple[int, int, np.ndarray]] = attrs.field(init=False, factory=dict)
 

@@ -13,7 +13,7 @@ from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import Batch, RowSource, has_pairs
+from drawloom.components.ports.data import MAX_LENGTH, Batch, RowSource, has_pairs
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
@@ -36,9 +36,6 @@ def sources_of(packing: NodeView) -> Iterator[NodeView]:
     """The nodes that a packing takes documents from: its tokens, or the sources of a mixture."""
     for tokens in packing.neighbours("tokens"):
         yield from tokens.neighbours("sources") or [tokens]
-
-
-MAX_LENGTH = 100_000_000  # ten times the longest contexts
 
 
 def _fault_of_length(length: int) -> str | None:

@@ -18,8 +18,8 @@ from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import Batch
-from drawloom.graph import Problem, above, component, setting
+from drawloom.components.ports.data import MAX_LENGTH, Batch
+from drawloom.graph import Problem, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 
@@ -33,7 +33,9 @@ class Windows(PackedRows):
     """
 
     stride: int | None = setting(
-        default=None, check=above(0), doc="tokens by which a window moves, at most `length`; default: half of it"
+        default=None,
+        check=between(1, MAX_LENGTH + 1),
+        doc="tokens by which a window moves, at most `length`; default: half of it",
     )
 
     @classmethod

@@ -35,7 +35,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, at_least, inherited, setting, wired
+from drawloom.graph import Problem, UserError, above, inherited, setting, wired
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
@@ -105,7 +105,7 @@ class DecoderBuilder:
     tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
     max_position_embeddings: int | None = setting(
         default=None,
-        check=at_least(1),
+        check=size("max_position_embeddings"),
         impact="safe",
         doc="longest text that an export claims; the family's if left out",
     )

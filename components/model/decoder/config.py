@@ -18,6 +18,7 @@ MAX_SIZES = {
     "head_dim": 1_000_000,
     "intermediate_size": 10_000_000,
     "moe_intermediate_size": 10_000_000,
+    "max_position_embeddings": 1_000_000_000,
     "vocab_size": 2**31,  # token ids are int32
     "num_experts": 10_000,
     "num_experts_per_tok": 10_000,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph import above, at_least, setting
+from drawloom.graph import above, at_least, between, setting
 from drawloom.kernels.rope_frequencies import (
     DynamicScaling,
     LinearScaling,
@@ -59,7 +59,9 @@ class RopeScaling:
     )
     factor: float | None = setting(default=None, check=at_least(1), doc="how many times longer texts become")
     original_max_position_embeddings: int | None = setting(
-        default=None, check=at_least(1), doc="longest text before, in tokens; dynamic takes max_position_embeddings"
+        default=None,
+        check=between(1, 1_000_000_001),
+        doc="longest text before, in tokens; dynamic takes max_position_embeddings",
     )
     beta_fast: float | None = setting(
         default=None,

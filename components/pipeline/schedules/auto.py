@@ -146,9 +146,13 @@ class Auto:
         default=None, check=between(1, 1001), doc="stages on each rank; 1 or 2, what is faster, if left out"
     )
     microbatches: int | None = setting(
-        default=None, check=at_least(1), doc="of a step, for which stages are placed and cut; 4 a rank if left out"
+        default=None,
+        check=between(1, 10_001),
+        doc="of a step, for which stages are placed and cut; 4 a rank if left out",
     )
-    trials: int = setting(default=TRIALS, check=at_least(0), doc="orders tried in the search; more take longer")
+    trials: int = setting(
+        default=TRIALS, check=between(0, 1_000_001), doc="orders tried in the search; more take longer"
+    )
     _found: dict[tuple[int, int], Fitted] = attrs.field(init=False, factory=dict)
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from drawloom.components.distributed.guard import guard
-from drawloom.components.listeners.timeouts import GUARD_MARGIN, Timeouts
+from drawloom.components.listeners.timeouts import GUARD_MARGIN, WATCHDOG_MARGIN, Timeouts
 from drawloom.components.ports.run import Event, EventKind, Step
 from support.folders import Folder
 
@@ -210,6 +210,21 @@ def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatc
         logging.getLogger("drawloom.data").warning("1 of 9 MB tokenized")
     logging.getLogger("drawloom.data").warning("not the component's")
     assert allowed == [timeouts.opening, timeouts.opening, None]
+
+
+def test_components_that_open_before_the_watchdog_have_the_guard(
+    processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has their limit and their name, and nothing asks the mesh, which may not be open."""
+    told: list[tuple[float | None, str]] = []
+    monkeypatch.setattr(guard, "allow", lambda seconds, text="": told.append((seconds, text)))
+    monkeypatch.setenv("RANK", "3")
+    nothing: Any = None
+    timeouts = Timeouts(processes=processes, folder=nothing, mesh=nothing, opening=5.0)
+    with timeouts.stage_context("open", "mesh"):
+        assert processes.location == "open() of [mesh]"
+    message = "rank 3 hangs: open() of [mesh] took more than 5 s"
+    assert told == [(5.0 + WATCHDOG_MARGIN + GUARD_MARGIN, message), (None, told[-1][1])]
 
 
 def test_the_guard_has_each_limit_and_its_message(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""Integers that memory follows from have an upper bound, by which `check` refuses them before anything is made."""
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.graph import RecipeError
+from drawloom.graph.problems import Problem
+from drawloom.graph.project import Recipe
+from drawloom.graph.registry.registry import Registry
+
+HUGE = 10**30
+
+UNBOUNDED = {
+    "a number of steps, tokens or events that is only compared": {
+        *("every", "keep", "keep_every", "failures", "until_step", "until_tokens", "steps", "max_skipped_steps"),
+        *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "timescale", "window", "go_back"),
+        *("wait", "warmup", "active", "repeat"),
+    },
+    "a limit above which there is nothing to limit": {
+        *("rows_used", "max_shard", "top_k", "queue_size", "bucket_bytes", "recompute", "sliding_window"),
+    },
+    "a number of layers or groups that is compared with the model's": {
+        *("first_k_dense_replace", "max_window_layers", "decoder_sparse_step", "n_group", "topk_group"),
+        *("embedding_layer_cost", "head_layer_cost"),
+    },
+}
+"""Why settings of these names have no upper bound."""
+
+
+def unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
+    """The names of the integers of a setting, and of the tables in it, that accept a huge value."""
+    if (kind is int or int in typing.get_args(kind)) and not (check and check(HUGE)):
+        yield name
+    for table in filter(attrs.has, (kind, *typing.get_args(kind))):
+        types = typing.get_type_hints(table)
+        for field in attrs.fields(table):
+            yield from unbounded(field.name, types.get(field.name, field.type), field.metadata.get("check"))
+
+
+def test_every_size_has_an_upper_bound() -> None:
+    """An integer setting refuses a huge value, or its name is in the table with the reason; the table has no others."""
+    registry, found = Registry.of("drawloom.components"), set[str]()
+    for use in registry.names():
+        spec = registry.find(use)
+        assert not isinstance(spec, Problem), spec
+        for field in (field for field in spec.fields.values() if field.kind == "setting"):
+            found.update(unbounded(field.name, field.type, field.check))
+    assert found == set.union(*UNBOUNDED.values())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sample.tokens=1000000000000"],
+        ["sample.context=1000000000000"],
+        ["model.max_position_embeddings=1000000000000"],
+        ["metrics.classes={use='metrics.classification', classes=1000000000000}"],
+        ["metrics.spread={use='metrics.spread', of='loss', bins=1000000000000}"],
+        ["order={use='data.order.sorted_buffers', buffer=1000000000000, pack=4}"],
+        ["data.lengths=[{length=1000000000000, until_step=3}]"],
+    ],
+)
+def test_check_refuses_a_size_that_no_machine_holds(words: list[str]) -> None:
+    """With the setting, its value and the greatest that is accepted."""
+    with pytest.raises(RecipeError, match=r"1000000000000 is more than \d+ \(DL303\)"):
+        Recipe.load("first_run", *words).check(elsewhere=True)
