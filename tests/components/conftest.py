@@ -1,6 +1,6 @@
 """Doubles for the tests of several subjects."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ FIRST = dict.fromkeys(attrs.fields_dict(PerDimension), 0)
 class FakeMesh(MeshView):
     """A mesh of given sizes, as the rank at given indices sees it. Its groups contain only this rank."""
 
-    sizes: PerDimension = attrs.field(factory=dict, converter=lambda sizes: PerDimension(**sizes))
-    indices: PerDimension = attrs.field(factory=dict, converter=lambda indices: PerDimension(**FIRST | indices))
+    sizes: PerDimension = attrs.field(factory=PerDimension)
+    indices: PerDimension = attrs.field(factory=lambda: PerDimension(**FIRST))
     world: Any = attrs.field(factory=OneRankGroup)
     replicas: Any = attrs.field(factory=OneRankGroup)
 
@@ -64,7 +64,11 @@ def one_rank() -> FakeMesh:
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., FakeMesh]:
     """Makes a rank's mesh: `mesh_of(sizes={"data_replicate": 2}, indices={"data_replicate": 1})`."""
-    return FakeMesh
+    return _make_mesh
+
+
+def _make_mesh(sizes: Mapping[str, int] = {}, indices: Mapping[str, int] = {}, **groups: Any) -> FakeMesh:
+    return FakeMesh(PerDimension(**sizes), PerDimension(**FIRST | dict(indices)), **groups)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
 
 
 def trained(
@@ -101,9 +101,9 @@ def test_a_box_is_rounded_as_within_the_whole(part: tuple[slice, slice], columns
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(7, columns, generator=generator) for _ in range(2))
 
-    def after(weight: Tensor, gradient: Tensor, *place: int) -> list[Tensor]:
+    def after(weight: Tensor, gradient: Tensor, first: int = 0, width: int = ALL, stride: int = 0) -> list[Tensor]:
         kept = weight.bfloat16(), torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
-        one = ParamState(*kept, 0.1, 7, *place)
+        one = ParamState(kept[0], kept[1], kept[2], 0.1, 7, first=first, width=width, stride=stride)
         for step in (1, 2):
             AdamwEager([one]).step([gradient], step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
         return [*kept]

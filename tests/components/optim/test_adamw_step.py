@@ -36,7 +36,7 @@ def triton(parts: Sequence[nn.Parameter], **options: bool) -> AdamWTriton:
     return AdamWTriton(groups(parts), fused=True, **SETTINGS, **options)
 
 
-def torch_own(parts: Sequence[nn.Parameter], **options: bool) -> torch.optim.AdamW:
+def torch_own(parts: Sequence[nn.Parameter], **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups(parts), **SETTINGS, **options)
 
 
