@@ -15,9 +15,10 @@ from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import Batch, PackedDataset, has_pairs
+from drawloom.components.ports.data import PackedDataset, has_pairs, target_bytes
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, state_of_batches, sum_losses
 from drawloom.components.ports.run import Batching
+from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
@@ -69,7 +70,7 @@ def _measure(run: Container, split: Split) -> str:
         total, weight = total + sums[0], weight + sums[1]
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
-        text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
+        text_bytes += sum(float(target_bytes(batch, sizes, "evaluate")) for batch in batches)
     unit = "pairs" if has_pairs(type(rows)) else "tokens"
     return f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawloom.components.data.loader import check_consistency
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
 
 
@@ -27,12 +27,12 @@ class Threads:
         return [self.given[rank] for rank in range(self.size)]
 
 
-def batch(token: int) -> Batch:
+def batch(token: int) -> TokenBatch:
     rows = torch.full((2, 3), token)
-    return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
+    return TokenBatch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
 
 
-def errors_of(*ranks: tuple[int, int, Batch]) -> list[str]:
+def errors_of(*ranks: tuple[int, int, TokenBatch]) -> list[str]:
     """The error of each rank, given by its data-parallel index, number of rows and batch; "" if none."""
     world: Any = Threads(len(ranks), barrier=threading.Barrier(len(ranks)))
     errors = [""] * len(ranks)
@@ -68,7 +68,7 @@ def test_every_part_of_a_batch_counts(name: str) -> None:
     """A difference in any tensor, or only in its shape, is an error."""
     for tensor in (torch.tensor([[1, 1, 1], [1, 1, 2]]), torch.ones(3, 2, dtype=torch.int64)):
         change: dict[str, Any] = {name: tensor}
-        assert errors_of((0, 9, batch(1)), (0, 9, attrs.evolve(batch(1), **change)))[0]
+        assert errors_of((0, 9, batch(1)), (0, 9, batch(1).evolve(**change)))[0]
 
 
 def test_different_numbers_of_rows_are_an_error() -> None:

@@ -51,13 +51,13 @@ def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
     wanted: list[list[int]] = [list(range(50)) * 1_000] * 3  # 100 kB each
     with spawned(rows_of(train=50), 1) as workers:
         batches = list(workers.batches(iter(wanted * 2), ahead=3, timeout=30))
-        assert [len(batch.tokens) for batch in batches] == [50_000] * 3
+        assert [batch.row_count for batch in batches] == [50_000] * 3
 
 
 def test_batches_can_be_written_to(rows_of: RowsOf) -> None:
     """A batch from a worker owns its memory."""
     with spawned(rows_of(train=50), 1) as workers:
-        next(workers.batches(ones(), 1, timeout=30)).tokens.fill_(0)
+        next(workers.batches(ones(), 1, timeout=30)).weights.fill_(0)
 
 
 def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
