@@ -232,18 +232,17 @@ class Loader:
 
 
 def _undivided(writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView) -> Iterator[Problem]:
-    """Yield problems of batches without tokens, which neither ranks along `context` nor `lengths` can divide."""
-    if "tokens" in batch_type.specs.values():
-        return
-    text = f"[{writer.name}] makes {batch_type.__name__}, which has no leaf of tokens"
-    if ranks > 1:
-        yield writer.problem("use", f"{text} to divide over {ranks} ranks along 'context'", "write mesh.context = 1")
-    if loader.settings["lengths"]:
-        yield loader.problem("lengths", f"{text}, and lengths cuts documents of tokens", "leave it out")
+    """Yield problems of batches that ranks along `context` or `lengths` cannot divide."""
+    text = f"[{writer.name}] makes {batch_type.__name__}"
+    if ranks > 1 and "tokens" not in batch_type.specs.values():
+        text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
+        yield writer.problem("use", text, "write mesh.context = 1")
+    if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
+        yield loader.problem("lengths", f"lengths cuts documents of tokens, and {text}", "leave it out")
 
 
 def check_leaves(rows: PackedDataset, batch: Any) -> None:
-    """Raise UserError if a batch is not of the class that its data set declares, or its tensors do not fit together."""
+    """Raise UserError if a batch has another class than the data set declares, or its tensors do not fit together."""
     wanted = rows.batch_type or Batch
     if not isinstance(batch, wanted):
         given = type(batch).__name__

@@ -187,7 +187,7 @@ def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | Us
 
 
 class TensorPickler(pickle.Pickler):
-    """A pickler that copies the bytes of tensors; multiprocessing's would share memory, and torch's is slower."""
+    """A pickler that copies tensors: multiprocessing's pickler shares memory, and torch's is slower."""
 
     @classmethod
     def dumps(cls, value: Any) -> bytes:
@@ -197,7 +197,7 @@ class TensorPickler(pickle.Pickler):
         return file.getvalue()
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to make a tensor anew, of any dtype: numpy does not have all of them."""
+        """Return how to rebuild a tensor; numpy would not know every dtype."""
         if not isinstance(value, Tensor):
             return NotImplemented
         return _tensor_of, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))

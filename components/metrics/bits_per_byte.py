@@ -40,7 +40,7 @@ class BitsPerByte:
         if (losses := losses_of(step)) is None:
             return {}
         # on the CPU, where batches were made: nothing waits for a device
-        counts = [target_bytes(batch, self._table, "bits_per_byte") for batch in step.state["batches"]]
+        counts = [target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
         return {"nats": total_of(losses, self.of), "bytes": sum(counts, torch.zeros((), dtype=torch.float64))}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:

@@ -279,7 +279,7 @@ def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> Microbatc
 
 
 def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
-    """Return a microbatch whose batch has the log-probabilities (rows, length), on ranks that have computed them."""
+    """Add the log-probabilities (rows, length) to the batch, on ranks that have computed them."""
     if inputs.batch is None or logps is None:
         return inputs
     return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, logps))

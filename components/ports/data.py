@@ -64,36 +64,39 @@ class TokenBatch(Batch):
 
 
 def token_batch(batch: Batch, reader: str) -> TokenBatch:
-    """Return a batch that is one of tokens. Raises UserError, with the name of its reader, for any other batch."""
+    """Return the batch if it has tokens. Raises UserError, which names the reader, for another class."""
     if isinstance(batch, TokenBatch):
         return batch
     leaves = ", ".join(batch.specs)
     raise UserError(f"{reader} reads rows of tokens, and the run's batches are {type(batch).__name__}: {leaves}", 2)
 
 
-def target_bytes(batch: Batch, bytes_by_id: Tensor, reader: str) -> Tensor:
-    """Return the bytes of all targets, weighted as their losses are: float64 (); bytes_by_id: float64 (vocab_size,)."""
-    tokens = token_batch(batch, reader)
-    weighted = bytes_by_id[tokens.targets.clamp(min=0)] * tokens.weights
-    return weighted[tokens.targets != IGNORE_INDEX].sum()
+def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tensor:
+    """
+    Sum the bytes that targets stand for, times the weights: float64 ().
+
+    targets, weights: (rows, length); bytes_by_id: float64 (vocab_size,).
+    """
+    weighted = bytes_by_id[targets.clamp(min=0)] * weights
+    return weighted[targets != IGNORE_INDEX].sum()
 
 
 @runtime_checkable
 class ReadsLeaves(Protocol):
-    """A class of components that read some leaves of batches, by their names."""
+    """A component class that reads leaves by their names."""
 
     batch_leaves: ClassVar[tuple[str, ...]]
 
 
 @runtime_checkable
 class WritesBatches(Protocol):
-    """A class of components that make batches of one class; None if another component makes them, as a collator."""
+    """A component class that makes batches; None if another component makes them, such as a collator."""
 
     batch_type: ClassVar[type[Batch] | None]
 
 
 def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
-    """Yield the nodes that make batches, of a node and all that it leads to, each with the class of its batches."""
+    """Yield the reachable nodes that make batches, with their batch classes."""
     for reached in node.reachable():
         component = reached.component
         if isinstance(component, WritesBatches) and component.batch_type is not None:
@@ -111,7 +114,7 @@ class PackedDataset(Protocol):
 
     @property
     def batch_type(self) -> type[Batch] | None:
-        """The class of its batches, an attribute of the component's class; None if another component makes them."""
+        """The batch class, a class attribute; None if another component makes the batches."""
         ...
 
     @property
@@ -207,7 +210,7 @@ class Collator(Protocol):
 
     @property
     def batch_type(self) -> type[Batch]:
-        """The class of its batches, an attribute of the component's class."""
+        """The batch class, a class attribute."""
         ...
 
     def count(self, example: Example) -> int:

@@ -103,7 +103,7 @@ class Loss(Protocol):
 
     @property
     def batch_leaves(self) -> tuple[str, ...]:
-        """The leaves of a batch that `inputs` and `loss` read, an attribute of the component's class."""
+        """The names of the leaves that `inputs` and `loss` read, a class attribute."""
         ...
 
     def inputs(self, batch: Any) -> tuple[Any, BatchContext]:
@@ -126,7 +126,7 @@ class Loss(Protocol):
 @runtime_checkable
 class Referenced(Protocol):
     """
-    A loss that compares the model with another, whose log-probabilities come to it in a leaf of the batch.
+    A loss that compares the model with another, whose log-probabilities are a leaf of the batch.
 
     `reference` says which: "adapters", the model without them, or "data", the one that the data have numbers of.
     """

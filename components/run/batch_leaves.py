@@ -1,4 +1,4 @@
-"""The leaves of batches that components read, compared with the leaves that data sets write."""
+"""Comparison between the leaves that components read and the leaves that data sets write."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
-    """Yield a problem for each component of a run that reads a leaf which the batches of the run do not have."""
+    """Yield a problem for every component that reads a leaf which the run's batches do not have."""
     writers = [*batch_types(trainer)]
     for reader in trainer.reachable():
         if isinstance(reader.component, ReadsLeaves):

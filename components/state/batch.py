@@ -1,8 +1,8 @@
 """
 Batches: trees of tensors in which every leaf declares how it is divided.
 
-A microbatch has some rows of a batch, and a rank along `context` some tokens of each row. Data workers, microbatches,
-context slices and copies to a device go by the specs of leaves; only losses and metrics know a leaf by its name.
+A microbatch contains some rows, and a rank along `context` some tokens of every row. Data workers, microbatches,
+context slices and copies to a device only read the specs; losses and metrics know a leaf by its name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -30,11 +30,10 @@ def leaf(spec: LeafSpec, *, default: Any = attrs.NOTHING, kw_only: bool = False)
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf,))
 class Batch:
     """
-    Base of the batches of a run: a subclass declares its leaves, and is an immutable attrs class of them.
+    Base class of batches: a subclass declares leaves, and becomes an immutable attrs class.
 
-    Every batch has a leaf `weights`, float32 of 0 and more: how much each row, (rows,), or each token, (rows, length),
-    counts in the loss. A data set computes weights from whole rows, so that they do not depend on how a batch is
-    divided.
+    Every batch has a leaf `weights`, float32 and not negative: how much a row, (rows,), or a token, (rows, length),
+    counts in the loss. A data set computes weights from whole rows: they do not depend on how a batch is divided.
 
         class Images(Batch):
             pixels: Tensor = leaf("rows")  # (rows, height, width)
@@ -47,7 +46,7 @@ class Batch:
     weights: Tensor
 
     def __init_subclass__(cls) -> None:
-        """Make an attrs class of the subclass. Raises TypeError for a field that is not declared by `leaf`."""
+        """Turn the subclass into an attrs class. Raises TypeError for a field that `leaf` does not declare."""
         attrs.frozen(cls, slots=False, eq=False)  # in place, as the class has no slots
         fields = attrs.fields(cls)
         for field in fields:
@@ -63,26 +62,26 @@ class Batch:
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
         """
-        Return a batch of rows of `length` tokens on the meta device, for plans.
+        Return a batch on the meta device, for plans; a row has `length` tokens.
 
-        Raises NotImplementedError, with what to write, for a class that does not say what its tensors look like.
+        Raises NotImplementedError for a class that does not describe its tensors.
         """
         text = f"{cls.__name__} does not say what its tensors look like; define the class method outline(rows, length)"
         raise NotImplementedError(text)
 
     @property
     def row_count(self) -> int:
-        """The number of rows."""
+        """The row count."""
         return len(self.weights)
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row; 0 without a leaf of tokens."""
+        """The row length in tokens; 0 without a leaf that has tokens."""
         return next((tensor.shape[1] for _, spec, tensor in self.named_tensors() if spec == "tokens"), 0)
 
     @property
     def token_count(self) -> int:
-        """The number of items that a run counts as tokens: those that have a weight of their own."""
+        """How many items a run counts as tokens: everything that has its own weight."""
         return self.weights.numel()
 
     def has_whole_rows(self) -> bool:
@@ -90,11 +89,11 @@ class Batch:
         return False
 
     def without_weights(self) -> Self:
-        """Return the same rows, none of which counts in the loss."""
+        """Return the same rows with weight 0."""
         return self.evolve(weights=torch.zeros_like(self.weights))
 
     def evolve(self, **values: Any) -> Self:
-        """Return a copy with other values of some leaves. Raises TypeError for a name that is not a leaf."""
+        """Return a copy with other values for some leaves. Raises TypeError for a name that is not a leaf."""
         if unknown := values.keys() - self.specs.keys():
             raise TypeError(f"{type(self).__name__} has no leaf {', '.join(sorted(unknown))}")
         changed = object.__new__(type(self))  # copy.copy takes microseconds
@@ -102,7 +101,7 @@ class Batch:
         return changed
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], specs: Set[LeafSpec]) -> Self:
-        """Return a copy with `function` applied to every tensor whose leaf has one of these specs."""
+        """Return a copy with `function` applied to every tensor whose leaf has one of the specs."""
 
         def change(value: Any) -> Any:
             return function(value) if isinstance(value, Tensor) else value
@@ -111,30 +110,30 @@ class Batch:
         return self.evolve(**{name: transform(change, getattr(self, name)) for name in names})
 
     def take_rows(self, rows: slice) -> Self:
-        """Return some of the rows; tensors are views."""
+        """Return a slice of rows; tensors are views."""
         return self.map_tensors(lambda tensor: tensor[rows], {"rows", "tokens"})
 
     def take_tokens(self, indices: Tensor) -> Self:
-        """Return all rows with some of their tokens; indices: int64 (tokens,)."""
+        """Return all rows, cut to the tokens at `indices`, int64 (tokens,)."""
         return self.map_tensors(lambda tensor: tensor.index_select(1, indices), {"tokens"})
 
     def without_host_values(self) -> Self:
-        """Return a copy with the defaults of the values that losses do not see."""
+        """Return a copy in which host values are their defaults."""
         return self.evolve(
             **{field.name: field.default for field in attrs.fields(type(self)) if field.metadata["spec"] == "host"}
         )
 
     def named_tensors(self) -> Iterator[tuple[str, LeafSpec, Tensor]]:
-        """Yield all tensors in the order of the leaves, each with the name of its leaf and the leaf's spec."""
+        """Yield the name and spec of every leaf with its tensors, in order."""
         for name, spec in self.specs.items():
             yield from ((name, spec, value) for value in leaves(getattr(self, name)) if isinstance(value, Tensor))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors in the order of the leaves."""
+        """Return all tensors in leaf order."""
         return tuple(tensor for _, _, tensor in self.named_tensors())
 
     def check(self) -> None:
-        """Raise ValueError, with the leaf and shapes, for tensors that do not agree in rows and tokens."""
+        """Raise ValueError if tensors do not agree in rows and tokens; the message names the leaf and the shapes."""
         length = next((tensor.shape[1:2] for _, spec, tensor in self.named_tensors() if spec == "tokens"), ()) or (0,)
         begins = {"rows": (self.row_count,), "tokens": (self.row_count, *length), "replicated": ()}
         for name, spec, tensor in self.named_tensors():

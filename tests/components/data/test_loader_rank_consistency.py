@@ -8,9 +8,10 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.loader import check_consistency
+from drawloom.components.data.loader import check_consistency, check_leaves
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
+from support.clips import ClipRows, clips
 
 
 @attrs.define
@@ -76,3 +77,12 @@ def test_different_numbers_of_rows_are_an_error() -> None:
     errors = errors_of((0, 9, batch(1)), (1, 8, batch(1)))
     assert errors[0] == errors[1]
     assert errors[0].startswith("data: ranks 0 and 1 have 9 and 8 training rows")
+
+
+def test_a_batch_of_another_class_than_declared_is_refused() -> None:
+    """The first batch is looked at: its class, and whether its leaves fit together."""
+    check_leaves(ClipRows(), clips())
+    with pytest.raises(UserError, match=r"^rows: ClipRows makes Clips, and a batch is a TokenBatch; return one"):
+        check_leaves(ClipRows(), batch(1))
+    with pytest.raises(UserError, match=r"^rows: ClipRows makes .* do not fit together: Clips.labels has shape \(3,\)"):
+        check_leaves(ClipRows(), clips([0, 1]).evolve(labels=torch.ones(3)))

@@ -15,6 +15,7 @@ from drawloom.components.storage.step_log import encode_line, read_steps
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
+from support.clips import clips
 
 ONE = encode_line({"step": 1})
 
@@ -86,3 +87,10 @@ def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
         os.mkfifo(folder / "rows" / f"{name}.jsonl")
         with pytest.raises(UserError, match=f"rows/{name}.jsonl can't be written .it is not a regular file"):
             record(folder).run_phase(Step(1, 9, state={"batches": [batch(1)]}))
+
+
+def test_digests_are_of_the_leaves_that_rows_have() -> None:
+    """A row of an own batch has the same digest in any batch, whatever all rows share."""
+    one, two = row_digests(clips([1, 2]))
+    assert one != two and row_digests(clips([2], scale=torch.tensor(7.0))) == [two]
+    assert row_digests(clips([2]).evolve(labels=torch.tensor([9]))) != [two]

@@ -13,6 +13,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
+from support.clips import clips
 from support.processes import run_ranks
 
 
@@ -47,6 +48,14 @@ def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
     cut = ContextPart.of(8, Rank(1, 2)).cut(batch)
     assert cut.positions.tolist() == [[2, 3, 4, 5]] * 2
     assert cut.weights.tolist() == [[2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0]]
+
+
+def test_own_leaves_are_cut_by_their_specs() -> None:
+    """Frames of a row are shared out, and what a row has one of, or all rows share, is on every rank."""
+    whole = clips()
+    part = ContextPart.of(6, Rank(1, 3)).cut(whole)
+    assert part.frames["left"].tolist() == [[6 * row + 1, 6 * row + 4] for row in range(4)]
+    assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 
 
 def _gathered() -> tuple[Any, Any]:

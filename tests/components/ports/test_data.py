@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch, target_bytes
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch, token_batch
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import UserError
 
@@ -36,10 +36,8 @@ def test_a_batch_without_weights_has_neither_targets_nor_tokens() -> None:
     assert torch.equal(idle.tokens, ids)
 
 
-def test_target_bytes_of_other_batches_are_refused_by_name() -> None:
+def test_a_batch_of_another_class_is_refused_by_name() -> None:
     """The message names the reader, and the class of the batch with its leaves."""
     batch = Images(pixels=torch.zeros(2, 4), weights=torch.ones(2))
-    with pytest.raises(
-        UserError, match=r"bits reads rows of tokens, and the run's batches are Images: pixels, weights"
-    ):
-        target_bytes(batch, torch.ones(4), "bits")
+    with pytest.raises(UserError, match=r"bits reads rows of tokens, and .* batches are Images: pixels, weights"):
+        token_batch(batch, "bits")

@@ -8,24 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.state.batch import Batch, leaf
-
-
-class Clips(Batch):
-    """Rows of frames with a label, and what all rows share."""
-
-    frames: dict[str, Tensor] = leaf("tokens")
-    labels: Tensor = leaf("rows")
-    scale: Tensor = leaf("replicated")
-    weights: Tensor = leaf("rows")
-    mask: Tensor | None = leaf("tokens", default=None)
-    skipped: int = leaf("host", default=0)
-
-
-def clips(rows: int = 4, **leaves: Any) -> Clips:
-    """Rows of six frames."""
-    frames = {"left": torch.arange(rows * 6).view(rows, 6), "right": torch.arange(rows * 12.0).view(rows, 6, 2)}
-    values = {"frames": frames, "labels": torch.arange(rows), "scale": torch.ones(3), "weights": torch.ones(rows)}
-    return Clips(**{**values, "skipped": 2, **leaves})
+from support.clips import Clips, clips
 
 
 def test_rows_are_taken_of_leaves_that_have_rows() -> None:
@@ -34,7 +17,7 @@ def test_rows_are_taken_of_leaves_that_have_rows() -> None:
     part = whole.take_rows(slice(1, 3))
     assert isinstance(part, Clips) and part.row_count == 2
     assert torch.equal(part.frames["right"], whole.frames["right"][1:3]) and part.labels.tolist() == [1, 2]
-    assert part.scale is whole.scale and part.mask is None and part.skipped == 2
+    assert part.scale is whole.scale and part.mask is None and part.skipped == 4
 
 
 def test_tokens_are_taken_of_leaves_that_have_tokens() -> None:
@@ -48,7 +31,7 @@ def test_tokens_are_taken_of_leaves_that_have_tokens() -> None:
 def test_a_batch_is_pickled_and_evolved_with_all_of_its_leaves() -> None:
     """Processes and steps make batches anew; leaves that no name is known of are kept."""
     again = pickle.loads(pickle.dumps(clips().evolve(labels=torch.zeros(4))))
-    assert type(again) is Clips and not again.labels.any() and again.skipped == 2
+    assert type(again) is Clips and not again.labels.any() and again.skipped == 4
     assert again.without_host_values().skipped == 0
     with pytest.raises(TypeError, match="Clips has no leaf lables"):
         again.evolve(lables=torch.zeros(4))
@@ -79,7 +62,7 @@ def test_leaves_that_do_not_fit_together_are_named(leaves: dict[str, Any], messa
     """The message has the leaf, its shape, and the shape that its spec and the weights ask for."""
     clips().check()
     with pytest.raises(ValueError, match=message):
-        clips(**leaves).check()
+        clips().evolve(**leaves).check()
 
 
 def test_a_class_is_refused_where_it_does_not_say_how_leaves_are_divided() -> None:

@@ -12,6 +12,7 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.wiring.graph import Graph
+from drawloom.graph.wiring.node import NodeView
 
 Shop = Callable[..., Graph]
 
@@ -71,6 +72,15 @@ def test_neighbour_returns_a_node_only_if_the_edge_leads_to_one(shop: Shop) -> N
     assert graph.view("page").neighbour("fallback") is None
     with pytest.raises(ValueError, match="'pages' leads to 2 nodes: page, other"):
         trainer.neighbour("pages")
+
+
+def test_reachable_nodes_come_once(shop: Shop) -> None:
+    """A view yields its own node and all that its edges lead to, directly or through others, in a circle as well."""
+    circle = '[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"'
+    for text, names in (("", ["trainer", "page", "store"]), (circle, ["trainer", "page", "store", "other"])):
+        graph = shop(text)
+        found = [view.name for view in NodeView(graph.nodes["trainer"], graph.nodes).reachable()]
+        assert found[0] == "trainer" and sorted(found) == sorted(names)
 
 
 def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.state.trees import leaves
+from support.clips import Clips, clips
 
 
 @attrs.define
@@ -70,6 +71,13 @@ def test_what_is_there_already_is_not_copied(seen: list[str]) -> None:
     there = torch.empty(2, device="meta")
     assert Uploads(torch.device("meta")).start([there, 3, None]) == [there, 3, None]
     assert not [each for each in seen if "copy" in each]
+
+
+def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
+    """Trees as well; numbers of the host stay."""
+    there = Uploads(torch.device("meta")).start(clips())
+    assert isinstance(there, Clips) and all(tensor.is_meta for tensor in there.tensors()) and there.skipped == 4
+    assert seen.count("copy in copies") == 5
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
