@@ -389,7 +389,7 @@ def padded_rows(use: str, values: Values, _place: Path) -> Any:
 
 def _numbers(_split: str, indices: Any) -> TokenBatch:
     rows = torch.tensor(list(indices))[:, None]
-    return TokenBatch(rows, rows, rows, rows, rows, rows)
+    return TokenBatch(rows, rows, rows, rows, rows.float(), rows)
 
 
 def _rows() -> Any:
