@@ -93,6 +93,9 @@ class Collated:
 
     def _rows(self, split: Split, indices: Sequence[int]) -> Batch:
         batch = self.collator.collate([self._splits[split][number] for number in indices], self.length)
+        if not isinstance(batch, self.collator.batch_type):
+            wanted = self.collator.batch_type.__name__
+            raise ValueError(f"its batch is a {type(batch).__name__}, and the collator's batch_type is {wanted}")
         if isinstance(batch, TokenBatch) and self._vocab_size is not None:
             check_ids(batch.tokens, self._vocab_size)
         return batch
