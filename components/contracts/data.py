@@ -24,7 +24,7 @@ from drawloom.components.ports.data import (
     token_batch,
 )
 from drawloom.components.state.batch import Batch
-from drawloom.graph.testing import BrokenContract, expect
+from drawloom.graph.testing import BrokenContractError, expect
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -104,11 +104,11 @@ def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
 
 
 def expect_leaves_fit(batch: Batch) -> None:
-    """Raise BrokenContract for a batch whose leaves do not agree in rows and tokens."""
+    """Raise BrokenContractError for a batch whose leaves do not agree in rows and tokens."""
     try:
         batch.check()
     except ValueError as error:
-        raise BrokenContract(str(error)) from error
+        raise BrokenContractError(str(error)) from error
 
 
 def rows_are_of_one_source_each(rows: MeasuredRows) -> None:
@@ -165,7 +165,9 @@ def a_row_is_an_example(collator: Collator) -> None:
     """Each example is a row of the length that is asked for, with its tokens together, whatever others there are."""
     if not issubclass(collator.batch_type, TokenBatch):
         name = collator.batch_type.__name__
-        raise BrokenContract(f"the contract of collators has examples of tokens, not of {name}: test this one in a run")
+        raise BrokenContractError(
+            f"the contract of collators has examples of tokens, not of {name}: test this one in a run"
+        )
     both = collator.collate(EXAMPLES, 6)
     for number, example in enumerate(EXAMPLES):
         ids, alone = [*example["input_ids"]], token_batch(collator.collate([example], 6), "the contract")

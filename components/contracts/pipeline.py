@@ -21,7 +21,7 @@ from drawloom.components.ports.pipeline import (
     sum_losses,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
-from drawloom.graph.testing import BrokenContract, expect
+from drawloom.graph.testing import BrokenContractError, expect
 
 # One rank and several, and fewer microbatches than ranks, where schedules have only warm-up and cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
@@ -141,7 +141,9 @@ def _ready(loss: Loss) -> Loss:
     """Return the loss with its module, if it has one, in float64 and with initial values."""
     if others := set(loss.batch_leaves) - TokenBatch.specs.keys():
         names = ", ".join(sorted(others))
-        raise BrokenContract(f"the contract of losses has rows of tokens, without {names}: test this loss in a run")
+        raise BrokenContractError(
+            f"the contract of losses has rows of tokens, without {names}: test this loss in a run"
+        )
     if (module := getattr(loss, "module", None)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
@@ -205,7 +207,7 @@ def the_model_sees_tokens(loss: Loss) -> None:
     """The first stage gets as many rows and tokens as the batch has, and all stages their positions and documents."""
     tokens, shared = _ready(loss).inputs(_batch())
     if not isinstance(shared, TokenContext):
-        raise BrokenContract("the model sees no positions and documents")
+        raise BrokenContractError("the model sees no positions and documents")
     shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]
     expect(shapes == [(4, 6)] * 3, f"the model sees shapes {shapes}")
 

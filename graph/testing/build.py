@@ -109,7 +109,7 @@ class _IsolatedView(NodeView):
         raise _NeighbourAccessError(edge)
 
     def reachable(self) -> Iterator[NodeView]:
-        raise _Neighbours("reachable")
+        raise _NeighbourAccessError("reachable")
 
     def keys(self, edge: str) -> list[str]:
         raise _NeighbourAccessError(edge)

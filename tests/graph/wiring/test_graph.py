@@ -12,7 +12,6 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.wiring.graph import Graph
-from drawloom.graph.wiring.node import NodeView
 
 Shop = Callable[..., Graph]
 
@@ -79,7 +78,7 @@ def test_reachable_nodes_come_once(shop: Shop) -> None:
     circle = '[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"'
     for text, names in (("", ["trainer", "page", "store"]), (circle, ["trainer", "page", "store", "other"])):
         graph = shop(text)
-        found = [view.name for view in NodeView(graph.nodes["trainer"], graph.nodes).reachable()]
+        found = [view.name for view in graph.view("trainer").reachable()]
         assert found[0] == "trainer" and sorted(found) == sorted(names)
 
 
