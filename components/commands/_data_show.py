@@ -10,7 +10,7 @@ from rich.text import Text
 from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.stream import row_shares, row_sources
 from drawloom.components.ports.corpus import Split, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset
+from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, token_batch
 from drawloom.graph.cli.terminal import escape_control_characters
 
 LENGTHS = "length: least, median, mean, most"
@@ -69,7 +69,7 @@ def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer |
     and those that weigh something are between ⟦ and ⟧. Without a tokenizer tokens are numbers.
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    batch = rows.batch(split, [row])
+    batch = token_batch(rows.batch(split, [row]), "data show")
     tokens, targets, weights, ids = (
         tensor[0].numpy() for tensor in (batch.tokens, batch.targets, batch.weights, batch.document_ids)
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler
 from drawloom.graph import UserError
@@ -80,7 +80,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         for row, (ids, _) in enumerate(texts):
             seen[row, : len(ids) - 1] = torch.tensor(ids[:-1])
         positions = torch.arange(length).repeat(len(texts), 1)
-        logits = self.predictor.infer(seen, BatchContext(positions, torch.zeros_like(seen)))
+        logits = self.predictor.infer(seen, TokenContext(positions, torch.zeros_like(seen)))
         if logits is None:
             raise ValueError("this process does not hold all stages")
         return [_score(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)]

@@ -13,7 +13,7 @@ from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.model import BatchContext, HiddenStates, Model
+from drawloom.components.ports.model import HiddenStates, Model, TokenContext
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -83,7 +83,7 @@ def _pooled(executor: ProgramExecutor, texts: Sequence[Sequence[int]], wanted: H
         padding[row, : len(ids)] = 0
         pooled[row, POOLS[pool](len(ids))] = True
     positions = torch.arange(length).repeat(len(texts), 1)
-    states = executor.hidden_states(tokens, BatchContext(positions, padding, hidden_states=wanted, mean_weights=pooled))
+    states = executor.hidden_states(tokens, TokenContext(positions, padding, hidden_states=wanted, mean_weights=pooled))
     if states is None:
         raise ValueError("this process does not hold all stages")
     return torch.stack([states[layer][:, 0] for layer in wanted.layers], 1).float().cpu()

@@ -15,7 +15,7 @@ from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import Batch, PackedDataset, has_pairs
+from drawloom.components.ports.data import PackedDataset, TokenBatch, has_pairs, target_bytes, token_batch
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, state_of_batches, sum_losses
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
@@ -69,7 +69,7 @@ def _measure(run: Container, split: Split) -> str:
         total, weight = total + sums[0], weight + sums[1]
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
-        text_bytes += sum(float(batch.target_bytes(sizes)) for batch in batches)
+        text_bytes += sum(float(target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
     unit = "pairs" if has_pairs(type(rows)) else "tokens"
     return f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
 
@@ -115,12 +115,12 @@ def _count_windows(lengths: np.ndarray, rows: Windows) -> str:
     return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
 
 
-def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Batch]]:
+def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
     """All rows of a split in microbatches, some at a time."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]
     for first in range(0, len(indices), AT_ONCE):
-        yield [rows.batch(split, each) for each in indices[first : first + AT_ONCE]]
+        yield [token_batch(rows.batch(split, each), "evaluate") for each in indices[first : first + AT_ONCE]]
 
 
 def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.stages import Stages
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Export the weights and print the folder."""
-    with trained(project, options, Model, Stages, Tokenizer) as (run, step):
-        write_folder(options.to, run.get(Model), run.get(Stages), run.get(Tokenizer), step=step)
+    with trained(project, options, LanguageModel, Stages, Tokenizer) as (run, step):
+        write_folder(options.to, run.get(LanguageModel), run.get(Stages), run.get(Tokenizer), step=step)
     print_text(f"exported to {options.to}")
     return 0

@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import attrs
 import numpy as np
 import torch
 
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import (
     IGNORE_INDEX,
-    Batch,
     Collator,
     Example,
     Examples,
@@ -20,22 +18,33 @@ from drawloom.components.ports.data import (
     RowOrder,
     RowSource,
     SourceProgress,
+    TokenBatch,
     TrainingData,
     ValidationData,
+    token_batch,
 )
-from drawloom.graph.testing import expect
+from drawloom.components.state.batch import Batch
+from drawloom.graph.testing import BrokenContractError, expect
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
-TENSORS = tuple(field.name for field in attrs.fields(Batch) if field.default is attrs.NOTHING)
-"""The tensors that every batch has."""
+TENSORS = ("tokens", "targets", "positions", "document_ids", "weights")
+"""The tensors that every batch of tokens has."""
 
 
 def rows_have_one_length(rows: PackedDataset) -> None:
-    """A batch has a row for each index, every tensor is of shape (rows, length), weights float32 and others int64."""
+    """
+    A batch is of the class that the data set declares, has a row for each index, and its leaves fit together.
+
+    Of tokens, every tensor is of shape (rows, length), weights float32 and others int64.
+    """
     expect(rows.length >= 1 and rows.count("train") >= 1, "there are no rows, or rows without tokens")
     batch = rows.batch("train", [0, rows.count("train") - 1])
-    for name in TENSORS:
+    wanted = rows.batch_type or Batch
+    expect(isinstance(batch, wanted), f"a batch is a {type(batch).__name__}, and batch_type is {wanted.__name__}")
+    expect_leaves_fit(batch)
+    expect(batch.row_count == 2, f"a batch of two rows has {batch.row_count}")
+    for name in TENSORS if isinstance(batch, TokenBatch) else ():
         tensor, dtype = getattr(batch, name), torch.float32 if name == "weights" else torch.int64
         expect(tensor.dtype == dtype and tensor.shape == (2, rows.length), f"{name} is {tensor.dtype} {tensor.shape}")
 
@@ -48,8 +57,11 @@ def rows_do_not_depend_on_the_order(one: PackedDataset, other: PackedDataset) ->
         "two data sets with the same settings have different numbers of rows",
     )
     batch, reversed_batch = one.batch("train", [0, last]), other.batch("train", [last, 0])
-    for name in TENSORS:
-        expect(torch.equal(getattr(batch, name), getattr(reversed_batch, name).flip(0)), f"{name} depend on the order")
+    for (name, spec, tensor), (_, _, flipped) in zip(
+        batch.named_tensors(), reversed_batch.named_tensors(), strict=True
+    ):
+        again = flipped if spec == "replicated" else flipped.flip(0)
+        expect(torch.equal(tensor, again), f"{name} depend on the order")
 
 
 def rows_are_filled_as_they_say(rows: PackedDataset) -> None:
@@ -60,15 +72,17 @@ def rows_are_filled_as_they_say(rows: PackedDataset) -> None:
     if count > 200:
         return
     batches = [rows.batch("train", [row]) for row in range(count)]
-    targets = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
+    targets = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches if isinstance(batch, TokenBatch))
     expect(targets <= rate * count * rows.length, f"{targets} targets at a fill rate of {rate}")
     tokens = sum(batch.token_count for batch in batches)
     expect(tokens == round(rate * count * rows.length), f"{tokens} tokens at a fill rate of {rate}")
 
 
 def targets_are_the_next_tokens(rows: PackedDataset) -> None:
-    """A target is the next token of its document, where positions increase by one from 0."""
+    """A target is the next token of its document, where positions increase by one from 0; other rows have no order."""
     batch = rows.batch("train", list(range(min(8, rows.count("train")))))
+    if not isinstance(batch, TokenBatch):
+        return
     inside = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
     step = batch.positions[:, 1:] - batch.positions[:, :-1]
     expect((step[inside] == 1).all(), "positions do not increase by one inside a document")
@@ -83,8 +97,18 @@ def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
     expect(
         bool(batch.weights.isfinite().all()) and bool((batch.weights >= 0).all()), "a weight is negative or infinite"
     )
-    expect(bool((batch.weights[batch.targets == IGNORE_INDEX] == 0).all()), "a token without a target has a weight")
+    if isinstance(batch, TokenBatch):
+        idle = batch.weights[batch.targets == IGNORE_INDEX]
+        expect(bool((idle == 0).all()), "a token without a target has a weight")
     expect(bool(batch.weights.any()), "no token of the first rows has a weight")
+
+
+def expect_leaves_fit(batch: Batch) -> None:
+    """Raise BrokenContractError for a batch whose leaves do not agree in rows and tokens."""
+    try:
+        batch.check()
+    except ValueError as error:
+        raise BrokenContractError(str(error)) from error
 
 
 def rows_are_of_one_source_each(rows: MeasuredRows) -> None:
@@ -139,9 +163,14 @@ EXAMPLES: list[Example] = [{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8, 9, 
 
 def a_row_is_an_example(collator: Collator) -> None:
     """Each example is a row of the length that is asked for, with its tokens together, whatever others there are."""
+    if not issubclass(collator.batch_type, TokenBatch):
+        name = collator.batch_type.__name__
+        raise BrokenContractError(
+            f"the contract of collators has examples of tokens, not of {name}: test this one in a run"
+        )
     both = collator.collate(EXAMPLES, 6)
     for number, example in enumerate(EXAMPLES):
-        ids, alone = [*example["input_ids"]], collator.collate([example], 6)
+        ids, alone = [*example["input_ids"]], token_batch(collator.collate([example], 6), "the contract")
         expect(collator.count(example) == len(ids), f"{len(ids)} tokens are counted as {collator.count(example)}")
         for name in TENSORS:
             one, same = getattr(alone, name), getattr(both, name)[number]
@@ -161,7 +190,7 @@ def it_is_a_function_of_the_step(one: TrainingData, other: TrainingData) -> None
     for step in range(STEPS):
         ours, theirs = one.next_step(), other.next_step()
         expect(ours and len(ours) == len(theirs), f"step {step + 1} has {len(ours)} and {len(theirs)} microbatches")
-        same = all(torch.equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
+        same = all(_are_equal(a, b) for a, b in zip(ours, theirs, strict=True))
         expect(same, f"step {step + 1} differs between two loaders with the same settings")
 
 
@@ -176,14 +205,15 @@ def it_continues_where_it_is_moved(data: MovableData) -> None:
         data.continue_at(position)
         expect(data.position == position, f"moved to {position} it is at {data.position}")
     again = data.next_step()
-    same = all(torch.equal(a.tokens, b.tokens) for a, b in zip(second, again, strict=True))
+    same = all(_are_equal(a, b) for a, b in zip(second, again, strict=True))
     expect(same, "the rows at a place are others the second time")
 
 
 def steps_differ(data: TrainingData) -> None:
     """Two consecutive steps have different data."""
-    first, second = (torch.cat([batch.tokens for batch in data.next_step()]) for _ in range(2))
-    expect(not torch.equal(first, second), "the second step has the data of the first")
+    first, second = data.next_step(), data.next_step()
+    same = len(first) == len(second) and all(_are_equal(*pair) for pair in zip(first, second, strict=True))
+    expect(not same, "the second step has the data of the first")
 
 
 def tokens_of_sources_grow(progress: SourceProgress) -> None:
@@ -197,13 +227,20 @@ def tokens_of_sources_grow(progress: SourceProgress) -> None:
 def it_has_the_rows_that_it_counts(data: ValidationData) -> None:
     """There are at most as many rows as they are taken from; a single rank's microbatches have them all."""
     used, count = data.row_counts()
-    found = sum(len(batch.tokens) for batch in data.batches())
+    found = sum(batch.row_count for batch in data.batches())
     expect(0 < found <= used <= count, f"{found} rows in microbatches, {used} of {count} by its own count")
 
 
 def it_is_the_same_every_time(one: ValidationData, other: ValidationData) -> None:
     """The same microbatches in the same order, each time."""
-    first = [batch.tokens for batch in one.batches()]
+    first = [*one.batches()]
     expect(first, "there are no microbatches")
-    for again in ([batch.tokens for batch in one.batches()], [batch.tokens for batch in other.batches()]):
-        expect(len(again) == len(first) and all(map(torch.equal, first, again)), "a second pass has other microbatches")
+    for again in ([*one.batches()], [*other.batches()]):
+        same = len(again) == len(first) and all(map(_are_equal, first, again))
+        expect(same, "a second pass has other microbatches")
+
+
+def _are_equal(one: Batch, other: Batch) -> bool:
+    """Whether two batches have equal tensors."""
+    ours, theirs = one.tensors(), other.tensors()
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

@@ -4,7 +4,7 @@ import torch
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import BatchContext, Head, Kernels, LayerRange, Model
+from drawloom.components.ports.model import Head, Kernels, LanguageModel, LayerRange, Model, TokenContext
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
 
@@ -107,12 +107,12 @@ def parts_make_the_whole(model: Model) -> None:
         expect(set(first) | set(last) == whole, f"split before layer {cut}, some parameters have other names")
 
 
-def layers_that_keep_shapes_do(model: Model) -> None:
+def layers_that_keep_shapes_do(model: LanguageModel) -> None:
     """If a model says that layers give hidden states of the shape and dtype that they take, each does."""
     if not getattr(model, "layers_keep_shapes", False):
         return
     tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
-    shared = BatchContext(torch.zeros_like(tokens), torch.zeros_like(tokens))
+    shared = TokenContext(torch.zeros_like(tokens), torch.zeros_like(tokens))
     with torch.device("meta"), torch.no_grad():
         first = model.build(LayerRange(0, 1, True, False))(tokens, shared)
         for number in range(1, model.num_hidden_layers):
@@ -143,7 +143,7 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
     expect(differ, "the seed changes nothing")
 
 
-def its_head_is_for_losses(model: Model) -> None:
+def its_head_is_for_losses(model: LanguageModel) -> None:
     """`finish` gets hidden states and a head, whose losses, means and chunks are those of its logits."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
@@ -151,7 +151,7 @@ def its_head_is_for_losses(model: Model) -> None:
     tokens = torch.arange(10).reshape(2, 5) % model.vocab_size
     targets = (tokens + 1) % model.vocab_size
     targets[0, 1] = IGNORE_INDEX
-    shared = BatchContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens))
+    shared = TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens))
 
     def finish(hidden: torch.Tensor, head: Head) -> str:
         expect(hidden.shape[:2] == (2, 5), f"hidden states have the shape {tuple(hidden.shape)}")
@@ -169,7 +169,7 @@ def its_head_is_for_losses(model: Model) -> None:
     expect(module(tokens, shared, finish) == "finished", "the module does not give what `finish` does")
 
 
-def a_text_in_parts_is_the_whole_text(model: Model) -> None:
+def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
     """With a key-value cache, if the model uses one, hidden states are those of a pass over the whole text."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
@@ -177,9 +177,9 @@ def a_text_in_parts_is_the_whole_text(model: Model) -> None:
     tokens, positions = torch.arange(6)[None] % model.vocab_size, torch.arange(6)[None]
     documents, cache = torch.zeros_like(tokens), KeyValueCache(6)
     with torch.no_grad():
-        whole = module(tokens, BatchContext(positions, documents))
+        whole = module(tokens, TokenContext(positions, documents))
         for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
-            found = module(tokens[:, part], BatchContext(positions[:, part], documents[:, part], cache=cache))
+            found = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
             if not cache.layers:
                 return
             cache.advance(part.stop - part.start)

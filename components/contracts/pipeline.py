@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import (
     Executor,
     Loss,
@@ -21,7 +21,7 @@ from drawloom.components.ports.pipeline import (
     sum_losses,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
-from drawloom.graph.testing import expect
+from drawloom.graph.testing import BrokenContractError, expect
 
 # One rank and several, and fewer microbatches than ranks, where schedules have only warm-up and cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
@@ -119,17 +119,17 @@ class _Head:
         return function(self.logits(hidden).flatten(0, 1), *parts).view(hidden.shape[:-1])
 
 
-def _batch(rows: int = 4) -> Batch:
+def _batch(rows: int = 4) -> TokenBatch:
     """Rows of 6 tokens, of different weights, some without a target."""
     tokens = torch.arange(6 * rows).reshape(rows, 6) % VOCAB
     targets = (tokens + 1) % VOCAB
     targets[:, 5] = IGNORE_INDEX
     weights = (torch.arange(1.0, 6 * rows + 1).reshape(rows, 6) / 7).masked_fill(targets == IGNORE_INDEX, 0)
-    return Batch(tokens, targets, torch.arange(6).repeat(rows, 1), torch.zeros_like(tokens), weights)
+    return TokenBatch(tokens, targets, torch.arange(6).repeat(rows, 1), torch.zeros_like(tokens), weights)
 
 
-def _rows(batch: Batch, first: int, last: int) -> Batch:
-    return Batch(*(tensor[first:last] for tensor in batch.tensors()))
+def _rows(batch: TokenBatch, first: int, last: int) -> TokenBatch:
+    return batch.take_rows(slice(first, last))
 
 
 def _hidden(rows: int = 4) -> Tensor:
@@ -138,7 +138,12 @@ def _hidden(rows: int = 4) -> Tensor:
 
 
 def _ready(loss: Loss) -> Loss:
-    """The loss with its module, if it has one, off the meta device, in float64, and with initial values."""
+    """Return the loss with its module, if it has one, in float64 and with initial values."""
+    if others := set(loss.batch_leaves) - TokenBatch.specs.keys():
+        names = ", ".join(sorted(others))
+        raise BrokenContractError(
+            f"the contract of losses has rows of tokens, without {names}: test this loss in a run"
+        )
     if (module := getattr(loss, "module", None)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
@@ -148,11 +153,11 @@ def _ready(loss: Loss) -> Loss:
     return loss
 
 
-def _computed(loss: Loss, hidden: Tensor, head: _Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _computed(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """What a loss makes of a batch, which has a reference if the loss compares with one: other hidden states."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
-            batch = attrs.evolve(batch, reference=loss.token_logps(hidden.flip(2), head, batch))
+            batch = loss.with_reference(batch, loss.token_logps(hidden.flip(2), head, batch))
     return loss.loss(hidden, head, batch)
 
 
@@ -189,21 +194,22 @@ def tokens_count_by_their_weights(loss: Loss) -> None:
     """With twice the weights all sums are twice as large, and a token of weight 0 has no part in them."""
     hidden, head, batch = _hidden(), _Head(), _batch()
     one = _sums(_computed(_ready(loss), hidden, head, batch))
-    two = _sums(_computed(loss, hidden, head, attrs.evolve(batch, weights=2 * batch.weights)))
+    two = _sums(_computed(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
     for name, each in one.items():
         expect(torch.allclose(2 * each.double(), two[name].double()), f"with twice the weights {name} is not doubled")
     # Not even a NaN may come of it: 0 / 0 in a mean over no tokens would.
-    none = attrs.evolve(batch, weights=torch.zeros_like(batch.weights))
+    none = batch.evolve(weights=torch.zeros_like(batch.weights))
     for name, each in _sums(_computed(loss, hidden, head, none)).items():
         expect(not bool(each.any()), f"where no token counts, {name} is {each.tolist()}")
 
 
 def the_model_sees_tokens(loss: Loss) -> None:
     """The first stage gets as many rows and tokens as the batch has, and all stages their positions and documents."""
-    tokens, shared = loss.inputs(_batch())
-    expect(
-        tokens.shape == shared.positions.shape == shared.document_ids.shape == (4, 6), "the model sees another shape"
-    )
+    tokens, shared = _ready(loss).inputs(_batch())
+    if not isinstance(shared, TokenContext):
+        raise BrokenContractError("the model sees no positions and documents")
+    shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]
+    expect(shapes == [(4, 6)] * 3, f"the model sees shapes {shapes}")
 
 
 def _expect_same_sums(sums: Tensor, expected: Tensor, what: str) -> None:
@@ -212,14 +218,14 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, what: str) -> None:
     expect(close, f"{what}, loss and weight are {sums.tolist()} and not {expected.tolist()}")
 
 
-def _trained(executor: Executor, batches: Sequence[Batch]) -> Tensor:
+def _trained(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights of a training pass, float64 (2,)."""
     state = state_of_batches(batches)
     executor.train(state)
     return sum_losses(state)
 
 
-def _evaluated(executor: Executor, batches: Sequence[Batch]) -> Tensor:
+def _evaluated(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights of an evaluation, float64 (2,)."""
     state = state_of_batches(batches)
     executor.evaluate(state)
@@ -249,7 +255,7 @@ def evaluation_changes_nothing(executor: Executor) -> None:
 
 def _logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
     """Logits of tokens; empty on a rank that has none."""
-    shared = BatchContext(torch.arange(6).repeat(len(tokens), 1), torch.zeros_like(tokens))
+    shared = TokenContext(torch.arange(6).repeat(len(tokens), 1), torch.zeros_like(tokens))
     if documents is not None:
         shared = attrs.evolve(shared, document_ids=documents)
     found = predictor.infer(tokens, shared)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.stages import (
     AveragedWeights,
     Parameters,
@@ -112,7 +112,7 @@ def gradients_are_handed_over(stages: TrainableStages) -> None:
 def the_first_stage_takes_tokens(inputs: StageInputs) -> None:
     """What the first stage takes is a tensor on the meta device with the shape and dtype of the tokens."""
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    found = inputs.boundary(0, tokens, BatchContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
+    found = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
     expect(isinstance(found, torch.Tensor) and found.is_meta, "what the first stage takes is not on the meta device")
     expect(
         (found.shape, found.dtype) == (tokens.shape, tokens.dtype),

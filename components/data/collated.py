@@ -3,15 +3,17 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
+from torch import Tensor
 
 from drawloom.components.data.packing.packed_rows import check_rows, warn_of_long_texts
 from drawloom.components.data.record import row_digests
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import MAX_LENGTH, Batch, Collator, Example, Examples
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
+from drawloom.components.ports.model import LanguageModel
+from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, ResolvedRecipe, UserError, between, component, setting
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -26,9 +28,11 @@ class Collated:
     A run resumes only with as many examples as it began with, and the same content of some that are evenly spread.
     """
 
+    batch_type: ClassVar[None] = None  # the collator's
+
     data: Examples
     collator: Collator
-    models: Every[Model] = attrs.field(factory=Every)
+    models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     max_length: int = setting(check=between(2, MAX_LENGTH + 1), doc="tokens that an example may have at most")
     multiple: int = setting(
@@ -91,13 +95,11 @@ class Collated:
 
     def _rows(self, split: Split, indices: Sequence[int]) -> Batch:
         batch = self.collator.collate([self._splits[split][number] for number in indices], self.length)
-        ids = batch.tokens
-        if (
-            self._vocab_size is not None
-            and ids.numel()
-            and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size
-        ):
-            raise ValueError(f"it has ids outside of the model's vocabulary, 0 to {self._vocab_size - 1}")
+        if not isinstance(batch, self.collator.batch_type):
+            wanted = self.collator.batch_type.__name__
+            raise ValueError(f"its batch is a {type(batch).__name__}, and the collator's batch_type is {wanted}")
+        if isinstance(batch, TokenBatch) and self._vocab_size is not None:
+            check_ids(batch.tokens, self._vocab_size)
         return batch
 
     def _count(self, split: Split, number: int) -> int:
@@ -131,3 +133,9 @@ class Collated:
     def __getstate__(self) -> dict[str, Any]:
         """The examples and the collator: what a worker process needs, and what can be pickled."""
         return {**self.__dict__, "data": None, "recipe": None, "models": None}
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for token ids, int64 (rows, length), that a vocabulary does not have."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"it has ids outside of the model's vocabulary, 0 to {vocab_size - 1}")

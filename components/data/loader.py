@@ -11,9 +11,19 @@ import torch
 
 from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
 from drawloom.components.data.workers import Workers
-from drawloom.components.ports.data import MAX_LENGTH, Batch, PackedDataset, RowOrder, has_pairs
+from drawloom.components.ports.data import (
+    MAX_LENGTH,
+    PackedDataset,
+    RowOrder,
+    TokenBatch,
+    batch_types,
+    has_pairs,
+    token_batch,
+)
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
+from drawloom.components.state.batch import Batch
+from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -35,14 +45,14 @@ class LengthStage:
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
 
-def cut(batch: Batch, length: int) -> Batch:
+def cut(batch: TokenBatch, length: int) -> TokenBatch:
     """
     The same tokens, with a document of its own for every `length` tokens of one.
 
     No token is lost, and the shapes are the same: attention reaches less far back, and positions start anew.
     """
     positions = batch.positions % length
-    return attrs.evolve(batch, positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
+    return batch.evolve(positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
 
 
 log = logging.getLogger("drawloom.data")
@@ -115,6 +125,7 @@ class Loader:
             batches = [self.shortened(batch, step) for batch in batches]
         # once is enough: later steps follow from the same seed, rows and order
         if not self._checked:
+            check_leaves(self.rows, batches[0])
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
             self._checked = True
         self._step = step
@@ -123,7 +134,7 @@ class Loader:
     def shortened(self, batch: Batch, step: int) -> Batch:
         """A batch as the curriculum has it in a step."""
         length = self.length_at(step)
-        return batch if length is None else cut(batch, length)
+        return batch if length is None else cut(token_batch(batch, "lengths"), length)
 
     def length_at(self, step: int) -> int | None:
         """The greatest length of documents in a step; None if they are not cut."""
@@ -217,6 +228,8 @@ class Loader:
             if isinstance(length, int) and length % ranks:
                 text = f"rows of {length} tokens can't be shared out over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
+            for writer, batch_type in batch_types(rows):
+                yield from _undivided(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
             text = "lengths cuts documents, and those of pairs can't be compared then"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
@@ -224,6 +237,29 @@ class Loader:
             if (stage.until_step is None) == (stage.until_tokens is None):
                 text = f"lengths[{number}] ends at a step or after tokens, one of both"
                 yield node.problem(("lengths", number), text, "write until_step = N or until_tokens = N")
+
+
+def _undivided(writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView) -> Iterator[Problem]:
+    """Yield problems of batches that ranks along `context` or `lengths` cannot divide."""
+    text = f"[{writer.name}] makes {batch_type.__name__}"
+    if ranks > 1 and "tokens" not in batch_type.specs.values():
+        text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
+        yield writer.problem("use", text, "write mesh.context = 1")
+    if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
+        yield loader.problem("lengths", f"lengths cuts documents of tokens, and {text}", "leave it out")
+
+
+def check_leaves(rows: PackedDataset, batch: Any) -> None:
+    """Raise UserError if a batch has another class than the data set declares, or its tensors do not fit together."""
+    wanted = rows.batch_type or Batch
+    if not isinstance(batch, wanted):
+        given = type(batch).__name__
+        raise UserError(f"rows: {type(rows).__name__} makes {wanted.__name__}, and a batch is a {given}; return one", 2)
+    try:
+        batch.check()
+    except ValueError as error:
+        text = f"rows: {type(rows).__name__} makes a batch whose leaves do not fit together"
+        raise UserError(f"{text}: {error}", 2) from error
 
 
 def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> None:
@@ -250,5 +286,5 @@ def _fingerprint(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()

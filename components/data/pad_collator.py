@@ -1,12 +1,13 @@
 """A collator that pads examples to one length."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, Example
+from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
+from drawloom.components.state.batch import Batch
 from drawloom.graph import between, component, setting
 
 
@@ -18,6 +19,8 @@ class PadCollator:
     The target of a token is the next of its example. It has no loss if the `labels` are IGNORE_INDEX (-100) there, and
     else the weight that `weights` say, or 1. Padding is a document of its own, which no token attends to.
     """
+
+    batch_type: ClassVar[type[Batch]] = TokenBatch
 
     side: Literal["left", "right"] = setting(default="right", doc="where padding is added")
     pad_id: int = setting(default=0, check=between(0, 2**31), doc="the token id of padding")
@@ -34,7 +37,7 @@ class PadCollator:
             raise ValueError("its input_ids are empty; leave it out")
         return tokens
 
-    def collate(self, examples: Sequence[Example], length: int) -> Batch:
+    def collate(self, examples: Sequence[Example], length: int) -> TokenBatch:
         """The rows of examples that have at most `length` tokens; every tensor is (examples, length)."""
         shape = len(examples), length
         tokens, targets = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
@@ -55,7 +58,7 @@ class PadCollator:
             if count == length:
                 documents[row] = 0
         padding = tokens.size - sum(self.count(example) for example in examples)
-        return Batch(*map(torch.from_numpy, (tokens, targets, positions, documents, weights)), padding=padding)
+        return TokenBatch(*map(torch.from_numpy, (tokens, targets, positions, documents, weights)), padding=padding)
 
 
 def _learned(example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -4,11 +4,12 @@ from hashlib import blake2b
 
 import attrs
 
-from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
+from drawloom.components.state.batch import Batch
 from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.storage.step_log import RestartedLog, StepLog
+from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import component
 
 FOLDER = "rows"
@@ -59,9 +60,11 @@ class Record:
 
 
 def row_digests(batch: Batch) -> list[str]:
-    """A digest of each row of a batch."""
-    arrays = [tensor.contiguous().numpy() for tensor in batch.tensors()]
-    return [_digest(b"".join(array[row].tobytes() for array in arrays)) for row in range(len(arrays[0]))]
+    """Return a digest of each row of a batch."""
+    rows = batch.row_count
+    tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
+    contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
+    return [_digest(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
 
 
 def _digest(content: bytes) -> str:

@@ -3,11 +3,9 @@
 import logging
 from collections.abc import Iterator
 
-import attrs
-import torch
-
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset
+from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching
+from drawloom.components.state.batch import Batch
 from drawloom.graph import at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -43,12 +41,8 @@ class Validation:
         most = -(-len(every) // self.batching.dp_size)
         for start in range(0, most, size):
             rows = mine[start : start + size]
-            yield self.rows.batch("validation", rows) if rows else self._without_weight(every[:1])
-
-    def _without_weight(self, rows: list[int]) -> Batch:
-        batch = self.rows.batch("validation", rows)
-        nothing = {"targets": torch.full_like(batch.targets, IGNORE_INDEX), "weights": torch.zeros_like(batch.weights)}
-        return attrs.evolve(batch, **nothing, padding=batch.tokens.numel())
+            batch = self.rows.batch("validation", rows or every[:1])
+            yield batch if rows else batch.without_weights()
 
     def row_indices(self) -> list[int]:
         """The indices of the evaluated rows, in order."""

@@ -9,6 +9,7 @@ Workers are started by multiprocessing's fork server. A fork of this process wou
 context in whatever state its threads have them, and hold a killed run's files open.
 """
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -20,14 +21,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import attrs
-import numpy as np
 import torch
+from torch import Tensor
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import Batch, PackedDataset
+from drawloom.components.ports.data import PackedDataset
+from drawloom.components.state.batch import Batch
+from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import UserError
 
 MOST = 4  # rows and documents that an error names
@@ -71,8 +75,8 @@ class Worker:
             raise answer
         if isinstance(answer, str):
             raise RuntimeError(f"{self} failed:\n{answer}")
-        arrays, padding = answer
-        return Batch(*map(torch.from_numpy, arrays), padding=padding)
+        batch: Batch = answer
+        return batch
 
     def _died(self) -> WorkerLostError:
         hint = "check for a lack of memory and start the run again, or write workers = 0"
@@ -158,7 +162,7 @@ def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
     while True:
         answer = _answer(rows, split, wanted.get())
         try:
-            pipe.send(answer)
+            pipe.send_bytes(TensorPickler.dumps(answer))
         except OSError:
             return
 
@@ -172,17 +176,36 @@ def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
         os._exit(0)
 
 
-def _answer(
-    rows: PackedDataset, split: Split, indices: list[int]
-) -> tuple[tuple[np.ndarray, ...], int] | UserError | str:
-    """A batch as arrays, which are sent by value, and its padding; or what is wrong, for the user or a traceback."""
+def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | UserError | str:
+    """A batch; or what is wrong, for the user or a traceback."""
     try:
-        batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in batch.tensors()), batch.padding
+        return rows.batch(split, indices)
     except UserError as error:
         return UserError(str(error), error.exit_code)
     except Exception:
         return traceback.format_exc()
+
+
+class TensorPickler(pickle.Pickler):
+    """A pickler that copies tensors: multiprocessing's pickler shares memory, and torch's is slower."""
+
+    @classmethod
+    def dumps(cls, value: Any) -> bytes:
+        """Return the pickled value."""
+        file = io.BytesIO()
+        cls(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to rebuild a tensor; numpy would not know every dtype."""
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return _tensor_of, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
+
+
+def _tensor_of(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    memory = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return memory.view(dtype).view(shape)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from drawloom.components.export.hf_writer import STATE, exported_step
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -41,7 +41,7 @@ class AdapterExport:
     is averaged.
     """
 
-    model: Model
+    model: LanguageModel
     stages: Stages
     folder: RunFolder
     mesh: Mesh

@@ -11,7 +11,7 @@ from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.export.shard_writer import held, write_stages
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
@@ -38,7 +38,7 @@ def exported_step(folder: Path) -> int | None:
 
 def write_folder(
     target: Path,
-    model: Model,
+    model: LanguageModel,
     stages: Stages,
     tokenizer: Tokenizer | None = None,
     *,

@@ -11,7 +11,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.hf_writer import exported_step, write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
 from drawloom.components.storage.durable_files import remove_folder_at_once
@@ -32,7 +32,7 @@ class HuggingFaceExport:
     `average`, the weights are the averaged ones.
     """
 
-    model: Model
+    model: LanguageModel
     stages: Stages
     folder: RunFolder
     mesh: Mesh

@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
-from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.model import LanguageModel, LayerRange, Model
 from drawloom.components.ports.run import Batching, Event, EventKind, RunInfo, Step
 from drawloom.graph import Every, component
 
@@ -148,6 +148,8 @@ def _in_a_step(rows: PackedDataset, batching: Batching) -> str:
 
 
 def _architecture(model: Model) -> list[str]:
+    if not isinstance(model, LanguageModel):
+        return [type(model).__name__]
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
 
 

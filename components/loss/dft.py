@@ -9,7 +9,7 @@ gradient; the factor, through which no gradient flows, takes that out.
 from torch import Tensor
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import component
 
@@ -22,7 +22,7 @@ class Dft(DecoderInputs):
     The named sum `cross_entropy` is without that factor.
     """
 
-    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
         losses, _ = head.token_losses(hidden, batch.targets)
         plain = losses.detach()  # a factor without a gradient: the probability is exp(-plain)

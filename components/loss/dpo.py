@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import UserError, above, component, setting
 
@@ -42,11 +42,14 @@ class Dpo(DecoderInputs):
     )
     beta: float = setting(default=0.1, check=above(0), doc="how close to the reference the model is kept; more: closer")
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """The log-probabilities of the targets that have a weight, at least float32 (rows, length), 0 elsewhere."""
         return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
 
-    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
+        return batch.evolve(reference=logps)
+
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the pairs' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.reference is None:
             raise UserError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import at_least, between, component, setting
 
@@ -39,7 +39,7 @@ class NextToken(DecoderInputs):
         doc="count the targets that are among the k likeliest tokens, as `top_k_accuracy`; off if left out",
     )
 
-    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
         losses, lse = head.token_losses(hidden, batch.targets, batch.weights)
         total = losses.sum()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import BatchContext, TokenContext
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
 from drawloom.components.state.trees import leaves
@@ -34,7 +34,8 @@ class ActivationRms:
     _layers: list[int] = attrs.field(init=False, factory=list)
     _sums: Tensor = attrs.field(init=False, default=None)
     _hooks: list[Any] = attrs.field(init=False, factory=list)
-    _tokens: int = attrs.field(init=False, default=0)  # of the microbatch that a stage is given
+    # of the microbatch that a stage is given; None if its rows do not consist of tokens
+    _tokens: int | None = attrs.field(init=False, default=0)
 
     def open(self) -> None:
         """Learn the layers of all stages, and observe those of this rank; UserError if there are none."""
@@ -77,15 +78,17 @@ class ActivationRms:
         }
 
     def _count(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
-        self._tokens = inputs[1].positions.numel()
+        shared = inputs[1]
+        self._tokens = shared.positions.numel() if isinstance(shared, TokenContext) else None
 
     def _observe(self, module: nn.Module, place: int) -> Any:
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass adds to the sum and to the count alike.
             if torch.is_grad_enabled():
                 hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
-                # The last ranks along `tensor` have rows that fill up what does not divide.
-                hidden = hidden[: max(self._tokens - self.mesh.indices.tensor * len(hidden), 0)]
+                if self._tokens is not None:
+                    # The last ranks along `tensor` have rows that fill up what does not divide.
+                    hidden = hidden[: max(self._tokens - self.mesh.indices.tensor * len(hidden), 0)]
                 self._sums[place, 0] += _sum_of_squares(hidden)
                 self._sums[place, 1] += hidden.numel()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drawloom.components.metrics.named_sums import losses_of, total_of
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.data import target_bytes
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -21,6 +22,8 @@ class BitsPerByte:
 
     Both are weighted by the batch's weights. The end of a document has a loss and no bytes.
     """
+
+    batch_leaves: ClassVar[tuple[str, ...]] = ("targets", "weights")
 
     tokenizer: Tokenizer
     of: str = setting(default="cross_entropy", doc="the named sum of the loss that is a cross entropy in nats")
@@ -37,7 +40,7 @@ class BitsPerByte:
         if (losses := losses_of(step)) is None:
             return {}
         # on the CPU, where batches were made: nothing waits for a device
-        counts = [batch.target_bytes(self._table) for batch in step.state["batches"]]
+        counts = [target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
         return {"nats": total_of(losses, self.of), "bytes": sum(counts, torch.zeros((), dtype=torch.float64))}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:

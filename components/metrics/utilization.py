@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device_model import peak_of, products_in
+from drawloom.components.ports.data import token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import LOSS, Stages
+from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, above, component, setting
 
 SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice
@@ -80,8 +82,8 @@ class Utilization:
         if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
-        pairs = [sum(attended_pairs(each.document_ids, window) for each in batches) for window in self._flops.per_pair]
-        positions = float(sum(each.tokens.numel() for each in batches))
+        pairs = [sum(_attended_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
+        positions = float(sum(batch.weights.numel() for batch in batches))
         return {
             "positions": torch.tensor(positions, dtype=torch.float64),
             "pairs": torch.tensor(pairs, dtype=torch.float64),
@@ -98,3 +100,7 @@ class Utilization:
             {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
         )
         return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
+
+
+def _attended_pairs(batch: Batch, window: int | None) -> float:
+    return attended_pairs(token_batch(batch, "utilization").document_ids, window)

@@ -6,7 +6,7 @@ to attend to (Dubey et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783,
 and values of all, which with grouped queries are few.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import attrs
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.parallel.row_sums import share_rows
-from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import RankSlice
+from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 @attrs.frozen(eq=False)
@@ -35,9 +37,9 @@ class ContextPart:
         everyone = [_places(length, group.size, rank) for rank in range(group.size)]
         return cls(everyone[group.rank], torch.cat(everyone).argsort(), group)
 
-    def cut(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch."""
-        return Batch(*(tensor.index_select(1, self.places) for tensor in batch.tensors()))
+    def cut(self, batch: AnyBatch) -> AnyBatch:
+        """Return this rank's tokens of a batch."""
+        return batch.take_tokens(self.places)
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""

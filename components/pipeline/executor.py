@@ -19,12 +19,13 @@ from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.data import Batch, has_pairs
+from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component, setting
@@ -181,7 +182,7 @@ class ProgramExecutor:
         if not isinstance(self.objective, Referenced) or self.objective.reference == "data":
             return inputs
         references = self._token_logps(self.objective, inputs)
-        return [each.with_reference(references.get(number)) for number, each in enumerate(inputs)]
+        return [_with_reference(self.objective, each, references.get(number)) for number, each in enumerate(inputs)]
 
     def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
         """By microbatch, what the loss makes of the model without adapters, on the last stage's rank."""
@@ -207,18 +208,18 @@ class ProgramExecutor:
         group = self.mesh.context_group
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
-            tokens, shared = self.objective.inputs(moved)
+            inputs, shared = self.objective.inputs(moved)
             if batch.has_whole_rows():
                 shared = attrs.evolve(shared, whole_rows=True)
-            return MicrobatchInputs(tokens, shared, moved)
-        length = batch.tokens.shape[1]
+            return MicrobatchInputs(inputs, shared, moved)
+        length = batch.length
         if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
             part = ContextPart.of(length, group)
             self._parts[length] = part, self._uploads.start(part)
         here, there = self._parts[length]
         moved = self._uploads.start(here.cut(batch))
-        tokens, shared = self.objective.inputs(moved)
-        return MicrobatchInputs(tokens, attrs.evolve(shared, part=there), moved)
+        inputs, shared = self.objective.inputs(moved)
+        return MicrobatchInputs(inputs, attrs.evolve(shared, part=there), moved)
 
     @cached_property
     def _captures(self) -> Captures | None:
@@ -274,7 +275,14 @@ def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> Microbatc
         return objective.token_logps(hidden, head, batch)
 
     # Without weights there are no losses inside of the model, such as a router's.
-    return MicrobatchInputs(inputs.tokens, attrs.evolve(inputs.shared, weights=None), finish=finish)
+    return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
+
+
+def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
+    """Add the log-probabilities (rows, length) to the batch, on ranks that have computed them."""
+    if inputs.batch is None or logps is None:
+        return inputs
+    return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, logps))
 
 
 def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:

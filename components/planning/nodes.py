@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
-from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import MemoryUser
@@ -17,6 +17,7 @@ from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import Batching, Restorer
 from drawloom.components.ports.stages import TrainableStages
+from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
@@ -130,8 +131,19 @@ class Nodes:
         return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
 
     @property
+    def batch_type(self) -> type[Batch]:
+        """The class of the run's batches; UserError if there is not exactly one."""
+        classes = [self.graph.nodes[name].spec.cls for port in (PackedDataset, Collator) for name in self._all(port)]
+        types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
+        if len(types) != 1:
+            raise UserError(f"a plan needs one class of batches, and the recipe's data sets have {len(types)}", 2)
+        return types.pop()
+
+    @property
     def length(self) -> int:
-        """Tokens in a row."""
+        """Tokens in a row; 1 if rows do not consist of tokens."""
+        if "tokens" not in self.batch_type.specs.values():
+            return 1
         for name in self._all(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):

@@ -302,6 +302,7 @@ class Planner:
         stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
         meter = StageMeter(
             loss,
+            self.nodes.batch_type,
             model.blocks,
             rows,
             self.nodes.length,

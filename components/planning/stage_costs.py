@@ -21,12 +21,13 @@ from drawloom.components.parallel.context import ContextPart
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
-from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.activation_specs import on_meta
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import leaves, transform
+from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import fused_on_meta
 from drawloom.kernels.recompute_policy import make_recomputable
 
@@ -60,6 +61,7 @@ class StageMeter:
     """
 
     loss: Loss
+    batch_type: type[Batch]
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     rows: int
     length: int
@@ -70,7 +72,7 @@ class StageMeter:
     attended: Attended
     known_by: Hashable = ()
     recordings: Recordings = attrs.field(factory=dict)
-    _inputs: tuple[Tensor, Any, Batch] | None = None
+    _inputs: tuple[Any, Any, Batch] | None = None
     _hidden: Any = None
 
     def costs(self, stage: Stage, split: bool) -> StageCosts:
@@ -112,7 +114,7 @@ class StageMeter:
 
     def _passes(self, stage: Stage, split: bool) -> Passes:
         """Forward and backward of one microbatch, recorded; `split`, I and W alone."""
-        tokens, shared, batch = self._batch()
+        given, shared, batch = self._batch()
         runner = StageRunner(stage, self.loss, split=split)
         recorder, found = Recorder(self.device, self.links, self.attended), {}
         for parameter in stage.module.parameters():
@@ -124,7 +126,7 @@ class StageMeter:
             for handle in self._labels(recorder, stage):
                 hooks.callback(handle.remove)
             with recorder.label("hidden states"):
-                inputs = tokens if stage.index == 0 else as_input(transform(_new, self._hidden))
+                inputs = given if stage.index == 0 else as_input(transform(_new, self._hidden))
             recorder.begin()
             with recorder.label("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, shared, batch)
@@ -155,19 +157,21 @@ class StageMeter:
             if part not in inside and not [*part.children()]:
                 yield from recorder.labelled(part, name.rpartition(".")[2])
 
-    def _batch(self) -> tuple[Tensor, Any, Batch]:
+    def _batch(self) -> tuple[Any, Any, Batch]:
         """The inputs of a microbatch on the meta device, and its batch."""
         if self._inputs is None:
-            whole = torch.empty(self.rows, self.length, dtype=torch.int64, device="meta")
-            weights = torch.empty_like(whole, dtype=torch.float32)
-            reference = weights if isinstance(self.loss, Referenced) else None
-            batch = Batch(whole, whole, whole, whole, weights, reference)
+            try:
+                batch = self.batch_type.outline(self.rows, self.length)
+            except NotImplementedError as error:
+                raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
+            if isinstance(self.loss, Referenced):
+                batch = self.loss.with_reference(batch, batch.weights)
             part: Any = None
             if self.context.size > 1:
                 part = on_meta(ContextPart.of(self.length, self.context))
                 batch = part.cut(batch)
-            tokens, shared = self.loss.inputs(batch)
-            self._inputs = tokens, attrs.evolve(shared, part=part), batch
+            inputs, shared = self.loss.inputs(batch)
+            self._inputs = inputs, attrs.evolve(shared, part=part), batch
         return self._inputs
 
 

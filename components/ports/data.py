@@ -1,14 +1,17 @@
 """Ports of training data: packed rows and batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import attrs
 import numpy as np
+import torch
 from torch import Tensor
 
 from drawloom.components.ports.corpus import Split
+from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import UserError, port
+from drawloom.graph.wiring.node import NodeView
 
 IGNORE_INDEX = -100
 """The target of a token without a loss, as in torch's cross_entropy."""
@@ -17,15 +20,13 @@ MAX_LENGTH = 100_000_000
 """The greatest number of tokens of a row: ten times the longest contexts."""
 
 
-@attrs.frozen
-class Batch:
+class TokenBatch(Batch):
     """
     One microbatch of packed documents; every tensor has shape (rows, length), and is int64 unless it says otherwise.
 
     `targets` is the token after each, IGNORE_INDEX where there is none to learn. `positions` counts from 0 in each
     document. `document_ids` numbers the documents of a row: attention stays inside equal numbers. `weights`, float32 of
-    0 and more, is the weight of each token's loss, 0 where there is no target. A data set makes it from whole rows, so
-    that it does not depend on how a batch is cut into microbatches, or a row into parts.
+    0 and more, is the weight of each token's loss, 0 where there is no target.
 
     Rows of pairs have the preferred document of each pair at an even number in `document_ids`, the other one at the
     next; the weights of a pair's tokens add up to that of the pair. `reference`, float32 or float64, is for a loss that
@@ -34,27 +35,19 @@ class Batch:
     `padding` is how many positions of all rows are no tokens of documents: they are not counted as tokens.
     """
 
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    document_ids: Tensor
-    weights: Tensor
-    reference: Tensor | None = None
-    padding: int = attrs.field(default=0, kw_only=True)
+    tokens: Tensor = leaf("tokens")
+    targets: Tensor = leaf("tokens")
+    positions: Tensor = leaf("tokens")
+    document_ids: Tensor = leaf("tokens")
+    weights: Tensor = leaf("tokens")
+    reference: Tensor | None = leaf("tokens", default=None)
+    padding: int = leaf("host", default=0, kw_only=True)
 
-    def __attrs_post_init__(self) -> None:
-        """Raise UserError for a subclass: batches are made anew of these tensors, between processes and for parts."""
-        if type(self) is not Batch:
-            own = [field.name for field in attrs.fields(type(self)) if field not in attrs.fields(Batch)]
-            fields = f" with {', '.join(map(repr, own))}" if own else ""
-            raise UserError(
-                f"{type(self).__name__} is a subclass of Batch{fields}, of which a run takes only what Batch has; "
-                "make a Batch: its `weights` and `reference` are numbers of each token, float32 (rows, length)"
-            )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that there are, (rows, length) each, in order."""
-        return tuple(each for each in attrs.astuple(self, recurse=False) if isinstance(each, Tensor))
+    @classmethod
+    def outline(cls, rows: int, length: int) -> Self:
+        """Return a batch without a reference on the meta device."""
+        whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        return cls(whole, whole, whole, whole, torch.empty_like(whole, dtype=torch.float32))
 
     def has_whole_rows(self) -> bool:
         """Whether each row is one document, as far as the host knows: False of ids that are on a GPU."""
@@ -62,29 +55,74 @@ class Batch:
         # Each microbatch is asked: `equal` makes no tensor, and stops where ids differ.
         return ids.is_cpu and ids.equal(ids[:, :1].expand_as(ids))
 
+    def without_weights(self) -> Self:
+        """Return the same rows as padding, without targets."""
+        targets = torch.full_like(self.targets, IGNORE_INDEX)
+        return super().without_weights().evolve(targets=targets, padding=self.tokens.numel())
+
     @property
     def token_count(self) -> int:
         """The tokens of documents in all rows."""
         return self.tokens.numel() - self.padding
 
-    def target_bytes(self, bytes_by_id: Tensor) -> Tensor:
-        """The bytes of all targets, weighted as their losses are, float64 (); bytes_by_id: float64 (vocab_size,)."""
-        weighted = bytes_by_id[self.targets.clamp(min=0)] * self.weights
-        return weighted[self.targets != IGNORE_INDEX].sum()
+
+def token_batch(batch: Batch, reader: str) -> TokenBatch:
+    """Return the batch if it has tokens. Raises UserError, which names the reader, for another class."""
+    if isinstance(batch, TokenBatch):
+        return batch
+    leaves = ", ".join(batch.specs)
+    raise UserError(f"{reader} reads rows of tokens, and the run's batches are {type(batch).__name__}: {leaves}", 2)
+
+
+def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tensor:
+    """
+    Sum the bytes that targets stand for, times the weights: float64 ().
+
+    targets, weights: (rows, length); bytes_by_id: float64 (vocab_size,).
+    """
+    weighted = bytes_by_id[targets.clamp(min=0)] * weights
+    return weighted[targets != IGNORE_INDEX].sum()
+
+
+@runtime_checkable
+class ReadsLeaves(Protocol):
+    """A component class that reads leaves by their names."""
+
+    batch_leaves: ClassVar[tuple[str, ...]]
+
+
+@runtime_checkable
+class WritesBatches(Protocol):
+    """A component class that makes batches; None if another component makes them, such as a collator."""
+
+    batch_type: ClassVar[type[Batch] | None]
+
+
+def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
+    """Yield the reachable nodes that make batches, with their batch classes."""
+    for reached in node.reachable():
+        component = reached.component
+        if isinstance(component, WritesBatches) and component.batch_type is not None:
+            yield reached, component.batch_type
 
 
 @port
 class PackedDataset(Protocol):
     """
-    Rows of fixed length, with random access.
+    Rows of one length, with random access.
 
     A class of which the rows are pairs of documents has an attribute `pairs = True`, and so has a loss that compares
     them: without one another, `check` refuses them.
     """
 
     @property
+    def batch_type(self) -> type[Batch] | None:
+        """The batch class, a class attribute; None if another component makes the batches."""
+        ...
+
+    @property
     def length(self) -> int:
-        """Tokens in a row."""
+        """Tokens in a row; 1 if rows do not consist of tokens."""
         ...
 
     def count(self, split: Split) -> int:
@@ -173,12 +211,17 @@ class Examples(Protocol):
 class Collator(Protocol):
     """Makes rows of examples, one of each."""
 
+    @property
+    def batch_type(self) -> type[Batch]:
+        """The batch class, a class attribute."""
+        ...
+
     def count(self, example: Example) -> int:
         """The number of tokens of an example; its row is at least as long."""
         ...
 
     def collate(self, examples: Sequence[Example], length: int) -> Batch:
-        """The rows of examples that have at most `length` tokens; every tensor is (examples, length)."""
+        """The rows of examples that have at most `length` tokens, (examples, length) where tensors are of tokens."""
         ...
 
 

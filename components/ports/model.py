@@ -1,7 +1,7 @@
 """Models that build their modules, and the heads and kernels that these compute with."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor, nn
@@ -44,34 +44,45 @@ class HiddenStates:
     `layers` are numbered as in transformers: 0 is what the embedding gives, n what layer n does, and the last one's are
     normed. They are those of all tokens, (rows, length, hidden_size), or with `documents` means over the tokens of
     documents 0 to documents - 1 of each row: float32 (rows, documents, hidden_size), zeros for one without a token.
-    `BatchContext.mean_weights` may mask tokens, or weight them, in these means.
+    `TokenContext.mean_weights` may mask tokens, or weight them, in these means.
     """
 
     layers: tuple[int, ...]
     documents: int | None = None
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class BatchContext:
     """
-    What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
+    What every stage of a pipeline sees of a microbatch besides its inputs; a model of one's own may extend it.
 
-    `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
-    router's; without them there are none, as in inference. `part` says which tokens of longer rows these are;
-    `whole_rows`, that each row is known to be one document, all of which is here. With a `cache`, the tokens follow
-    those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden states and a dict of those
-    that are asked for, by layer, up to here. `mean_weights`, bool or floating (rows, length), 0 and more, is the weight
-    of each token in means of hidden states: 1 if left out.
+    `weights`, float32, (rows,) or (rows, length) as in the batch, says how much each row or token counts for losses
+    inside of the model, such as a router's; without them there are none, as in inference. `part` says which tokens of
+    longer rows these are; `whole_rows`, that each row is known to be one document, all of which is here. With a
+    `cache`, the tokens follow those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden
+    states and a dict of those that are asked for, by layer, up to here.
+    """
+
+    weights: Tensor | None = None
+    part: RowPart | None = None
+    cache: KeyValueCache | None = None
+    hidden_states: HiddenStates | None = None
+    whole_rows: bool = False
+
+
+@attrs.frozen
+class TokenContext(BatchContext):
+    """
+    What the stages of a decoder see of a microbatch: positions and document ids, int64 (rows, length).
+
+    `mean_weights`, bool or floating (rows, length), 0 and more, is the weight of each token in means of hidden states:
+    1 if left out.
     """
 
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
-    part: RowPart | None = None
-    cache: KeyValueCache | None = None
-    hidden_states: HiddenStates | None = None
-    mean_weights: Tensor | None = None
-    whole_rows: bool = False
+    mean_weights: Tensor | None = attrs.field(default=None, kw_only=True)
 
 
 @attrs.frozen
@@ -145,11 +156,13 @@ class Model(Protocol):
     """
     Builds the modules of a model, and holds none.
 
-    A module's `forward(inputs, shared, finish=None)` takes token ids (rows, length) on the first stage and hidden
-    states (rows, length, hidden_size) on the others, and gives hidden states. On a span with the head these are the
-    normed ones that logits are made of, and with `finish` the module gives `finish(hidden, head)` instead: what it
-    computes with the head's weights is then inside of this forward, where hooks and recomputation expect it. Parameter
-    names hold global layer numbers, so that they are the same however the layers are split; none begins with `loss.`.
+    A module's `forward(inputs, shared, finish=None)` takes the inputs that the loss makes of a batch on the first
+    stage, of a decoder token ids (rows, length), and hidden states on the others, and gives hidden states, of a decoder
+    (rows, length, hidden_size). On a span with the head these are the last ones, normed as logits need them, and with
+    `finish` the module gives `finish(hidden, head)` instead: what it computes with the head's weights is then inside of
+    this forward, where hooks and recomputation expect it. Which head a module hands to the loss is between the two.
+    Parameter names hold global layer numbers, so that they are the same however the layers are split; none begins with
+    `loss.`.
 
     A model whose layers all give hidden states of the shape and dtype that they take may say so, by an attribute
     `layers_keep_shapes = True`: what passes between stages then follows from its first layer, and the others need not
@@ -159,16 +172,6 @@ class Model(Protocol):
     @property
     def num_hidden_layers(self) -> int:
         """The number of layers, which are partitioned over stages."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of rows of the embedding."""
-        ...
-
-    @property
-    def longest_text(self) -> int | None:
-        """The most tokens of a text that the model's positions are made for; None if there is no limit."""
         ...
 
     def build(self, span: LayerRange) -> nn.Module:
@@ -194,6 +197,22 @@ class Model(Protocol):
         Each element is a function of the seed, the parameter's name and the element's index, with the same bits on
         every device and for every slice.
         """
+        ...
+
+
+@port
+@runtime_checkable
+class LanguageModel(Model, Protocol):
+    """Builds the modules of a decoder, which Hugging Face's libraries know, too."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of the embedding."""
+        ...
+
+    @property
+    def longest_text(self) -> int | None:
+        """The most tokens of a text that the model's positions are made for; None if there is no limit."""
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:

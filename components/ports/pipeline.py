@@ -1,15 +1,15 @@
 """Schedules, programs, their executor, and the losses that it writes into the state of a step."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Head
+from drawloom.components.ports.model import BatchContext, Head, TokenContext
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import METRIC_TOTALS
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.specs import Replicate, SpecTree, Stack
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import port
@@ -97,20 +97,28 @@ class Loss(Protocol):
     A loss with parameters of its own has an attribute `module`, an nn.Module that holds them and fills them in
     `reset_parameters()`. It becomes part of the last stage under the name `loss`: its parameters are made real, synced,
     clipped, trained and saved like any others, and left out of exports.
+
+    A batch is of the class that the data set declares; a loss may expect that it has the leaves in `batch_leaves`.
     """
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        """The first stage's input, token ids (rows, length) mostly, and the context of all stages."""
+    @property
+    def batch_leaves(self) -> tuple[str, ...]:
+        """The names of the leaves that `inputs` and `loss` read, a class attribute."""
         ...
 
-    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def inputs(self, batch: Any) -> tuple[Any, BatchContext]:
+        """The first stage's input, of a decoder token ids (rows, length), and the context of all stages."""
+        ...
+
+    def loss(self, hidden: Any, head: Any, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """
         The sum of the weighted losses, to be differentiated; the sum of the weights; and further sums by name.
 
-        hidden: (rows, length, hidden_size), the last hidden states, from which `head` makes losses or logits. Loss and
-        weights are 0-dimensional; a named sum is, too, or it is a tensor of counts of a fixed shape. What is reported
-        is a sum divided by that of the weights, each over microbatches and replicas, so a loss of some rows is a sum
-        over their tokens, in which each counts by `batch.weights`. The named sums are the same in every microbatch.
+        hidden: the last hidden states, of a decoder (rows, length, hidden_size), from which `head`, of a decoder a
+        Head, makes losses or logits. Loss and weights are 0-dimensional; a named sum is, too, or it is a tensor of
+        counts of a fixed shape. What is reported is a sum divided by that of the weights, each over microbatches and
+        replicas, so a loss of some rows is a sum over them or their tokens, in which each counts by `batch.weights`.
+        The named sums are the same in every microbatch.
         """
         ...
 
@@ -118,19 +126,23 @@ class Loss(Protocol):
 @runtime_checkable
 class Referenced(Protocol):
     """
-    A loss that compares the model with another, whose log-probabilities come to it as `batch.reference`.
+    A loss that compares the model with another, whose log-probabilities are a leaf of the batch.
 
     `reference` says which: "adapters", the model without them, or "data", the one that the data have numbers of.
     """
 
     reference: Literal["adapters", "data"]
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    def token_logps(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
         The log-probability of each target (rows, length), of the last hidden states of the model without adapters.
 
         hidden: (rows, length, hidden_size); it is called without gradients, and `batch` has no reference.
         """
+        ...
+
+    def with_reference(self, batch: Any, logps: Tensor) -> Any:
+        """Return the batch with the other model's log-probabilities (rows, length)."""
         ...
 
 
@@ -155,6 +167,6 @@ class Executor(Protocol):
 class Predictor(Protocol):
     """Computes logits with the model, over all stages."""
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
+    def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""
         ...

@@ -154,8 +154,8 @@ class TrainableStages(Stages, Protocol):
 class StageInputs(Protocol):
     """Shapes and dtypes of what is sent between stages."""
 
-    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
+    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        """What a stage takes for a microbatch with these inputs: a tree of tensors on the meta device."""
         ...
 
 

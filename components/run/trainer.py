@@ -27,6 +27,7 @@ from drawloom.components.ports.run import (
     StoppedError,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
+from drawloom.components.run.batch_leaves import missing_leaves
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
 from drawloom.graph.component import Flow, Traits
@@ -60,8 +61,10 @@ class Trainer:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """
-        Report settings that name a number which no phase writes, and phases whose plan does not fit the steps.
+        Report leaves of batches that nothing writes, settings that name a number which no phase writes, and phases
+        whose plan does not fit the steps.
         """
+        yield from missing_leaves(node)
         phases = node.neighbours("phases")
         for phase in phases:
             if issubclass(phase.component, PlannedPhase):

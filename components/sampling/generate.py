@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
 
@@ -69,7 +69,7 @@ class Sampler:
         """Logits (1, tokens, vocab_size) of ids that begin at position `first`."""
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)
-        return self.model.infer(window, BatchContext(positions, torch.zeros_like(window), cache=cache))
+        return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.state.trees import transform
+from drawloom.components.state.trees import leaves, transform
 
 Key = tuple[Any, ...]
 
@@ -28,21 +28,20 @@ class ActivationSpecs:
     _modules: dict[LayerRange, nn.Module] = attrs.field(factory=dict)
     _known: dict[Key, Any] = attrs.field(factory=dict)
 
-    def of(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
+    def of(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """
-        What a stage takes for a microbatch of tokens (rows, length): a tree of meta tensors, and other leaves as they
-        are.
+        What a stage takes for a microbatch with these inputs: a tree of meta tensors, and other leaves as they are.
         """
-        # Values can't matter on the meta device, so tokens of one shape and dtype have one tree.
-        key = (stage, tokens.shape, tokens.dtype, shared.hidden_states)
+        # Values can't matter on the meta device, so inputs of the same shapes and dtypes have one tree.
+        key = (stage, _forms(inputs), shared.hidden_states)
         if key not in self._known:
-            self._known[key] = self._find(stage, tokens, shared)
+            self._known[key] = self._find(stage, inputs, shared)
         return self._known[key]
 
-    def _find(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
+    def _find(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         if stage == 0:
-            return on_meta(tokens)
-        before, span = self.of(stage - 1, tokens, shared), self.spans[stage - 1]
+            return on_meta(inputs)
+        before, span = self.of(stage - 1, inputs, shared), self.spans[stage - 1]
         # Hidden states that are asked for pass through all later stages, so there each stage gives something else.
         if self.layers_keep_shapes and not shared.hidden_states:
             if stage > 1 and _has_layers(self.spans[stage - 2]):
@@ -60,6 +59,13 @@ class ActivationSpecs:
 
 def _has_layers(span: LayerRange) -> bool:
     return span.last > span.first
+
+
+def _forms(tree: Any) -> Key:
+    """Return the shapes and dtypes of a tree's tensors."""
+    if isinstance(tree, Tensor):  # token ids: a few microseconds matter there
+        return tree.shape, tree.dtype
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def on_meta(tree: Any) -> Any:

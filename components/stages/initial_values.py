@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import local_part, slice_of
 from drawloom.components.parallel.master_weights import is_dtensor
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.model import LanguageModel, Model
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.storage.byte_size import byte_size
@@ -90,6 +90,8 @@ class InitialValues:
         return self.weights or getattr(self.model, "initial_weights", None)
 
     def _read(self, folder: Path, module: nn.Module) -> None:
+        if not isinstance(self.model, LanguageModel):
+            raise UserError(f"weights: {type(self.model).__name__} does not map tensors of a folder; leave them out", 2)
         mapper = self.model.hugging_face_mapper().inverse()
         try:
             load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.parallel.buckets import BUCKET_BYTES
@@ -275,9 +275,9 @@ class MaterializedStages:
         changed = bool(self.transforms or self.precision.uncast)
         return not changed and getattr(self.model, "layers_keep_shapes", False)
 
-    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
-        return self._activations.of(stage, tokens, shared)
+    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        """What a stage takes for a microbatch with these inputs: a tree of tensors on the meta device."""
+        return self._activations.of(stage, inputs, shared)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters of all local stages, each once; none while these are not open."""

@@ -9,7 +9,7 @@ import attrs
 
 ROOT = Path(__file__).parents[2]
 PORTS = "components/ports/"
-STATE = ("components/state/specs.py", "components/state/step_state.py")
+STATE = ("components/state/batch.py", "components/state/specs.py", "components/state/step_state.py")
 """Modules whose names `drawloom.ports` has besides the ports."""
 
 MANY = {"list", "Sequence", "Iterable", "Iterator", "tuple", "Ordered", "set", "Collection"}

@@ -108,6 +108,9 @@ class _IsolatedView(NodeView):
     def neighbours(self, edge: str) -> list[NodeView]:
         raise _NeighbourAccessError(edge)
 
+    def reachable(self) -> Iterator[NodeView]:
+        raise _NeighbourAccessError("reachable")
+
     def keys(self, edge: str) -> list[str]:
         raise _NeighbourAccessError(edge)
 

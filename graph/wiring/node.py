@@ -1,6 +1,6 @@
 """Nodes and edges: the tables of a recipe before anything is built."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -138,6 +138,15 @@ class NodeView:
         """Return an edge's target nodes, in order."""
         targets = self._node.edges.get(edge)
         return [NodeView(self._nodes[name], self._nodes) for name in targets.targets] if targets else []
+
+    def reachable(self) -> "Iterator[NodeView]":
+        """Yield this node and all nodes that its edges lead to, directly or through others, each once."""
+        waiting, seen = [self._node.name], {self._node.name}
+        while waiting:
+            node = self._nodes[waiting.pop(0)]
+            yield NodeView(node, self._nodes)
+            waiting += [name for name in node.needs if name not in seen]
+            seen |= {*node.needs}
 
     def keys(self, edge: str) -> list[str]:
         """Return the keys of a mapping edge, in order."""

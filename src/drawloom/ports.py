@@ -24,7 +24,6 @@ from drawloom.components.ports.corpus import (
     Tokenizer as Tokenizer,
 )
 from drawloom.components.ports.data import (
-    Batch as Batch,
     Collator as Collator,
     Example as Example,
     Examples as Examples,
@@ -34,10 +33,16 @@ from drawloom.components.ports.data import (
     PackedDataset as PackedDataset,
     RowOrder as RowOrder,
     RowSource as RowSource,
+    ReadsLeaves as ReadsLeaves,
     SourceProgress as SourceProgress,
+    TokenBatch as TokenBatch,
     TrainingData as TrainingData,
     ValidationData as ValidationData,
+    WritesBatches as WritesBatches,
+    batch_types as batch_types,
     has_pairs as has_pairs,
+    target_bytes as target_bytes,
+    token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
     DIMENSIONS as DIMENSIONS,
@@ -83,9 +88,11 @@ from drawloom.components.ports.model import (
     HeadLayer as HeadLayer,
     HiddenStates as HiddenStates,
     Kernels as Kernels,
+    LanguageModel as LanguageModel,
     LayerRange as LayerRange,
     Model as Model,
     RowPart as RowPart,
+    TokenContext as TokenContext,
     VocabularyPart as VocabularyPart,
 )
 from drawloom.components.ports.pipeline import (
@@ -190,6 +197,11 @@ from drawloom.components.ports.weights import (
     Convert as Convert,
     Mapper as Mapper,
     TensorGroup as TensorGroup,
+)
+from drawloom.components.state.batch import (
+    Batch as Batch,
+    LeafSpec as LeafSpec,
+    leaf as leaf,
 )
 from drawloom.components.state.specs import (
     Replicate as Replicate,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.ports.model import BatchContext, LayerRange, TokenContext
 from drawloom.components.ports.pipeline import state_of_batches
 from drawloom.components.ports.program import flat
 from drawloom.components.ports.stages import Stage
@@ -122,13 +122,13 @@ class World:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Tensor:
+    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
         return self.between
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids)
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens, TokenContext(batch.positions, batch.document_ids)
 
-    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Any, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return hidden.square().sum(), torch.ones(()), {}
 
 
@@ -154,7 +154,7 @@ def ours(name: str) -> tuple[int, float, float]:
     )
     executor.open()
     row = torch.zeros(16, 32)
-    batches = [Batch(row, row, row, row, row.float())] * MICROBATCHES
+    batches = [TokenBatch(row, row, row, row, row.float())] * MICROBATCHES
     actions = len([*flat(lower(schedule.program(RANKS, MICROBATCHES), RANK))])
     executor.train(state_of_batches(batches))
     with _autograd_timed(clock):

@@ -26,7 +26,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from support.qwen3 import cpu_kernels
 
@@ -144,7 +144,7 @@ def of_qwen3(kernels: Any, size: tuple[int, int, int], by_torch: bool) -> Subjec
     )
     module = model.build(LayerRange(0, 8, embedding=False, head=False))
     positions = torch.arange(length).expand(rows, -1)
-    shared = BatchContext(positions, torch.zeros_like(positions))
+    shared = TokenContext(positions, torch.zeros_like(positions))
     return Subject(module, torch.randn(rows, length, width), shared, by_torch=by_torch)
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from support.checkpoints import SingleRankMesh
 from support.late_steps import Small
 
@@ -33,10 +33,10 @@ def waits() -> Iterator[list[str]]:
             found += [str(each.message) for each in caught if "synchronizing" in str(each.message)]
 
 
-def rows(count: int) -> Batch:
+def rows(count: int) -> TokenBatch:
     """A batch of `count` rows of 4096 tokens."""
     tokens = torch.randint(1000, (count, 4096))
-    return Batch(tokens, tokens + 1, tokens + 2, tokens + 3, torch.rand(count, 4096))
+    return TokenBatch(tokens, tokens + 1, tokens + 2, tokens + 3, torch.rand(count, 4096))
 
 
 def test_batches_arrive_whole_though_memory_is_used_again() -> None:

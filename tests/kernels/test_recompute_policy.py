@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
-from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.checks import fault_of_policy, notes_of_policy
 from drawloom.kernels import recompute_policy
@@ -151,7 +151,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
     make_recomputable(model.blocks(module))
     tokens = torch.arange(256).view(2, 128) % 7
     positions = torch.arange(128).expand(2, 128)
-    shared = BatchContext(positions, torch.zeros_like(tokens), torch.ones(tokens.shape))
+    shared = TokenContext(positions, torch.zeros_like(tokens), torch.ones(tokens.shape))
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return head.token_losses(hidden, tokens, None)[0]

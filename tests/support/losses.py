@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.layers import LinearHead
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from support.qwen3 import kernels_on
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ class Sample:
 
     hidden: Tensor
     weight: Tensor
-    batch: Batch
+    batch: TokenBatch
 
     def head(self, device: torch.device = CPU, **choices: Any) -> LinearHead:
         """The head, with these kernels."""
@@ -40,4 +40,4 @@ def sample(dtype: torch.dtype = torch.float64, device: torch.device = CPU) -> Sa
     weights = torch.rand(3, 5, generator=generator).masked_fill(targets == IGNORE_INDEX, 0)
     positions = torch.arange(5).repeat(3, 1)
     parts = tokens, targets, positions, torch.zeros_like(tokens), weights
-    return Sample(hidden, weight, Batch(*(part.to(device) for part in parts)))
+    return Sample(hidden, weight, TokenBatch(*(part.to(device) for part in parts)))

@@ -28,9 +28,9 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.data import Batch, Examples, MeasuredRows, MovableData, PackedDataset, RowSource
+from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.pipeline import OuterLayersSchedule
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
@@ -60,7 +60,7 @@ def model_of(use: str, values: Values, _place: Path) -> Any:
     for name, parameter in module.named_parameters():
         model.initialise(name, parameter.data, 1)
     tokens = torch.arange(40).reshape(2, 20) % 29
-    shared = BatchContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
+    shared = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return head.logits(hidden)
@@ -245,7 +245,7 @@ def divided(use: str, values: Values, _place: Path) -> Any:
 def loss_of(use: str, values: Values, _place: Path) -> Any:
     """The loss and its named sums."""
     given = sample()
-    batch = attrs.evolve(given.batch, reference=torch.zeros_like(given.batch.weights))
+    batch = given.batch.evolve(reference=torch.zeros_like(given.batch.weights))
     total, weight, sums = build(use, **values).loss(given.hidden, given.head(), batch)
     return total.item(), weight.item(), {name: each.item() for name, each in sums.items()}
 
@@ -289,7 +289,7 @@ def bits_measured_by(use: str, values: Values, _place: Path) -> Any:
     metric = build(use, tokenizer=Bytes(), **values)
     metric.open()
     row = torch.tensor([[65, 66, 67]])
-    batch = Batch(row, row, row, row, torch.ones(1, 3))
+    batch = TokenBatch(row, row, row, row, torch.ones(1, 3))
     sums = {"cross_entropy": [2.0], "accuracy": [1.0]}
     return measured(metric, step_of([2.0], [3.0], sums, batches=[batch]))
 
@@ -310,7 +310,7 @@ def routed_by(use: str, values: Values, _place: Path) -> Any:
     node = build(use, stages=held, mesh=SingleRankMesh(), device=ComputeDevice(kind="cpu"), **values)
     node.open()
     tokens = torch.arange(40).reshape(2, 20) % 29
-    shared = BatchContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
+    shared = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
     module(tokens, shared, lambda hidden, head: head.logits(hidden))
     found = measured(node, Step(1, 1)) if use.startswith("metrics") else node.run_phase(Step(1, 1))
     return found, [buffer.tolist() for buffer in module.buffers()]
@@ -324,7 +324,7 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
     node.clock = lambda: 1.0
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
-    batch = Batch(ids, ids, ids, ids, torch.ones(1, 3))
+    batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 3))
     return measured(node, Step(1, 9, started=0.0, state={"tokens": float(3), "batches": [batch]}))
 
 
@@ -387,9 +387,9 @@ def padded_rows(use: str, values: Values, _place: Path) -> Any:
     return rows.batch("train", [0, 1]).tokens.tolist()
 
 
-def _numbers(_split: str, indices: Any) -> Batch:
+def _numbers(_split: str, indices: Any) -> TokenBatch:
     rows = torch.tensor(list(indices))[:, None]
-    return Batch(rows, rows, rows, rows, rows, rows)
+    return TokenBatch(rows, rows, rows, rows, rows.float(), rows)
 
 
 def _rows() -> Any:
@@ -411,7 +411,7 @@ def loaded(use: str, values: Values, _place: Path) -> Any:
         def __init__(self, *args: Any) -> None:
             asked.append(args[1:])
 
-        def batches(self, wanted: Iterator[Any], ahead: int, timeout: float) -> Iterator[Batch]:
+        def batches(self, wanted: Iterator[Any], ahead: int, timeout: float) -> Iterator[TokenBatch]:
             asked.append((ahead, timeout))
             return (_numbers("train", indices) for indices in wanted)
 

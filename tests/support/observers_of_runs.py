@@ -24,9 +24,9 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.ports.data import Batch, ValidationData
+from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Executor, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.state.step_state import StepState
@@ -87,7 +87,7 @@ def recomputed_by(use: str, values: Values, place: Path) -> Any:
         for number, block in enumerate(executor.stages.model.blocks(stage.module)):
             block.input_layernorm.register_forward_hook(lambda *_, number=number: runs.update([number]))
         tokens = torch.arange(6).unsqueeze(0)
-        train(executor, [Batch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
+        train(executor, [TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
     return runs
 
 
@@ -142,7 +142,7 @@ def adapted_by(use: str, values: Values, place: Path) -> Any:
         for _, parameter in named:
             torch.nn.init.normal_(parameter)
         tokens = torch.arange(6).unsqueeze(0)
-        shared = BatchContext(torch.arange(6).unsqueeze(0), torch.zeros_like(tokens))
+        shared = TokenContext(torch.arange(6).unsqueeze(0), torch.zeros_like(tokens))
         logits = stage.module(tokens, shared, lambda hidden, head: head.logits(hidden))
         return [(name, tuple(parameter.shape)) for name, parameter in named], logits.detach().tolist()
 

@@ -29,9 +29,9 @@ from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.schedules.circular import Circular
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.model import BatchContext, Head, HiddenStates
+from drawloom.components.ports.model import Head, HiddenStates, TokenContext
 from drawloom.components.ports.pipeline import Schedule, sum_losses
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
@@ -106,7 +106,7 @@ class Recomputing:
         return attrs.evolve(program, recompute=self.policies)
 
 
-def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:
+def batches(count: int, shortest: int = 4, step: int = 1) -> list[TokenBatch]:
     """Microbatches of three lengths, with documents, ignored targets, and differing numbers of padded positions."""
     made = []
     for number in range(count):
@@ -121,7 +121,7 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[Batch]:
         if step > 1:  # two documents, of which the second begins inside of a part of a row
             documents[:, 3:] = 1
             positions[:, 3:] -= 3
-        made.append(Batch(tokens, targets, positions, documents, weights, padding=number))
+        made.append(TokenBatch(tokens, targets, positions, documents, weights, padding=number))
     return made
 
 
@@ -143,7 +143,7 @@ class TemperedLoss(NextToken):
         super().__init__()
         self.module = Temperature()
 
-    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         losses = head.map_logits(self._losses, hidden, batch.targets, max_bytes=500)
         return (losses * batch.weights).sum(), batch.weights.double().sum(), {"squares": losses.detach().square().sum()}
 
@@ -155,11 +155,11 @@ class TemperedLoss(NextToken):
 class StatesLoss(NextToken):
     """A loss of hidden states of several layers, which have to reach the last stage, and their gradients the first."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
         tokens, shared = super().inputs(batch)
         return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2), mean_weights=batch.weights)
 
-    def loss(self, hidden: Any, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Any, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         last, states = hidden
         total, weight, _ = super().loss(last, head, batch)
         cubes = torch.stack([each.double().pow(3).sum() * (layer + 1) for layer, each in states.items()]).sum()

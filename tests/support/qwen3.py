@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.load import persistent_tensors
 
 SIZES: dict[str, Any] = {
@@ -74,22 +74,22 @@ def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: An
     return made
 
 
-def one_document(rows: int, length: int) -> BatchContext:
+def one_document(rows: int, length: int) -> TokenContext:
     """Rows that are each one document: positions and document ids int64 (rows, length), no weights."""
     positions = torch.arange(length).expand(rows, -1)
-    return BatchContext(positions, torch.zeros_like(positions))
+    return TokenContext(positions, torch.zeros_like(positions))
 
 
-def packed(lengths: list[list[int]]) -> BatchContext:
+def packed(lengths: list[list[int]]) -> TokenContext:
     """Rows of documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return BatchContext(torch.stack(positions), torch.stack(documents))
+    return TokenContext(torch.stack(positions), torch.stack(documents))
 
 
-def to(device: torch.device, shared: BatchContext) -> BatchContext:
+def to(device: torch.device, shared: TokenContext) -> TokenContext:
     """A context without weights, on another device."""
-    return BatchContext(shared.positions.to(device), shared.document_ids.to(device))
+    return TokenContext(shared.positions.to(device), shared.document_ids.to(device))
 
 
 def weights_of(targets: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ def weights_of(targets: Tensor) -> Tensor:
     return (targets != IGNORE_INDEX).float()
 
 
-def losses_of(module: Any, inputs: Tensor, shared: BatchContext, targets: Tensor) -> Any:
+def losses_of(module: Any, inputs: Tensor, shared: TokenContext, targets: Tensor) -> Any:
     """Losses by token (rows, length) of a module with a head, each token weighing 1, in the router's loss too."""
     weighted = attrs.evolve(shared, weights=weights_of(targets))
     return module(inputs, weighted, lambda hidden, head: head.token_losses(hidden, targets)[0])
 
 
-def logits_of(module: Any, inputs: Tensor, shared: BatchContext) -> Any:
+def logits_of(module: Any, inputs: Tensor, shared: TokenContext) -> Any:
     """Logits (rows, length, vocab_size) of a module with a head."""
     return module(inputs, shared, lambda hidden, head: head.logits(hidden))

@@ -12,7 +12,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.parallel import shard_transfers
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.joined import joined
@@ -58,7 +58,7 @@ def _stages(case: Case, processes: TorchProcesses, device: ComputeDevice, **sett
 def _logits(stages: MaterializedStages, rows: Tensor) -> Any:
     [stage] = stages.local
     rows = rows.to(next(iter(stage.module.parameters())).device)
-    context = BatchContext(rows, torch.arange(rows.shape[1], device=rows.device)[None])
+    context = TokenContext(rows, torch.arange(rows.shape[1], device=rows.device)[None])
     return stage.module(rows, context, lambda hidden, head: head.logits(hidden))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import Executor, state_of_batches
 from drawloom.components.ports.run import Step
 from drawloom.components.state.host_copy import HostCopy
@@ -51,14 +51,14 @@ def late(step: Step) -> LateState:
     return step.state
 
 
-def train(executor: Executor, batches: Iterable[Batch]) -> StepState:
+def train(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Train on microbatches, and return the state with their losses."""
     state = state_of_batches(batches)
     executor.train(state)
     return state
 
 
-def evaluate(executor: Executor, batches: Iterable[Batch]) -> StepState:
+def evaluate(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Evaluate microbatches, and return the state with their losses."""
     state = state_of_batches(batches)
     executor.evaluate(state)

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -13,9 +13,10 @@ from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import MAX_LENGTH, Batch, RowSource, has_pairs
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, has_pairs
+from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
+from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -54,9 +55,11 @@ class PackedRows:
     began with.
     """
 
+    batch_type: ClassVar[type[Batch]] = TokenBatch
+
     tokens: TokenCorpus
     job: RunInfo
-    models: Every[Model] = attrs.field(factory=Every)
+    models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
         check=_fault_of_length,
@@ -120,7 +123,7 @@ class PackedRows:
         index = self._splits[split].index
         return index.tokens / (index.rows * self.length) if index.rows else 1.0
 
-    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+    def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """The rows at these indices, each from 0 to below count; every tensor is (rows, length)."""
         packed = self._splits[split]
         return batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
@@ -186,7 +189,7 @@ def _name(split: Split, source: str) -> str:
     return f"{split} of {source}" if source else split
 
 
-def warn_of_long_texts(tokens: int, models: Mapping[str, Model]) -> None:
+def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None:
     """Warn if a text of a row, of which the longest has so many tokens, is longer than a model's positions allow."""
     for name, model in models.items():
         longest = model.longest_text

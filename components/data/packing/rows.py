@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.graph import UserError
 
 
@@ -76,7 +76,7 @@ class JoinedIndexes:
         return pieces
 
 
-def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], length: int, pad: int) -> Batch:
+def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], length: int, pad: int) -> TokenBatch:
     """
     The rows that these pieces make, one after another from the left, filled up with `pad`.
 
@@ -109,7 +109,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
     here = np.arange(length)
     positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
     arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
-    return Batch(*map(torch.from_numpy, (*arrays, compared) if every else arrays), padding=padding)
+    return TokenBatch(*map(torch.from_numpy, (*arrays, compared) if every else arrays), padding=padding)
 
 
 def _read(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:

@@ -18,7 +18,7 @@ from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import MAX_LENGTH, Batch
+from drawloom.components.ports.data import MAX_LENGTH, TokenBatch
 from drawloom.graph import Problem, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -58,7 +58,7 @@ class Windows(PackedRows):
         arrays = (owners[by_row], first[by_row], last[by_row], np.cumsum(in_row, dtype=np.int64))
         return WindowIndex(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
 
-    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+    def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """The rows at these indices, in which targets that an earlier window predicts have no weight."""
         batch, index = super().batch(split, indices), self._splits[split].index
         for weights, row in zip(batch.weights, indices, strict=True):

@@ -12,11 +12,11 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.model import BatchContext, Finish, HeadLayer, Kernels, LayerRange
+from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-def check_hidden_states(shared: BatchContext, layers: int) -> None:
+def check_hidden_states(shared: TokenContext, layers: int) -> None:
     """Raise ValueError for hidden states that are asked for and that a model of `layers` layers does not have."""
     asked = () if shared.hidden_states is None else shared.hidden_states.layers
     if unknown := [number for number in asked if not 0 <= number <= layers]:
@@ -70,7 +70,7 @@ class Decoder(TensorParallel):
         if span.head:
             self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
 
-    def forward(self, inputs: Any, shared: BatchContext) -> Any:
+    def forward(self, inputs: Any, shared: TokenContext) -> Any:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one; with
         `shared.hidden_states` a pair of them and those that are asked for.
@@ -95,7 +95,7 @@ class Decoder(TensorParallel):
             hidden = whole(hidden)
         return hidden if wanted is None else (hidden, kept)
 
-    def _outputs(self, hidden: Tensor, shared: BatchContext) -> Iterator[tuple[int, Tensor]]:
+    def _outputs(self, hidden: Tensor, shared: TokenContext) -> Iterator[tuple[int, Tensor]]:
         """
         What the embedding gives, as layer 0, then each layer, and the last norm, under the last layer's number again.
 
@@ -134,7 +134,7 @@ class CausalLM(nn.Module):
         if span.head and not self.tied:
             self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True)
 
-    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
+    def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, or with the head what `finish` makes of
         them.

@@ -69,7 +69,7 @@ class CircularExecutor(ProgramExecutor):
         token = begin_token(sends, self.device.device)
         runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
         passes, share = StagePasses(runners, inputs, token), table.share(group.rank)
-        embedded = [passes.forward(0, number, inputs[number].tokens) for number in share]
+        embedded = [passes.forward(0, number, inputs[number].inputs) for number in share]
         one = ForwardPass(
             table,
             Ring(group.rank, group.size, self._links),
@@ -90,7 +90,7 @@ class CircularExecutor(ProgramExecutor):
 
     def _meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """What passes between the stages for a microbatch; UserError unless it is one tensor."""
-        like = self.boundaries.boundary(1, inputs.tokens, inputs.shared)
+        like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(
                 f"a stage gives a {type(like).__name__}, and the circular pipeline passes single tensors on; write "

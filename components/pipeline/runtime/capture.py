@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach, floating
-from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves, transform
 from drawloom.graph import UserError
@@ -195,8 +195,8 @@ class CapturedRunner(StageRunner):
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
         """As that of `StageRunner`."""
-        # How much of a batch is padding only the host counts.
-        given = inputs, shared, None if batch is None else attrs.evolve(batch, padding=0)
+        # Graphs serve batches of other counts, such as those of padding, which only the host reads.
+        given = inputs, shared, None if batch is None else batch.without_host_values()
         slot = self.graphs.take(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)

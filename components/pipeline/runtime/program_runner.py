@@ -12,10 +12,10 @@ from torch.autograd import profiler
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch, tensors_of
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
-from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import StageInputs
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError
 
@@ -26,21 +26,15 @@ StageMicrobatch = tuple[int, int]
 @attrs.frozen
 class MicrobatchInputs:
     """
-    A microbatch as the stages see it: token ids for the first, the context for all.
+    A microbatch as the stages see it: inputs of the first, such as token ids, and the context of all.
 
     The last stage computes the loss with `batch`; without it, it gives what `finish` makes of hidden states and head.
     """
 
-    tokens: Tensor
+    inputs: Any
     shared: BatchContext
     batch: Batch | None = None
     finish: Finish | None = None
-
-    def with_reference(self, reference: Tensor | None) -> "MicrobatchInputs":
-        """The same with a batch that has a reference (rows, length); without one as it is."""
-        if self.batch is None or reference is None:
-            return self
-        return attrs.evolve(self, batch=attrs.evolve(self.batch, reference=reference))
 
     def as_any_rows(self) -> "MicrobatchInputs":
         """The same without the knowledge that each row is one document."""
@@ -118,7 +112,7 @@ class ProgramRunner:
 
     def _stage_input(self, action: Action, microbatch: MicrobatchInputs) -> Any:
         if action.stage == 0:
-            return microbatch.tokens
+            return microbatch.inputs
         key = action.stage, action.microbatch
         inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_recv(("RECV_F", *key))
         # Detached tensors, here made leaves: each stage has a graph of its own, which its backward frees.
@@ -134,8 +128,8 @@ class ProgramRunner:
 
     def _activations(self, stage: int, microbatch: int) -> Any:
         """The tree of meta tensors that a stage takes for a microbatch: sender and receiver both derive it."""
-        inputs = self.microbatches[microbatch]
-        return self.boundaries.boundary(stage, inputs.tokens, inputs.shared)
+        given = self.microbatches[microbatch]
+        return self.boundaries.boundary(stage, given.inputs, given.shared)
 
     def _send(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tree of tensors; a UserError where the receiver would read its bytes as something else."""

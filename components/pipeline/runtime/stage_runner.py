@@ -10,10 +10,10 @@ from torch import Tensor
 
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
-from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, Head
+from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.stages import Shards, Stage
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import Accumulation
@@ -85,7 +85,7 @@ class StageRunner:
         self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
         return loss
 
-    def _loss(self, batch: Batch, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         found = self.objective.loss(hidden, head, batch)
         if not isinstance(found, tuple) or len(found) != 3:
             wanted = "the sum of the losses, that of their weights, and a dict of further sums"

@@ -47,7 +47,7 @@ from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.data import TokenBatch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.program import Program  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
@@ -176,12 +176,12 @@ def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None)
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int, length: int = LENGTH) -> Batch:
+def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int, length: int = LENGTH) -> TokenBatch:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator).to(device.device)
     positions = torch.arange(length, device=device.device).expand(rows, length).contiguous()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
+    return TokenBatch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 
 
 def _tokens(rows: int) -> int:

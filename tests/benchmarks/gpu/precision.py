@@ -41,7 +41,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.data import TokenBatch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
@@ -204,12 +204,12 @@ def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None)
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _batch(number: int, device: torch.device, vocabulary: int, rows: int) -> Batch:
+def _batch(number: int, device: torch.device, vocabulary: int, rows: int) -> TokenBatch:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device)
     positions = torch.arange(LENGTH, device=device).expand(rows, LENGTH).contiguous()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
+    return TokenBatch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 
 
 def _measured(step: Callable[[], object]) -> Cost:

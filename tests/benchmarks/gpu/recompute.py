@@ -39,7 +39,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.data import TokenBatch  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -183,7 +183,7 @@ def _step_of(
     return take_step, _kept(stages.local[0].module, loss, there, policy)
 
 
-def _kept(module: Any, loss: NextToken, batch: Batch, policy: Recompute) -> int:
+def _kept(module: Any, loss: NextToken, batch: TokenBatch, policy: Recompute) -> int:
     """Bytes on the device that a forward pass leaves behind; the second one, as the first compiles kernels."""
     if not GPU:
         return 0
@@ -202,12 +202,12 @@ def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None)
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _batch(number: int, device: torch.device, vocabulary: int, rows: int, length: int) -> Batch:
+def _batch(number: int, device: torch.device, vocabulary: int, rows: int, length: int) -> TokenBatch:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator).to(device)
     positions = torch.arange(length, device=device).expand(rows, length).contiguous()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
+    return TokenBatch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 
 
 if __name__ == "__main__":

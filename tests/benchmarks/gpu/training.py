@@ -37,7 +37,7 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.gpu import clock  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
-from drawloom.components.ports.model import BatchContext, Head, LayerRange  # noqa: E402
+from drawloom.components.ports.model import Head, LayerRange, TokenContext  # noqa: E402
 from drawloom.kernels.adamw import ParamState, step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +143,7 @@ def _ours(
     rows, length = tokens.shape
     positions = torch.arange(length, device=DEVICE).expand(rows, length)
     weights = torch.ones(targets.shape, device=DEVICE)
-    shared = BatchContext(positions, torch.zeros_like(positions), weights, whole_rows=True)
+    shared = TokenContext(positions, torch.zeros_like(positions), weights, whole_rows=True)
     called: Any = torch.compile(model) if compiled else model
 
     def losses(hidden: Tensor, head: Head) -> Tensor:

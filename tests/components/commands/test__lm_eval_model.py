@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.graph import UserError
 
 pytest.importorskip("lm_eval")
@@ -26,7 +26,7 @@ class Table:
     def __init__(self) -> None:
         self.longest = 0
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor:
+    def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor:
         self.longest = max(self.longest, tokens.shape[1])
         return TABLE[tokens] + (shared.positions > 3)[..., None] * torch.arange(257) / 100
 
@@ -49,7 +49,7 @@ def request(kind: str, *words: Any) -> Instance:
 
 def by_hand(ids: list[int], count: int) -> float:
     """The log-likelihood of the last ids after those before them, of texts that fit the context."""
-    logits = Table().infer(torch.tensor([ids[:-1]]), BatchContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
+    logits = Table().infer(torch.tensor([ids[:-1]]), TokenContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
     picked = logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
     return float(picked[-count:].sum())
 

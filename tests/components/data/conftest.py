@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.packing.concatenated import Concatenated
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from support.stores import TokensInMemory
 
 LENGTH = 4
@@ -26,6 +26,6 @@ def rows_of(job: Any) -> Callable[..., Concatenated]:
 
 
 @pytest.fixture(scope="session")
-def names() -> Callable[[list[Batch]], list[list[int]]]:
+def names() -> Callable[[list[TokenBatch]], list[list[int]]]:
     """The row numbers in these batches."""
     return lambda batches: [((batch.tokens[:, 0] - 1) // LENGTH).tolist() for batch in batches]

@@ -11,8 +11,8 @@ import pytest
 
 from drawloom.components.data.collated import Collated
 from drawloom.components.data.pad_collator import PadCollator
-from drawloom.components.ports.data import Example
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.data import Example, token_batch
+from drawloom.components.ports.model import LanguageModel
 from drawloom.graph import Every, ResolvedRecipe, UserError
 from drawloom.graph.testing import fake
 from support.chat import tokenizer_folder
@@ -86,7 +86,7 @@ def test_each_example_is_a_row(kind: str) -> None:
     assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
     assert rows.fill_rate("train") == 10 / 15
     held = pickle.loads(pickle.dumps(rows)) if kind != "iterable" else rows
-    batch = held.batch("train", [2, 0])
+    batch = token_batch(held.batch("train", [2, 0]), "test")
     assert batch.tokens.tolist() == [[6, 7, 8, 9, 1], [1, 2, 3, 0, 0]] and batch.token_count == 8
     assert rows.sources("train", 1) == ["mine:1"]
 
@@ -101,8 +101,8 @@ def test_a_bad_example_is_named() -> None:
     """One that is too long when it is opened, and one with an unknown id when it is read, by its source."""
     with pytest.raises(UserError, match=r"^mine:2: it has 5 tokens, and rows 4; cut it, or raise max_length"):
         opened(Own(), max_length=4)
-    rows = opened(Own(), models=Every({"model": fake(Model, vocab_size=9)}))
-    assert rows.batch("train", [0, 1]).tokens.shape == (2, 5)
+    rows = opened(Own(), models=Every({"model": fake(LanguageModel, vocab_size=9)}))
+    assert rows.batch("train", [0, 1]).weights.shape == (2, 5)
     with pytest.raises(UserError, match=r"^mine:2: it has ids outside of the model's vocabulary, 0 to 8"):
         rows.batch("train", [0, 2])
 
@@ -123,7 +123,7 @@ def test_other_examples_are_refused_at_a_resume() -> None:
 def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """The longest example counts, and not the multiple that rows are rounded up to."""
     for longest, count in ((5, 0), (4, 1)):
-        model = fake(Model, vocab_size=10, longest_text=longest)
+        model = fake(LanguageModel, vocab_size=10, longest_text=longest)
         opened(Own(), multiple=8, models=Every({"model": model}))
         assert len(caplog.records) == count
     assert "has 5 tokens, and the positions of [model] are made for 4" in caplog.text

@@ -3,7 +3,7 @@
 import torch
 
 from drawloom.components.data.loader import LengthStage, cut
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 
 
 def test_documents_are_cut_and_no_token_is_lost() -> None:
@@ -11,7 +11,7 @@ def test_documents_are_cut_and_no_token_is_lost() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2], [0] * 8])
     tokens = torch.arange(16).reshape(2, 8)
-    batch = Batch(tokens, tokens + 1, positions, documents, torch.ones(2, 8))
+    batch = TokenBatch(tokens, tokens + 1, positions, documents, torch.ones(2, 8))
     shorter = cut(batch, 3)
     assert shorter.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 0], [0, 1, 2, 0, 1, 2, 0, 1]]
     assert shorter.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 2, 3], [0, 0, 0, 1, 1, 1, 2, 2]]

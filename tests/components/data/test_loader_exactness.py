@@ -21,7 +21,7 @@ from drawloom.components.data.order.sorted_buffers import SortedBuffers
 from drawloom.components.data.packing.best_fit import BestFit
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.data import RowOrder
+from drawloom.components.ports.data import RowOrder, token_batch
 from drawloom.components.run.batch import GlobalBatch
 
 GLOBAL = 8
@@ -113,7 +113,7 @@ class Runs(RuleBasedStateMachine):
     def _names(self, loaders: list[Loader]) -> list[list[int]]:
         """The tokens of the rows of a step, in order."""
         batches = chain.from_iterable(loader.next_step() for loader in loaders)
-        return [row for batch in batches for row in batch.tokens.tolist()]
+        return [row for batch in batches for row in token_batch(batch, "test").tokens.tolist()]
 
 
 WEIGHTS = st.fixed_dictionaries({name: st.integers(0, 4) for name in "abc"}).filter(lambda held: any(held.values()))
@@ -188,7 +188,7 @@ def _alone(source: "Documents", name: str) -> list[int]:
     loader = Loader(rows=rows, order=Shuffled(job=_fixtures["job"]), batching=batching, mesh=batching.mesh)
     loader.open()
     [batch] = loader.next_step()
-    return [int(first) for first in batch.tokens[:, 0]]
+    return [int(first) for first in token_batch(batch, "test").tokens[:, 0]]
 
 
 class RunsWithWorkers(Runs):

@@ -8,9 +8,10 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.loader import check_consistency
-from drawloom.components.ports.data import Batch
+from drawloom.components.data.loader import check_consistency, check_leaves
+from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
+from support.clips import ClipRows, clips
 
 
 @attrs.define
@@ -27,12 +28,12 @@ class Threads:
         return [self.given[rank] for rank in range(self.size)]
 
 
-def batch(token: int) -> Batch:
+def batch(token: int) -> TokenBatch:
     rows = torch.full((2, 3), token)
-    return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
+    return TokenBatch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
 
 
-def errors_of(*ranks: tuple[int, int, Batch]) -> list[str]:
+def errors_of(*ranks: tuple[int, int, TokenBatch]) -> list[str]:
     """The error of each rank, given by its data-parallel index, number of rows and batch; "" if none."""
     world: Any = Threads(len(ranks), barrier=threading.Barrier(len(ranks)))
     errors = [""] * len(ranks)
@@ -68,7 +69,7 @@ def test_every_part_of_a_batch_counts(name: str) -> None:
     """A difference in any tensor, or only in its shape, is an error."""
     for tensor in (torch.tensor([[1, 1, 1], [1, 1, 2]]), torch.ones(3, 2, dtype=torch.int64)):
         change: dict[str, Any] = {name: tensor}
-        assert errors_of((0, 9, batch(1)), (0, 9, attrs.evolve(batch(1), **change)))[0]
+        assert errors_of((0, 9, batch(1)), (0, 9, batch(1).evolve(**change)))[0]
 
 
 def test_different_numbers_of_rows_are_an_error() -> None:
@@ -76,3 +77,12 @@ def test_different_numbers_of_rows_are_an_error() -> None:
     errors = errors_of((0, 9, batch(1)), (1, 8, batch(1)))
     assert errors[0] == errors[1]
     assert errors[0].startswith("data: ranks 0 and 1 have 9 and 8 training rows")
+
+
+def test_a_batch_of_another_class_than_declared_is_refused() -> None:
+    """The first batch is looked at: its class, and whether its leaves fit together."""
+    check_leaves(ClipRows(), clips())
+    with pytest.raises(UserError, match=r"^rows: ClipRows makes Clips, and a batch is a TokenBatch; return one"):
+        check_leaves(ClipRows(), batch(1))
+    with pytest.raises(UserError, match=r"^rows: ClipRows makes .* do not fit together: Clips.labels has shape \(3,\)"):
+        check_leaves(ClipRows(), clips([0, 1]).evolve(labels=torch.ones(3)))

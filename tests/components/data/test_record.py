@@ -5,24 +5,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
 from drawloom.components.data.record import Record, row_digests
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Batching, Step
 from drawloom.components.storage.step_log import encode_line, read_steps
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
+from support.clips import clips
 
 ONE = encode_line({"step": 1})
 
 
-def batch(*rows: int) -> Batch:
+def batch(*rows: int) -> TokenBatch:
     columns = torch.tensor(rows)[:, None].expand(-1, 3)
-    return Batch(columns, columns, columns, columns, columns.float())
+    return TokenBatch(columns, columns, columns, columns, columns.float())
 
 
 def record(folder: Path) -> Record:
@@ -39,7 +39,7 @@ def test_each_row_has_its_own_digest() -> None:
     one, two = row_digests(batch(1, 2))
     assert one != two and row_digests(batch(2)) == [two]
     changes: list[dict[str, Any]] = [{name: torch.full((1, 3), 9.0)} for name in ("weights", "targets")]
-    changed = [attrs.evolve(batch(1), **each) for each in changes]
+    changed = [batch(1).evolve(**each) for each in changes]
     assert len({one, *(digest for each in changed for digest in row_digests(each))}) == 3
 
 
@@ -87,3 +87,10 @@ def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
         os.mkfifo(folder / "rows" / f"{name}.jsonl")
         with pytest.raises(UserError, match=f"rows/{name}.jsonl can't be written .it is not a regular file"):
             record(folder).run_phase(Step(1, 9, state={"batches": [batch(1)]}))
+
+
+def test_digests_are_of_the_leaves_that_rows_have() -> None:
+    """A row of an own batch has the same digest in any batch, whatever all rows share."""
+    one, two = row_digests(clips([1, 2]))
+    assert one != two and row_digests(clips([2], scale=torch.tensor(7.0))) == [two]
+    assert row_digests(clips([2]).evolve(labels=torch.tensor([9]))) != [two]

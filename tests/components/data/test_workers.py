@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drawloom.components.data.packing.padded import Padded
 from drawloom.components.data.tokenized import Tokenized
 from drawloom.components.data.workers import Workers
 from drawloom.graph import UserError
+from support.clips import ClipRows, Clips, clips
 from support.stores import store_of
 
 RowsOf = Callable[..., Any]
@@ -51,13 +53,23 @@ def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
     wanted: list[list[int]] = [list(range(50)) * 1_000] * 3  # 100 kB each
     with spawned(rows_of(train=50), 1) as workers:
         batches = list(workers.batches(iter(wanted * 2), ahead=3, timeout=30))
-        assert [len(batch.tokens) for batch in batches] == [50_000] * 3
+        assert [batch.row_count for batch in batches] == [50_000] * 3
+
+
+def test_every_leaf_of_an_own_batch_comes_from_another_process() -> None:
+    """Trees of tensors, dtypes that numpy does not have, tensors without dimensions, and values of the host."""
+    with spawned(ClipRows(), 1) as workers:
+        batch: Any = next(workers.batches(iter([[3, 5]] * 2), 1, timeout=30))
+    wanted = clips([3, 5])
+    assert type(batch) is Clips and batch.skipped == 2 and batch.mask is None
+    assert [tensor.dtype for tensor in batch.tensors()] == [tensor.dtype for tensor in wanted.tensors()]
+    assert all(map(torch.equal, batch.tensors(), wanted.tensors()))
 
 
 def test_batches_can_be_written_to(rows_of: RowsOf) -> None:
     """A batch from a worker owns its memory."""
     with spawned(rows_of(train=50), 1) as workers:
-        next(workers.batches(ones(), 1, timeout=30)).tokens.fill_(0)
+        next(workers.batches(ones(), 1, timeout=30)).weights.fill_(0)
 
 
 def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.gradients.synchronize import Synchronize
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Step
 from support.steps import losses_of
 from support.weights import Weights
@@ -37,7 +37,7 @@ def taken(weights: Weights, mesh: Any, total: float, weight: float, why: str = "
     """Return the step after the phase has run with the given sums on this rank, and 7 tokens."""
     phase = Synchronize(parameters=weights, mesh=mesh, reduce=NoReduction(), **settings)
     row = torch.zeros(1, 7, dtype=torch.int64)
-    batches = [Batch(row, row, row, row, row.float())]
+    batches = [TokenBatch(row, row, row, row, row.float())]
     step = Step(1, 1, {"losses": losses_of(total, weight), "batches": batches})
     if why:
         step.skip(why)

@@ -28,7 +28,7 @@ class User:
 
 @attrs.frozen
 class Sizes:
-    """Batch sizes and dtypes."""
+    """TokenBatch sizes and dtypes."""
 
     micro_size: int = 8
     length: int = 4096

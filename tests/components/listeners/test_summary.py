@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.listeners.summary import RunSummary
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from drawloom.graph.testing import build
@@ -31,7 +31,7 @@ class Rows:
     def count(self, split: Split) -> int:
         return {"train": 100, "validation": 10}[split]
 
-    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+    def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         raise NotImplementedError
 
 
@@ -42,7 +42,7 @@ class Validation:
     def row_counts(self) -> tuple[int, int]:
         return 64, 1234
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TokenBatch]:
         raise NotImplementedError
 
 

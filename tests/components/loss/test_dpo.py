@@ -3,14 +3,13 @@
 import math
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.loss.dpo import Dpo
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import UserError
 from support.losses import sample
@@ -18,7 +17,7 @@ from support.losses import sample
 BETA = 0.3
 
 
-def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Batch:
+def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> TokenBatch:
     """Rows of documents of these lengths, and padding; `weights` (rows, length) where there is a target."""
     batch = sample().batch
     documents, targets = torch.empty_like(batch.tokens), batch.targets.clone()
@@ -29,10 +28,10 @@ def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Batch:
         if rest:
             targets[row, -rest:] = IGNORE_INDEX
     weights = weights.masked_fill(targets == IGNORE_INDEX, 0)
-    return attrs.evolve(batch, targets=targets, document_ids=documents, weights=weights)
+    return batch.evolve(targets=targets, document_ids=documents, weights=weights)
 
 
-def by_trl(log_probs: Tensor, reference: Tensor, batch: Batch, pairs: list[tuple[int, int]]) -> Tensor:
+def by_trl(log_probs: Tensor, reference: Tensor, batch: TokenBatch, pairs: list[tuple[int, int]]) -> Tensor:
     """
     The `sigmoid` loss of trl 1.16, `DPOTrainer._compute_loss`, of these pairs as (row, number in it): float64 (pairs,).
 
@@ -55,11 +54,11 @@ def test_loss_and_gradients_are_those_of_trl() -> None:
     ones[0, 0] = 0  # a prompt
     batch = packed(ones, ((2, 3), (1, 1, 1, 2), (2, 2)))
     pairs = [(0, 0), (1, 1), (2, 0)]  # of the first pair in row 1 the rejected answer has no target
-    batch = attrs.evolve(batch, weights=batch.weights * (batch.document_ids >= torch.tensor([0, 2, 0])[:, None]))
+    batch = batch.evolve(weights=batch.weights * (batch.document_ids >= torch.tensor([0, 2, 0])[:, None]))
     counts = torch.tensor([int((batch.weights[row] > 0).sum()) for row, _ in pairs])
-    batch = attrs.evolve(batch, weights=batch.weights / counts[:, None])
+    batch = batch.evolve(weights=batch.weights / counts[:, None])
     reference = torch.randn(3, 5, generator=torch.Generator().manual_seed(5)).masked_fill(batch.weights == 0, 0)
-    batch = attrs.evolve(batch, reference=reference)
+    batch = batch.evolve(reference=reference)
     total, weight, sums = Dpo(beta=BETA).loss(case.hidden, case.head(), batch)
     each = by_trl(case.logits().log_softmax(-1), reference.double(), batch, pairs)
     torch.testing.assert_close(total / weight, each.mean(), rtol=1e-6, atol=0)
@@ -89,7 +88,7 @@ def test_long_answers_are_summed_without_rounding() -> None:
     losses = torch.rand(1, 16384, generator=generator) * 8
     documents = (torch.arange(16384) >= 8192).long()[None]
     filled: Any = {"tokens": documents, "targets": documents, "positions": documents, "document_ids": documents}
-    batch = Batch(**filled, weights=torch.full((1, 16384), 1 / 16384), reference=torch.zeros(1, 16384))
+    batch = TokenBatch(**filled, weights=torch.full((1, 16384), 1 / 16384), reference=torch.zeros(1, 16384))
     head: Head = OneLoss(losses)  # type: ignore[assignment]
     _, _, sums = Dpo(beta=1.0).loss(torch.empty(1, 16384, 1, dtype=torch.bfloat16), head, batch)
     exact = math.fsum(losses[0, 8192:].tolist()) - math.fsum(losses[0, :8192].tolist())
@@ -107,7 +106,7 @@ def test_a_tie_is_half_however_it_is_rounded(dtype: torch.dtype) -> None:
     for differences, accuracy in (((0.0,) * 4, 8.0), ((0.0, 0.0, 4.0, -4.0), 8.0), ((4.0, 4.0, 0.0, -4.0), 10.0)):
         rounded = losses * (1 + torch.randn(1, 4096, generator=generator) * torch.finfo(dtype).eps / 4)
         rounded[0, :: 2 * 128] -= torch.tensor(differences).repeat(4)
-        batch = Batch(**filled, weights=torch.full((1, 4096), 1 / 256), reference=reference)
+        batch = TokenBatch(**filled, weights=torch.full((1, 4096), 1 / 256), reference=reference)
         head: Head = OneLoss(rounded)  # type: ignore[assignment]
         _, weight, sums = Dpo(beta=BETA).loss(torch.empty(1, 4096, 1, dtype=dtype), head, batch)
         assert float(weight) == 16 and float(sums["reward_accuracy"]) == accuracy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.metrics.activation_rms import ActivationRms
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import BatchContext, TokenContext
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.doubles import Held, Machine
@@ -30,7 +30,7 @@ class Layers(nn.Module):
 
 def of_tokens(count: int) -> BatchContext:
     """What stages see of a microbatch of one row."""
-    return BatchContext(torch.arange(count)[None], torch.zeros(1, count, dtype=torch.int64))
+    return TokenContext(torch.arange(count)[None], torch.zeros(1, count, dtype=torch.int64))
 
 
 def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:

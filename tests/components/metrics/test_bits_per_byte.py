@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawloom.components.metrics.bits_per_byte import BitsPerByte
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from support.metrics import measured, step_of, step_without_loss
 
 
@@ -21,10 +21,10 @@ class Tokenizer:
         return np.array([1, 4, 0])
 
 
-def batch(targets: list[int], weights: list[float]) -> Batch:
+def batch(targets: list[int], weights: list[float]) -> TokenBatch:
     """One row of targets."""
     row = torch.tensor([targets])
-    return Batch(row, row, row, row, torch.tensor([weights]))
+    return TokenBatch(row, row, row, row, torch.tensor([weights]))
 
 
 def metric() -> BitsPerByte:

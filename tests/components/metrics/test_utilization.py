@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drawloom.components.metrics.utilization import Utilization
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops
 from drawloom.components.ports.model import LayerRange
@@ -43,8 +43,8 @@ def made(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Util
 def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
     """What it says of a step of 2 seconds, in which each rank has a row of documents of 3 and 1 tokens."""
     ids = torch.tensor([[0, 0, 0, 1]])
-    batch = Batch(ids, ids, ids, ids, torch.ones(1, 4))
-    batch = attrs.evolve(batch, padding=1)
+    batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 4))
+    batch = batch.evolve(padding=1)
     step = Step(1, 9, started=10.0, excluded_seconds=1.0, state={"tokens": float(3 * ranks), "batches": [batch]})
     metric.clock = lambda: 13.0
     parts = [metric.update(step) for _ in range(ranks)]

@@ -11,8 +11,9 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
+from support.clips import clips
 from support.processes import run_ranks
 
 
@@ -43,10 +44,18 @@ def test_a_row_that_does_not_divide_is_refused() -> None:
 def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
     """Tokens, targets, positions, documents and weights of this rank's places."""
     numbers = torch.arange(16).view(2, 8)
-    batch = Batch(numbers, numbers + 1, numbers % 8, numbers // 8, numbers.float())
+    batch = TokenBatch(numbers, numbers + 1, numbers % 8, numbers // 8, numbers.float())
     cut = ContextPart.of(8, Rank(1, 2)).cut(batch)
     assert cut.positions.tolist() == [[2, 3, 4, 5]] * 2
     assert cut.weights.tolist() == [[2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0]]
+
+
+def test_own_leaves_are_cut_by_their_specs() -> None:
+    """Frames of a row are shared out, and what a row has one of, or all rows share, is on every rank."""
+    whole = clips()
+    part = ContextPart.of(6, Rank(1, 3)).cut(whole)
+    assert part.frames["left"].tolist() == [[6 * row + 1, 6 * row + 4] for row in range(4)]
+    assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 
 
 def _gathered() -> tuple[Any, Any]:

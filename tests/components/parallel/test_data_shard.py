@@ -16,7 +16,7 @@ from drawloom.components.parallel.data_shard import ShardedModule, _parts
 from drawloom.components.parallel.master_weights import is_dtensor
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.adapted import lora
@@ -72,7 +72,7 @@ def _looked_at() -> list[dict[str, Any]]:
             tokens = torch.arange(6).view(1, 6)
             stages.cast_weights()
             with torch.no_grad():
-                module(tokens, BatchContext(tokens, torch.zeros_like(tokens)))
+                module(tokens, TokenContext(tokens, torch.zeros_like(tokens)))
             layer = module.get_submodule("model.layers.1")
             freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
             stages.cast_weights()
@@ -123,7 +123,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
             for microbatch in range(3):
                 if sync or microbatch == 2:
                     shards.reduce_next(final=microbatch == 2)
-                context = BatchContext(tokens, torch.zeros_like(tokens))
+                context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
                 shards.reduced()
                 whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _parts(unit)]
@@ -159,7 +159,7 @@ def _reduced_with_the_head() -> dict[str, list[bool]]:
         tokens = torch.arange(6).view(1, 6)
         stages.cast_weights()
         shards.reduce_next(final=True)
-        context = BatchContext(tokens, torch.zeros_like(tokens))
+        context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
         return found
 
@@ -224,7 +224,7 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
             [stage] = (stages := _stages(mesh, device, reshard)).local
             shards: Any = stage.shards
             tokens = torch.arange(6).view(1, 6)
-            context = BatchContext(tokens, torch.zeros_like(tokens))
+            context = TokenContext(tokens, torch.zeros_like(tokens))
             stages.cast_weights()
             with torch.no_grad():
                 if gathered:

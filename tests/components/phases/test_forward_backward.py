@@ -3,8 +3,9 @@
 import torch
 
 from drawloom.components.phases.forward_backward import ForwardBackward
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Event, Events, Step
+from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph.testing import fake
 
@@ -14,7 +15,7 @@ class Parts:
 
     def next_step(self) -> list[Batch]:
         row = torch.zeros(2, 3, dtype=torch.int64)
-        return [Batch(row, row, row, row, row.float(), padding=2), Batch(row, row, row, row, row.float())]
+        return [TokenBatch(row, row, row, row, row.float(), padding=2), TokenBatch(row, row, row, row, row.float())]
 
     def train(self, state: StepState) -> None:
         for number in range(state.microbatches):

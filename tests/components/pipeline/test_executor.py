@@ -1,7 +1,7 @@
 """Programs carried out on a rank's stages."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import attrs
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
@@ -24,10 +24,12 @@ from support.steps import evaluate, train
 class Squares:
     """The loss: the sum of squares of outputs; each token weighs 1."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        return batch.tokens.double(), BatchContext(batch.positions, batch.document_ids)
+    batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "positions", "document_ids", "weights")
 
-    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens.double(), TokenContext(batch.positions, batch.document_ids)
+
+    def loss(self, hidden: Tensor, head: Any, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return hidden.square().sum(), batch.weights.sum(), {"tokens": torch.tensor(batch.tokens.numel())}
 
 
@@ -70,7 +72,7 @@ class Local:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
+    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
     def links(self, edges: Any) -> dict[int, Any]:
@@ -96,10 +98,10 @@ class BreadthFirst:
         return Program.of([[*forwards, *backwards]], self.stage_to_rank(ranks))
 
 
-def batches(count: int) -> list[Batch]:
+def batches(count: int) -> list[TokenBatch]:
     """Microbatches of different shapes."""
     tokens = [torch.arange(1, 3 + number).unsqueeze(0) for number in range(count)]
-    return [Batch(part, part, part, torch.zeros_like(part), torch.ones(part.shape)) for part in tokens]
+    return [TokenBatch(part, part, part, torch.zeros_like(part), torch.ones(part.shape)) for part in tokens]
 
 
 def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> ProgramExecutor:
@@ -151,7 +153,7 @@ def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> 
 def test_inference_gives_the_output_itself(one_rank: Any) -> None:
     """The output of the last stage comes back as it is, without a loss."""
     tokens = torch.ones(1, 3, dtype=torch.float64)
-    output = made([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, BatchContext(tokens, tokens))
+    output = made([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, TokenContext(tokens, tokens))
     assert output is not None and output.tolist() == [[3.0, 3.0, 3.0]]
 
 
@@ -246,5 +248,5 @@ def test_outputs_are_handed_out_one_by_one(one_rank: Any) -> None:
     def look(number: int, output: Tensor) -> None:
         seen.append((number, output.tolist(), sum(made() is not None for made in modules[1].seen[:-1])))
 
-    made(modules, one_rank).infer_each([(part, BatchContext(part, part)) for part in tokens], look)
+    made(modules, one_rank).infer_each([(part, TokenContext(part, part)) for part in tokens], look)
     assert seen == [(number, [[3.0 * number] * 2], 0) for number in range(3)]

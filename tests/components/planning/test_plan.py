@@ -16,7 +16,7 @@ from drawloom.components.planning.attention import Attended
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
 from drawloom.components.planning.text import as_data
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.memory import memory_by_kind
 from drawloom.graph import UserError
 from support.processes import run_ranks
@@ -69,11 +69,11 @@ def by_kind(*users: Any) -> dict[str, int]:
     return {str(kind): size for kind, size in memory_by_kind(users).items()}
 
 
-def batch() -> Batch:
+def batch() -> TokenBatch:
     """A microbatch of whole rows, each of one document."""
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 199
     zeros = torch.zeros_like(tokens)
-    return Batch(tokens, tokens, tokens % LENGTH, zeros, torch.ones(ROWS, LENGTH))
+    return TokenBatch(tokens, tokens, tokens % LENGTH, zeros, torch.ones(ROWS, LENGTH))
 
 
 class Saved:

@@ -1,24 +1,19 @@
-"""What a batch knows of itself."""
+"""What a batch of tokens knows of itself."""
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch, token_batch
+from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import UserError
 
 
-@attrs.frozen
-class Rewarded(Batch):
-    """A batch with a number of each row."""
+class Images(Batch):
+    """A batch without tokens."""
 
-    reward: Tensor = attrs.field(kw_only=True)
-
-
-@attrs.frozen
-class Renamed(Batch):
-    """A batch with a method of its own."""
+    pixels: Tensor = leaf("rows")
+    weights: Tensor = leaf("rows")
 
 
 @pytest.mark.parametrize(
@@ -27,16 +22,22 @@ class Renamed(Batch):
 def test_whole_rows_are_of_one_document(ids: list[list[int]], whole: bool) -> None:
     """A batch has whole rows if no row has two numbers of documents; where the host can't look, it has none."""
     documents = torch.tensor(ids)
-    batch = Batch(documents, documents, documents, documents, documents.float())
+    batch = TokenBatch(documents, documents, documents, documents, documents.float())
     assert batch.has_whole_rows() is whole
     there = documents.to("meta")
-    assert not Batch(there, there, there, there, there).has_whole_rows()
+    assert not TokenBatch(there, there, there, there, there).has_whole_rows()
 
 
-def test_a_subclass_of_batch_is_refused_with_its_fields() -> None:
-    """Batches are made anew of their tensors on the way to a loss, so that what a subclass adds would be lost there."""
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"^Rewarded is a subclass of Batch with 'reward', of which a run takes only"):
-        Rewarded(ids, ids, ids, ids, ids.float(), reward=torch.ones(2))
-    with pytest.raises(UserError, match=r"^Renamed is a subclass of Batch, of which .*; make a Batch"):
-        Renamed(ids, ids, ids, ids, ids.float())
+def test_a_batch_without_weights_has_neither_targets_nor_tokens() -> None:
+    """A rank that evaluates more microbatches than it has rows for adds nothing to loss, weight and token count."""
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    idle = TokenBatch(ids, ids, ids, ids, ids.float()).without_weights()
+    assert not idle.weights.any() and (idle.targets == IGNORE_INDEX).all() and idle.token_count == 0
+    assert torch.equal(idle.tokens, ids)
+
+
+def test_a_batch_of_another_class_is_refused_by_name() -> None:
+    """The message names the reader, and the class of the batch with its leaves."""
+    batch = Images(pixels=torch.zeros(2, 4), weights=torch.ones(2))
+    with pytest.raises(UserError, match=r"bits reads rows of tokens, and .* batches are Images: pixels, weights"):
+        token_batch(batch, "bits")

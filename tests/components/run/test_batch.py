@@ -1,4 +1,4 @@
-"""Batch sizes and the rows of each data-parallel rank."""
+"""TokenBatch sizes and the rows of each data-parallel rank."""
 
 import re
 from collections.abc import Callable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import TokenContext
 from drawloom.components.sampling.generate import Sampler, draw
 from drawloom.graph import UserError
 from support.qwen3 import dense, logits_of, sparse, whole
@@ -22,7 +22,7 @@ class Successor:
     def __init__(self) -> None:
         self.longest = 0
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor:
+    def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor:
         self.longest = max(self.longest, tokens.shape[1])
         return nn.functional.one_hot((tokens + 1) % 5, 5).float() * 10
 
@@ -56,7 +56,7 @@ class Whole:
     computed: int = 0
     logits: list[Tensor] = attrs.field(factory=list)
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor:
+    def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor:
         self.computed += tokens.shape[1]
         with torch.inference_mode():
             found: Tensor = logits_of(self.module, tokens, shared if self.cached else attrs.evolve(shared, cache=None))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.pipeline import partition_layers
-from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange
+from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange, TokenContext
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.state.trees import leaves
 from support.qwen3 import dense, sparse
@@ -33,7 +33,7 @@ class Built:
 def batch(rows: int = 2, **context: Any) -> tuple[torch.Tensor, BatchContext]:
     """Tokens and their context."""
     tokens = torch.zeros(rows, 5, dtype=torch.int64)
-    return tokens, BatchContext(torch.arange(5).repeat(rows, 1), torch.zeros_like(tokens), **context)
+    return tokens, TokenContext(torch.arange(5).repeat(rows, 1), torch.zeros_like(tokens), **context)
 
 
 def written(tree: Any) -> list[tuple[torch.Size, torch.dtype]]:

@@ -8,7 +8,7 @@ import torch
 
 import drawloom
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.compilation import compile_blocks
 from drawloom.kernels.recompute_policy import make_recomputable, recomputing
@@ -44,7 +44,7 @@ def test_tokens_that_travel_are_not_compiled() -> None:
 def loss_of(module: Any, policy: Recompute) -> Any:
     """The loss of some tokens under a policy of recomputation."""
     tokens = torch.arange(12).view(2, 6)
-    shared = BatchContext(torch.arange(6).expand(2, 6), torch.zeros_like(tokens), torch.ones(tokens.shape))
+    shared = TokenContext(torch.arange(6).expand(2, 6), torch.zeros_like(tokens), torch.ones(tokens.shape))
 
     def finish(hidden: Any, head: Head) -> Any:
         return head.token_losses(hidden, tokens, shared.weights)[0].sum()

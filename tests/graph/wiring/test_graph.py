@@ -73,6 +73,15 @@ def test_neighbour_returns_a_node_only_if_the_edge_leads_to_one(shop: Shop) -> N
         trainer.neighbour("pages")
 
 
+def test_reachable_nodes_come_once(shop: Shop) -> None:
+    """A view yields its own node and all that its edges lead to, directly or through others, in a circle as well."""
+    circle = '[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"'
+    for text, names in (("", ["trainer", "page", "store"]), (circle, ["trainer", "page", "store", "other"])):
+        graph = shop(text)
+        found = [view.name for view in graph.view("trainer").reachable()]
+        assert found[0] == "trainer" and sorted(found) == sorted(names)
+
+
 def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:
     """While a node or neighbour has a problem, constraints that would fail because of it are not run."""
     assert faults(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [

@@ -16,7 +16,7 @@ from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import Model
+from drawloom.components.ports.model import LanguageModel
 from drawloom.graph import Every, ResolvedRecipe, UserError
 from drawloom.graph.testing import fake
 
@@ -182,7 +182,7 @@ def test_texts_longer_than_the_models_positions_are_warned_of(
     length: int, longest: int | None, tokens: int | None, job: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A text as a row has it, whose positions begin anew: long rows of short texts are no mistake."""
-    model = fake(Model, vocab_size=257, longest_text=longest)
+    model = fake(LanguageModel, vocab_size=257, longest_text=longest)
     rows = Concatenated(
         tokens=Texts(train=["ab", "abcdef", "c"]), job=job, length=length, models=Every({"model": model})
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.packing.concatenated import Stream
 from drawloom.components.data.packing.rows import batch_of
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 
 END = 0
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), max_size=8)
@@ -26,7 +26,7 @@ class Table:
     documents: TokenArrays
     index: Stream
 
-    def batch(self, rows: Sequence[int]) -> Batch:
+    def batch(self, rows: Sequence[int]) -> TokenBatch:
         pieces = [self.index.pieces(row) for row in rows]
         return batch_of(self.documents, pieces, self.index.length, END)
 
@@ -38,7 +38,7 @@ def pack(texts: list[list[int]], length: int, weights: list[list[float]] | None 
     return Table(held, Stream(torch.arange(len(texts)), held.ends, length))
 
 
-def packed(texts: list[list[int]], length: int) -> Batch:
+def packed(texts: list[list[int]], length: int) -> TokenBatch:
     """All rows of these documents."""
     table = pack(texts, length)
     return table.batch(range(table.index.rows))

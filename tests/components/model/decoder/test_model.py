@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.model import check_hidden_states, means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange
+from drawloom.components.ports.model import HiddenStates, LayerRange, TokenContext
 from drawloom.kernels.attention import AttentionImplementation
 from drawloom.kernels.attention_flex import FLEX
 from support.qwen3 import (
@@ -165,8 +165,8 @@ def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recomp
 LAYERS = SIZES["num_hidden_layers"]
 
 
-def context(tokens: Tensor, **fields: Any) -> BatchContext:
-    return BatchContext(torch.arange(tokens.shape[1]).repeat(len(tokens), 1), torch.zeros_like(tokens), **fields)
+def context(tokens: Tensor, **fields: Any) -> TokenContext:
+    return TokenContext(torch.arange(tokens.shape[1]).repeat(len(tokens), 1), torch.zeros_like(tokens), **fields)
 
 
 @pytest.fixture(scope="module")

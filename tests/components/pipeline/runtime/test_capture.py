@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import state_of_batches
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves
@@ -159,7 +159,7 @@ def test_rows_of_one_document_are_captured_as_packed_ones(
 ) -> None:
     """Of packed data now and then a row is one document: its microbatch is launched as a graph as all others are."""
     every = cycle([False, True])
-    monkeypatch.setattr(Batch, "has_whole_rows", lambda _batch: next(every))
+    monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: next(every))
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         steps([CASES[0]], True)
     assert not caplog.records and recorder.recorded == 2
@@ -196,7 +196,7 @@ def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs know that rows are one document each until there are others, and are then recorded again, once."""
-    monkeypatch.setattr(Batch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
+    monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         (found,) = steps([CASES[0]], True, taken=6)
     assert not caplog.records and recorder.recorded == 4

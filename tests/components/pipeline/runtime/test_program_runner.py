@@ -2,7 +2,7 @@
 
 import re
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -13,8 +13,8 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
@@ -59,7 +59,7 @@ class Second(nn.Module):
         self.weight = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
         self.apart = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
-    def forward(self, inputs: Parcel, shared: BatchContext, finish: Finish) -> Any:
+    def forward(self, inputs: Parcel, shared: TokenContext, finish: Finish) -> Any:
         assert inputs.nothing is None and inputs.counts[0].dtype == torch.int64 and inputs.counts[1].dtype == torch.bool
         mixed = inputs.hidden["found"] * self.weight * inputs.counts[1].transpose(0, 1).unsqueeze(-1)
         turned = (inputs.hidden["turned"] ** 2).imag.sum()
@@ -69,10 +69,12 @@ class Second(nn.Module):
 class SumOfAll:
     """The loss is the output."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids)
+    batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "positions", "document_ids", "weights")
 
-    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens, TokenContext(batch.positions, batch.document_ids)
+
+    def loss(self, hidden: Tensor, head: Any, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return hidden.square(), batch.weights.sum(), {}
 
 
@@ -89,8 +91,8 @@ class Spread:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        return self.boundaries.of(stage, tokens, shared)
+    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        return self.boundaries.of(stage, inputs, shared)
 
 
 SPANS = [LayerRange(0, 1, embedding=True, head=False), LayerRange(1, 2, embedding=False, head=True)]
@@ -107,10 +109,10 @@ def meta(span: LayerRange) -> nn.Module:
         return build(span)
 
 
-def batches() -> list[Batch]:
+def batches() -> list[TokenBatch]:
     """Microbatches of different shapes."""
     rows = [torch.arange(2 * (2 + number)).reshape(2, -1) for number in range(4)]
-    return [Batch(row, row, row, row, torch.ones(row.shape)) for row in rows]
+    return [TokenBatch(row, row, row, row, torch.ones(row.shape)) for row in rows]
 
 
 class Faulty(First):

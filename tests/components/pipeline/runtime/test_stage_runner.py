@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
 from drawloom.components.ports.pipeline import STEP_SPECS, sum_losses
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage
@@ -82,10 +82,12 @@ class Distance(nn.Module):
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.center = [torch.randn(WIDTH, requires_grad=True)]
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids)
+    batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "positions", "document_ids")
 
-    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens, TokenContext(batch.positions, batch.document_ids)
+
+    def loss(self, hidden: Tensor, head: Any, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         away = self.mix(hidden) * self.scale - self.center[0]
         return away.square().mean(), torch.tensor(1), {}
 
@@ -104,7 +106,7 @@ class SingleRank:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
+    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
     def links(self, hops: Any) -> dict[int, Any]:
@@ -155,13 +157,13 @@ def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mes
     return executor
 
 
-def batches(count: int) -> list[Batch]:
+def batches(count: int) -> list[TokenBatch]:
     """Microbatches whose tokens are activations already."""
     rows = [torch.randn(2, 4, WIDTH) for _ in range(count)]
-    return [Batch(row, row, row, row, torch.ones(row.shape[:-1])) for row in rows]
+    return [TokenBatch(row, row, row, row, torch.ones(row.shape[:-1])) for row in rows]
 
 
-def same_as_one_pass(executor: ProgramExecutor, microbatches: list[Batch], leaves: list[Tensor]) -> None:
+def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], leaves: list[Tensor]) -> None:
     """The gradients of a step are those of plain autograd through all stages."""
     for batch in microbatches:
         output, shared = executor.objective.inputs(batch)

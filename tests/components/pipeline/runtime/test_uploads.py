@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import TokenBatch
 from drawloom.components.state.trees import leaves
+from support.clips import Clips, clips
 
 
 @attrs.define
@@ -57,7 +58,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
     """Copies from pinned memory wait for nothing, computation waits for them, and memory is kept until it is read."""
     uploads = Uploads(torch.device("meta"))
-    batch = Batch(*(torch.ones(2, 3) for _ in range(5)))
+    batch = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
     for _ in range(2):
         there = uploads.start(batch)
         assert all(leaf.device.type == "meta" for leaf in leaves(there) if isinstance(leaf, Tensor))
@@ -72,7 +73,14 @@ def test_what_is_there_already_is_not_copied(seen: list[str]) -> None:
     assert not [each for each in seen if "copy" in each]
 
 
+def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
+    """Trees as well; numbers of the host stay."""
+    there = Uploads(torch.device("meta")).start(clips())
+    assert isinstance(there, Clips) and all(tensor.is_meta for tensor in there.tensors()) and there.skipped == 4
+    assert seen.count("copy in copies") == 5
+
+
 def test_on_a_cpu_nothing_is_copied() -> None:
     """Batches are made there."""
-    batch: Any = Batch(*(torch.ones(2, 3) for _ in range(5)))
+    batch: Any = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
     assert Uploads(torch.device("cpu")).start(batch) is batch

@@ -1,12 +1,14 @@
 """Cross entropy of logits that are divided by a trained temperature."""
 
+from typing import ClassVar
+
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom import above, component, setting
-from drawloom.ports import IGNORE_INDEX, Batch, BatchContext, Head
+from drawloom.ports import IGNORE_INDEX, BatchContext, Head, TokenBatch, TokenContext
 
 
 class Temperature(nn.Module):
@@ -24,14 +26,16 @@ class Temperature(nn.Module):
 class Tempered:
     """Cross entropy of the next token, of logits divided by a temperature that is trained with the model."""
 
+    batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "targets", "positions", "document_ids", "weights")
+
     max_bytes: int = setting(default=2**26, check=above(0), doc="bytes of logits that exist together")
     module: nn.Module = attrs.field(init=False, factory=Temperature)
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
         """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
+        return batch.tokens, TokenContext(batch.positions, batch.document_ids, batch.weights)
 
-    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the tokens' losses, and of their weights; hidden is (rows, length, hidden_size)."""
         losses = head.map_logits(self._losses, hidden, batch.targets, max_bytes=self.max_bytes)
         return (losses * batch.weights).sum(), batch.weights.sum(), {}

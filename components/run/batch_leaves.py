@@ -1,0 +1,27 @@
+"""Comparison between the leaves that components read and the leaves that data sets write."""
+
+from collections.abc import Iterator
+
+from drawloom.components.ports.data import ReadsLeaves, batch_types
+from drawloom.components.state.batch import Batch
+from drawloom.graph import Problem
+from drawloom.graph.wiring.node import NodeView
+
+
+def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
+    """Yield a problem for every component that reads a leaf which the run's batches do not have."""
+    writers = [*batch_types(trainer)]
+    for reader in trainer.reachable():
+        if isinstance(reader.component, ReadsLeaves):
+            for writer, batch_type in writers:
+                yield from _missing(reader, reader.component.batch_leaves, writer, batch_type)
+
+
+def _missing(reader: NodeView, leaves: tuple[str, ...], writer: NodeView, batch_type: type[Batch]) -> Iterator[Problem]:
+    if missing := [name for name in leaves if name not in batch_type.specs]:
+        plural = "leaves" if len(missing) > 1 else "leaf"
+        text = (
+            f"[{reader.name}] reads the {plural} {', '.join(missing)} of batches, and [{writer.name}] makes "
+            f"{batch_type.__name__}, which has {', '.join(batch_type.specs)}"
+        )
+        yield reader.problem("use", text, f"use another component in [{reader.name}] or in [{writer.name}]")

@@ -1,0 +1,53 @@
+"""Leaves of batches that components read, compared with those that data write."""
+
+import pytest
+
+from drawloom.graph.project import Recipe
+
+CLIPS = ("packing.use=support.clips", "trainer.on_finish=[]")
+
+
+def problems(*words: str) -> list[str]:
+    """Return the problems of the first recipe with clips in place of its data."""
+    recipe = Recipe.load("first_run", *CLIPS, *words, imports="support.clips")
+    return [f"{problem.node}: {problem.text}; {problem.hint}" for problem in recipe.graph.errors]
+
+
+def test_a_loss_is_refused_if_the_data_do_not_write_what_it_reads() -> None:
+    """The problem names the loss, the leaves that are missing, the data and the leaves that they have."""
+    [problem] = problems()
+    assert problem == (
+        "loss: [loss] reads the leaves tokens, targets, positions, document_ids of batches, and [packing] makes Clips, "
+        "which has frames, labels, scale, weights, mask, skipped; use another component in [loss] or in [packing]"
+    )
+
+
+def test_a_metric_is_refused_as_a_loss_is() -> None:
+    """Whatever reads leaves is compared, wherever it is in the recipe."""
+    [loss, metric] = sorted(problems("metrics.bits.use=metrics.bits_per_byte"))
+    assert loss.startswith("loss: ") and "[metrics.bits] reads the leaf targets of batches" in metric
+
+
+def test_the_batches_of_collated_rows_are_the_collators() -> None:
+    """A data set whose rows a collator makes declares no class of its own."""
+    words = ("packing.use=data.collated", "packing.max_length=8", "examples.use=data.json_examples")
+    more = ("examples.paths=['x']", "collator.use=data.pad_collator")
+    assert not Recipe.load("first_run", *words, *more).graph.errors
+
+
+@pytest.mark.parametrize(
+    ("word", "node", "text"),
+    [
+        ("mesh.context=3", "", ""),
+        (
+            "data.lengths=[{length=4, until_step=2}]",
+            "data",
+            "lengths cuts documents of tokens, and [packing] makes Clips",
+        ),
+    ],
+)
+def test_leaves_of_tokens_are_divided_along_context(word: str, node: str, text: str) -> None:
+    """Rows of frames are shared out over ranks; a length curriculum needs documents."""
+    others = [problem for problem in problems(word) if not problem.startswith("loss: ")]
+    assert [problem.partition(": ")[0] for problem in others] == [node] * bool(node)
+    assert all(text in problem for problem in others)
