@@ -6,7 +6,7 @@ rounded separately, so that the eager and the Triton implementation agree bitwis
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class ParamState:
     first: int = 0
     width: int = ALL
     stride: int = 0
-    max_exp_avg_sq: Tensor | None = None
+    max_exp_avg_sq: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         kept = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}

@@ -32,7 +32,7 @@ def groups(parts: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def triton(parts: Sequence[nn.Parameter], **options: bool) -> AdamWTriton:
+def triton(parts: Sequence[nn.Parameter], **options: Any) -> AdamWTriton:
     return AdamWTriton(groups(parts), fused=True, **SETTINGS, **options)
 
 
