@@ -28,6 +28,7 @@ from drawloom.components.ports.data import (
     Example as Example,
     Examples as Examples,
     IGNORE_INDEX as IGNORE_INDEX,
+    MAX_LENGTH as MAX_LENGTH,
     MeasuredRows as MeasuredRows,
     MovableData as MovableData,
     PackedDataset as PackedDataset,
