@@ -132,9 +132,9 @@ class _ListEdit:
             old_element = [] if index in self.removed else [(element, self.old.origin((index,)))]
             elements += [*self.before.get(index, ()), *old_element, *self.after.get(index, ())]
         removed = [self.old.value[index] for index in sorted(self.removed)]
-        elements = [origin for _, origin in elements]
-        values, (*above, key) = [value for value, _ in elements], self.path
-        return Leaf(values, self.layer, tuple(above), str(key), self.old, tuple(elements), tuple(removed))
+        values, origins = [value for value, _ in elements], tuple(origin for _, origin in elements)
+        *above, key = self.path
+        return Leaf(values, self.layer, tuple(above), str(key), self.old, origins, tuple(removed))
 
     @property
     def _name(self) -> str:
