@@ -42,7 +42,7 @@ def rows_have_one_length(rows: PackedDataset) -> None:
     batch = rows.batch("train", [0, rows.count("train") - 1])
     wanted = rows.batch_type or Batch
     expect(isinstance(batch, wanted), f"a batch is a {type(batch).__name__}, and batch_type is {wanted.__name__}")
-    expect_leaves_fit(batch)
+    _expect_leaves_fit(batch)
     expect(batch.row_count == 2, f"a batch of two rows has {batch.row_count}")
     for name in TENSORS if isinstance(batch, TokenBatch) else ():
         tensor, dtype = getattr(batch, name), torch.float32 if name == "weights" else torch.int64
@@ -103,7 +103,7 @@ def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
     expect(bool(batch.weights.any()), "no token of the first rows has a weight")
 
 
-def expect_leaves_fit(batch: Batch) -> None:
+def _expect_leaves_fit(batch: Batch) -> None:
     """Raise BrokenContractError for a batch whose leaves do not agree in rows and tokens."""
     try:
         batch.check()

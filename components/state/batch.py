@@ -106,8 +106,12 @@ class Batch:
         def change(value: Any) -> Any:
             return function(value) if isinstance(value, Tensor) else value
 
-        names = (name for name, spec in self.specs.items() if spec in specs)
-        return self.evolve(**{name: transform(change, getattr(self, name)) for name in names})
+        changed = {}
+        for name, spec in self.specs.items():
+            if spec in specs:
+                value = getattr(self, name)
+                changed[name] = function(value) if isinstance(value, Tensor) else transform(change, value)
+        return self.evolve(**changed)
 
     def take_rows(self, rows: slice) -> Self:
         """Return a slice of rows; tensors are views."""

@@ -127,12 +127,12 @@ class _ListEdit:
 
     def leaf(self) -> Leaf:
         """Return the edited list, which overrides the old one."""
-        elements: list[tuple[Any, Origin]] = []
+        edited: list[tuple[Any, Origin]] = []
         for index, element in enumerate(self.old.value):
-            old_element = [] if index in self.removed else [(element, self.old.origin((index,)))]
-            elements += [*self.before.get(index, ()), *old_element, *self.after.get(index, ())]
+            unchanged = [] if index in self.removed else [(element, self.old.origin((index,)))]
+            edited += [*self.before.get(index, ()), *unchanged, *self.after.get(index, ())]
         removed = [self.old.value[index] for index in sorted(self.removed)]
-        values, origins = [value for value, _ in elements], tuple(origin for _, origin in elements)
+        values, origins = [value for value, _ in edited], tuple(origin for _, origin in edited)
         *above, key = self.path
         return Leaf(values, self.layer, tuple(above), str(key), self.old, origins, tuple(removed))
 
