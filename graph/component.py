@@ -235,7 +235,7 @@ def component(
 
 
 def _short_repr(self: Any) -> str:
-    """Return a component's class and plain settings, without edges, which lead to all objects in a run."""
+    """Return a component's class and plain settings, without edges: these lead to all objects in a run."""
     values = {field.name: getattr(self, field.name, None) for field in attrs.fields(type(self)) if field.init}
     settings = [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str | int | float)]
     return f"{type(self).__name__}({', '.join(settings)})"

@@ -1,8 +1,8 @@
 """
 Classify a position in the text of a recipe: a part of a header, a key or a value, with its path.
 
-A mark and the closing brackets complete the text before the position to TOML, which is then parsed. So the rest of the
-text does not matter, and need not be TOML.
+The text before the position is completed to TOML with a mark and closing brackets, and parsed. So the rest of the text
+does not matter, and need not be TOML.
 """
 
 import re

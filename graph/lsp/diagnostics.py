@@ -50,7 +50,7 @@ def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
 
 
 def find_offset(text: str, position: Position) -> int:
-    """Return the offset of a line and column, limited to the text, which may have changed since."""
+    """Return the offset of a line and column, limited to the current text."""
     start = 0
     for _ in range(position.line - 1):
         start = text.find("\n", start) + 1 or len(text)

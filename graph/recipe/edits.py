@@ -127,14 +127,14 @@ class _ListEdit:
 
     def leaf(self) -> Leaf:
         """Return the edited list, which overrides the old one."""
-        elements: list[tuple[Any, Origin]] = []
+        edited: list[tuple[Any, Origin]] = []
         for index, element in enumerate(self.old.value):
-            old_element = [] if index in self.removed else [(element, self.old.origin((index,)))]
-            elements += [*self.before.get(index, ()), *old_element, *self.after.get(index, ())]
+            kept = [] if index in self.removed else [(element, self.old.origin((index,)))]
+            edited += [*self.before.get(index, ()), *kept, *self.after.get(index, ())]
         removed = [self.old.value[index] for index in sorted(self.removed)]
-        elements = [origin for _, origin in elements]
-        values, (*above, key) = [value for value, _ in elements], self.path
-        return Leaf(values, self.layer, tuple(above), str(key), self.old, tuple(elements), tuple(removed))
+        origins = tuple(origin for _, origin in edited)
+        values, (*above, key) = [value for value, _ in edited], self.path
+        return Leaf(values, self.layer, tuple(above), str(key), self.old, origins, tuple(removed))
 
     @property
     def _name(self) -> str:

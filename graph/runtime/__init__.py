@@ -1,1 +1,1 @@
-"""The container, which builds, opens and closes the objects of a graph."""
+"""The container: build, open and close the objects of a graph."""

@@ -134,8 +134,8 @@ class Container(Mapping[str, Any]):
     """
     The objects of `roots` and their dependencies, by node name.
 
-    `build` constructs them, which is cheap. As a context manager the container also calls `open()` in dependency order
-    and `close()` in reverse order, on objects with these methods. `replacements` are objects for some nodes. They are
+    `build` constructs them cheaply. As a context manager the container also calls `open()` in dependency order and
+    `close()` in reverse order, on objects with these methods. `replacements` are objects for some nodes. They are
     checked like nodes, but neither opened nor closed. None leaves out a node reached only by optional edges.
 
     After a failure, the container calls `on_failure(error)` of open objects before it closes any object. `on_failure`

@@ -148,9 +148,7 @@ class EdgeResolver:
         node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
     def _find_direct(self, field: Field, value: Any) -> tuple[str, ...]:
-        """
-        Return the node named by a written edge if it fits, which is the common case. Otherwise return an empty tuple.
-        """
+        """Return the node named by a written edge if it fits, the common case. Otherwise return an empty tuple."""
         name = value[1:] if isinstance(value, str) and value[:1] == "@" else ""
         target = self.nodes.get(name)
         return (name,) if target is not None and implements_any(target.spec.cls, field.ports) else ()
