@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--row", type=integer(0), action="append", default=[], metavar="N", help="show a row, from 0")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="train if left out")
-    parser.epilog = "Single values are set by node.key=value."
+    parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a run folder")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="text if left out")
-    parser.epilog = "Single values are set by node.key=value."
+    parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

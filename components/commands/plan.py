@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "with --search: write the best one as an overlay"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
-    parser.epilog = "Single values are set by node.key=value."
+    parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs", type=integer(), default=8, metavar="N", help="pairs that are computed together (default 8)"
     )
-    parser.epilog = "Single values are set by node.key=value."
+    parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a table of all schedules, and of NAME, with the costs of a RECIPE if given",
     )
-    parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
+    parser.epilog = "Set single values with node.key=value; in a schedule by its name, the node is called schedule."
 
 
 OTHERS = "recipe", "words", "overlay", "ranks", "microbatches", "stages_per_rank", "forward_only", "compare"

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--steps", type=integer(4), default=20, metavar="N", help="steps, at least 4 (default 20)")
     parser.add_argument("--ranks", type=integer(), default=1, metavar="R", help="processes to run it in (default 1)")
-    parser.epilog = "Single values are set by node.key=value."
+    parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

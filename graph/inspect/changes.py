@@ -197,7 +197,7 @@ def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:
                 if old_writing != new_writing:
                     yield RecipeChange(name, key, old_writing, new_writing, "cosmetic")
     if common != [name for name in after if name in before]:
-        yield RecipeChange("", "", "tables", "same tables in another order", "cosmetic")
+        yield RecipeChange("", "", "tables", "reordered", "cosmetic")
 
 
 def _describe_writing(graph: Graph, node: Node, key: str) -> str:

@@ -102,7 +102,9 @@ class Values:
         if not isinstance(value, list):
             raise _MismatchError(value, kind)
         if len(value) != len(kinds):
-            raise _MismatchError(value, kind, f"{describe_expected(kind)}, got {len(value)} items")
+            raise _MismatchError(
+                value, kind, f"{describe_expected(kind)}, got {len(value)} item{'' if len(value) == 1 else 's'}"
+            )
         items, errors = [], []
         for index, (item, item_kind) in enumerate(zip(value, kinds, strict=True)):
             try:

@@ -42,7 +42,7 @@ def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
     """A hint lists the choices only if there are few."""
     assert did_you_mean("kep", KNOWN) == "did you mean 'Keep'?"
     assert did_you_mean("adamw", ["optim.adam", "optim.adamw", "adapt"]) == "did you mean 'optim.adamw'?"
-    assert did_you_mean("zzz", KNOWN) == "there is Keep, every, max_norm"
+    assert did_you_mean("zzz", KNOWN) == "available: Keep, every, max_norm"
     assert did_you_mean("zzz", map(str, range(13))) == ""
     assert did_you_mean("zzz", []) == ""
 

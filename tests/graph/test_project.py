@@ -36,10 +36,10 @@ def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Pr
 
 def test_slips_in_python_are_named(project: Project) -> None:
     """A list for values, an unknown format, an unknown node and a run that is not open each get a sentence."""
-    with pytest.raises(TypeError, match="is no value; write each as a string of its own"):
+    with pytest.raises(TypeError, match="is not a string; write one string per value"):
         Recipe.load("small", ["store.size=4"], project=project)  # type: ignore[arg-type]
     small = Recipe.load("small", project=project)
-    with pytest.raises(UserError, match="there is no format 'png'; there is dot, mermaid, svg, tree"):
+    with pytest.raises(UserError, match="there is no format 'png'; available: dot, mermaid, svg, tree"):
         small.draw("png")  # type: ignore[arg-type]
     run = small.open()
     with pytest.raises(KeyError, match=r"nothing is open; write `with recipe.open\(\) as run:`"):
@@ -69,9 +69,9 @@ def test_objects_are_had_by_name_and_by_type(project: Project) -> None:
     with Recipe.load("small", project=project).open() as run:
         assert run.get(Loop) is run["trainer"] and run.get(Store) is run["store"]
         assert run.get("nowhere") is None and run.get("page") is run["page"]
-        with pytest.raises(LookupError, match=r"no open node is a dict; name a node"):
+        with pytest.raises(LookupError, match=r"no open node implements dict; get a node by name"):
             run.get(dict)
-        with pytest.raises(LookupError, match=r"\[.*\] and \[.*\] are a object"):
+        with pytest.raises(LookupError, match=r"\[.*\] and \[.*\] implement object"):
             run.get(object)
 
 

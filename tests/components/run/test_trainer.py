@@ -341,7 +341,7 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
     )
     for name in ("batches", "gradients", "local_gradients", "losses", "weights"):
         with pytest.raises(
-            RecipeError, match=f"number '{name}'; (there is {', '.join(numbers)}|did you mean '(loss|loss_weight)')"
+            RecipeError, match=f"number '{name}'; (available: {', '.join(numbers)}|did you mean '(loss|loss_weight)')"
         ):
             Recipe.load("first_run", f"checkpoint.best={name}").check()
     for name in numbers:

@@ -34,7 +34,7 @@ def test_a_value_that_is_not_toml_is_a_string(word: str, value: object) -> None:
 @pytest.mark.parametrize("word", ["a=1", "a..b=1", "--a.b"])
 def test_a_malformed_override_is_refused(word: str) -> None:
     """A word that sets nothing is a problem."""
-    with pytest.raises(RecipeError, match="not understood"):
+    with pytest.raises(RecipeError, match="is not an override"):
         read_overrides([word])
 
 
@@ -76,7 +76,7 @@ def test_an_unrecognized_argument_is_refused(
         (["chek", "small"], "there is no command 'chek'; did you mean 'check'?"),
         (
             ["check", "small", "title=Kiosk"],
-            "unrecognized arguments: title=Kiosk; values are set by node.key=value, such as trainer.steps=10",
+            "unrecognized arguments: title=Kiosk; set values with node.key=value, such as trainer.steps=10",
         ),
         (["check", "small", "page.title", "=", "Kiosk"], "write page.title=Kiosk, without spaces"),
     ],
@@ -173,7 +173,7 @@ def test_a_schema_that_cannot_be_written_is_an_error(
     target = tmp_path / "none" / "schema.json"
     assert main(["schema", "--output", str(target)], project) == 1
     assert capsys.readouterr().err == (
-        f"--output {target}: No such file or directory; write a path that can be written\n"
+        f"--output {target}: No such file or directory; name a file in a writable folder\n"
     )
 
 

@@ -55,7 +55,7 @@ def test_a_key_lists_every_layer_that_set_it(explained: Explain) -> None:
     assert explained("room.whole") == [
         "[room] whole = 8  (integer; command line)",
         "  an integer",
-        "  resume impact of another value: changes_training",
+        "  impact of another value on a resumed run: changes_training",
         "  8  command line",
         "  7  over.toml:3:1",
         "  1  default",
@@ -104,7 +104,7 @@ def test_a_node_lists_settings_edges_users_and_order(explained: Explain) -> None
     assert explained("page") == [
         "[page] pages.plain, SMALL:10:7",
         "  Answers with what a store holds.",
-        "  it is a Page, a Counted",
+        "  implements Page, Counted",
         "  settings",
         '    title = "Kiosk"  (string; small.toml:11:1 $vars.title top.toml:5:1)',
         "  edges",
@@ -113,7 +113,7 @@ def test_a_node_lists_settings_edges_users_and_order(explained: Explain) -> None
         "    filters -> [cut], [page.filters[1]], [find]  (a sequence of Filter; top.toml:8:1)",
         "  used by",
         "    [trainer] pages",
-        "  place",
+        "  order",
         "    built 5th of 6, after [store], [cut], [page.filters[1]], [find]",
     ]
 
@@ -121,19 +121,19 @@ def test_a_node_lists_settings_edges_users_and_order(explained: Explain) -> None
 def test_a_member_of_a_sequence_lists_its_dataflow(explained: Explain) -> None:
     """Each value that a member reads, changes or writes is listed with its writers and readers."""
     assert explained("page.filters[1]")[-4:] == [
-        "  place",
+        "  order",
         "    built 3rd of 6",
         "    2nd of 3 in [page] filters",
         "      changes words, written by [cut]",
     ]
-    assert explained("cut")[-1] == "      writes words, taken by [page.filters[1]] and [find]"
+    assert explained("cut")[-1] == "      writes words, consumed by [page.filters[1]] and [find]"
 
 
 def test_filled_fields_and_unbuilt_nodes_are_explained(explained: Explain) -> None:
     """A field that collects all nodes of a port lists them; a node without users is marked as not built."""
     assert "    counted: every Counted: [page]" in explained("trainer")
-    assert explained("trainer.counted") == ["[trainer] counted is filled in by the container"]
-    assert explained("room")[-1] == "    not built: nothing that [trainer] needs leads to it"
+    assert explained("trainer.counted") == ["[trainer] counted is filled by the container"]
+    assert explained("room")[-1] == "    not built: no node that [trainer] needs refers to it"
 
 
 def test_without_a_target_the_layers_and_nodes_are_listed(explained: Explain) -> None:

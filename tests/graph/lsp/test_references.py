@@ -108,13 +108,13 @@ def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
 @pytest.mark.parametrize(
     ("symbol", "new", "why"),
     [
-        (("page2",), "new", r"last.toml has 'new' already"),
-        (("page2",), "store", r"has 'store' already"),
+        (("page2",), "new", r"last.toml already has 'new'"),
+        (("page2",), "store", r"already has 'store'"),
         (("page2",), "2", "can't be the name of a node"),
         (("page2",), "a.b", "can't be the name of a node"),
         (("page2",), "vars", "can't be the name of a node"),
-        (("page",), "home", r"small.toml names it, and is not in the workspace"),
-        (("trainer",), "runner", "a run is built for the node of this name"),
+        (("page",), "home", r"small.toml also names it, and is outside the workspace"),
+        (("trainer",), "runner", "a run starts from the node with this name"),
     ],
 )
 def test_names_that_would_break_a_recipe_are_refused(shelf: Workspace, symbol: Symbol, new: str, why: str) -> None:
@@ -144,5 +144,5 @@ def test_a_variable_is_found_and_renamed(workspace: Workspace, write: Write) -> 
         "n",
     )
     assert [text.count("\n", 0, at.start) + 1 for at in rename(workspace, path, ("vars", "n"), "k")[path]] == [2, 6]
-    with pytest.raises(UserError, match=r"has 'vars.m' already"):
+    with pytest.raises(UserError, match=r"already has 'vars.m'"):
         rename(workspace, path, ("vars", "n"), "m")

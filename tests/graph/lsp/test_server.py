@@ -66,7 +66,7 @@ def test_a_node_is_renamed_in_open_and_in_saved_recipes(editor: Editor) -> None:
     }
     assert editor.ask("prepare_rename", "street.toml", '"@ki|osk"').placeholder == "kiosk"
     assert editor.ask("prepare_rename", "street.toml", "ti|tle = ") is None
-    with pytest.raises(JsonRpcException, match=r"street.toml has 'page' already"):
+    with pytest.raises(JsonRpcException, match=r"street.toml already has 'page'"):
         editor.ask("rename", "street.toml", '"@ki|osk"', new_name="page")
     context = lsp.ReferenceContext(include_declaration=True)
     assert len(editor.ask("references", "street.toml", '"@ki|osk"', context=context)) == 3

@@ -52,8 +52,8 @@ def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use:
     [
         ("missing.py", "there is no package, folder or file 'missing.py'"),
         ("Upper.py", "Upper.py can't be named in a recipe; rename it"),
-        ("plain.py", "plain.py holds no component; write @component above its class"),
-        ("argparse.py", "Python imports .*argparse.py by the name argparse; rename argparse.py"),
+        ("plain.py", "plain.py contains no component; write @component above its class"),
+        ("argparse.py", "Python imports .*argparse.py under the name argparse; rename argparse.py"),
         ("os", "there is no package, folder or file 'os'"),
         ("..", ".. can't be named in a recipe; rename it"),
     ],
@@ -72,4 +72,4 @@ def test_two_components_in_a_file_are_a_problem(here: Path) -> None:
     (here / "two_of_imports.py").write_text(STORE + STORE.partition("\n")[2].replace("Small", "Large"), "utf-8")
     project = Project.of("support.shop").with_imports(["two_of_imports.py"])
     [problem] = project.graph(MergedRecipe.of({"store": {"use": "two_of_imports"}}), root="").errors
-    assert "holds the components Small and Large; move each to a file of its own" in str(problem)
+    assert "contains the components Small and Large; move every class to a file of its own" in str(problem)

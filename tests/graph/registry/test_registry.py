@@ -188,7 +188,7 @@ def problems(data: dict[str, Any]) -> list[str]:
         ("data.text", "did you mean 'data.text_files'?"),
         ("data.concatenated", "did you mean 'data.packing.concatenated'?"),
         ("loss.focal", "the components beside it are loss.dft, loss.dpo, loss.next_token"),
-        ("data.mmap", "`drawloom list data` shows what there is"),
+        ("data.mmap", "`drawloom list data` lists the components"),
     ],
 )
 def test_a_name_is_near_to_those_of_its_folder_by_its_last_word(use: str, hint: str) -> None:
@@ -251,8 +251,8 @@ def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
     ("use", "hint"),
     [
         ("torch.stores.Memory", "did you mean 'stores.memory'?"),
-        ("pytest.stores.memry", "did you mean 'stores.memory'? Otherwise, to offer the components of the package"),
-        ("pytest.other.memory", "to offer the components of the package 'pytest', add --import pytest"),
+        ("pytest.stores.memry", "did you mean 'stores.memory'? Otherwise, to use the components of the package"),
+        ("pytest.other.memory", "to use the components of the package 'pytest', add --import pytest"),
     ],
 )
 def test_the_path_of_a_class_elsewhere_names_the_component_like_it(use: str, hint: str) -> None:

@@ -291,9 +291,11 @@ def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
 
 def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
-    with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store: it has no get\(\)"):
+    with pytest.raises(
+        TypeError, match=r"replacement for \[store\] does not implement the port of \[page\] store: it has no get\(\)"
+    ):
         project.container(shop(), replacements={"store": object()}).build()
-    with pytest.raises(ValueError, match="there is no node 'stor' to give; did you mean 'store'"):
+    with pytest.raises(ValueError, match="there is no node 'stor' to replace; did you mean 'store'"):
         project.container(shop(), replacements={"stor": Till()}).build()
 
 
@@ -302,7 +304,7 @@ def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, pro
     graph = shop('[other]\nuse = "pages.plain"\ntitle = "Other"\n[page]\nfallback = "@other"')
     with project.container(graph, "page", replacements={"other": None}) as objects:
         assert objects["page"].fallback is None and objects["other"] is None
-    with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store"):
+    with pytest.raises(TypeError, match=r"replacement for \[store\] does not implement the port of \[page\] store"):
         project.container(graph, "page", replacements={"store": None}).build()
 
 

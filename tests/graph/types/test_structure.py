@@ -147,7 +147,7 @@ def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) 
         (
             2**53 + 1,
             float,
-            "expected a number that floating point holds exactly, got the integer 9007199254740993",
+            "expected a number that a float represents exactly, got the integer 9007199254740993",
             "",
         ),
         ("False", bool, 'expected a boolean, got the string "False"', "write false without quotes"),
@@ -163,8 +163,8 @@ def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) 
         ("[1, 2]", list[int], 'expected an array of integers, got the string "[1, 2]"', "write [1, 2] without quotes"),
         ([1], int, "expected an integer, got the array [1]", "write 1 without brackets"),
         ({"a": 1}, list[int], "expected an array of integers, got the table { a = 1 }", ""),
-        ([1, 2, 3], tuple[float, float], "expected an array of 2 numbers: 2 items expected, 3 given", ""),
-        ([1], tuple[int, str], "expected an array [integer, string]: 2 items expected, 1 given", ""),
+        ([1, 2, 3], tuple[float, float], "expected an array of 2 numbers, got 3 items", ""),
+        ([1], tuple[int, str], "expected an array [integer, string], got 1 item", ""),
         ({}, tuple[int, str], "expected an array [integer, string], got the table {}", ""),
         (3, dict[str, int], "expected a table of integers, got the integer 3", ""),
         (3, Curve, "expected a table with rate, shape, steps, hidden, got the integer 3", ""),
@@ -217,8 +217,8 @@ def test_all_problems_of_a_value_are_reported_at_once_each_with_its_path() -> No
         problem(("first", "rat"), "unknown key", "did you mean 'rate'?"),
         problem(("others", 1, "rate"), 'expected a number, got the string "1"', "write 1 without quotes"),
         problem(("others", 2), "expected a table with rate, shape, steps, hidden, got the integer 3"),
-        problem(("deeper", "first", "derived"), "unknown key", "there is hidden, rate, shape, steps"),
-        problem(("deeper", "nonsense"), "unknown key", "there is deeper, first, others"),
+        problem(("deeper", "first", "derived"), "unknown key", "available: hidden, rate, shape, steps"),
+        problem(("deeper", "nonsense"), "unknown key", "available: deeper, first, others"),
     ]
 
 

@@ -41,13 +41,13 @@ def test_another_component_in_the_place_of_the_one_that_is_needed_is_named(shop:
     graph = shop('[store]\nuse = "servers.loop"\npages = ["@page"]')
     [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
     assert problem.text == (
-        "'pages.plain' needs a Store for 'store', and no node implements it, as [store] is 'servers.loop': "
+        "'pages.plain' needs a Store for 'store', but no node implements it: [store] is 'servers.loop': "
         "it has no get() and has no put()"
     )
-    assert problem.hint == "`drawloom list --fits store` shows what does"
+    assert problem.hint == "`drawloom list --fits store` lists the components that do"
     alone = project.graph(MergedRecipe.of({"page": {"use": "pages.plain", "title": "Shop"}}))
     [problem] = [problem for problem in alone.errors if problem.code == "DL316"]
-    assert problem.text.endswith("no node implements it") and problem.hint == "add a node that does"
+    assert problem.text.endswith("no node implements it") and problem.hint == "add a node that implements it"
 
 
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
@@ -181,7 +181,7 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
         assert graph.nodes["page"].edges["store"].targets == ("store",)
         return
     assert faults(graph) == [
-        f"[{node}] 'store' needs one Store, and [store] and [second] both are" for node in ("page", "trainer")
+        f"[{node}] 'store' needs one Store, but [store] and [second] both implement it" for node in ("page", "trainer")
     ]
     assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
@@ -249,12 +249,12 @@ def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph],
         ),
         (
             ("parse", "look_up", "translate"),
-            "filters: [translate] changes words after [look_up], the last to read it, so the change is lost;"
+            "filters: [translate] changes words after the last reader [look_up], so the change is lost;"
             ' move "@translate" before "@look_up"',
         ),
         (
             ("look_up",),
-            'filters: [look_up] reads words, which nothing in the sequence writes; add "@parse" before "@look_up"',
+            'filters: [look_up] reads words, but no member of the sequence writes it; add "@parse" before "@look_up"',
         ),
         (
             ("parse", "look_up", "log_in"),
