@@ -27,7 +27,7 @@ def test_collection_is_as_it_was_after_a_pause(was_on: bool) -> None:
     assert gc.isenabled() is was_on
 
 
-def test_a_decorated_function_pauses_at_each_call(was_on: bool) -> None:
+def test_a_decorated_function_pauses_collection_at_every_call(was_on: bool) -> None:
     """The decorator serves any number of calls, one inside another."""
 
     @pause_collection()

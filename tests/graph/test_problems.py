@@ -73,7 +73,7 @@ CODES = [code for code, *_ in SECTION.findall(PAGE)]
 
 
 def printed() -> str:
-    """What `check` prints for all golden recipes with problems."""
+    """Return the output of `check` for all faulty golden recipes."""
     return "".join(path.read_text("utf-8") for path in FAULTY.glob("*.txt"))
 
 

@@ -34,7 +34,7 @@ def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Pr
     assert not Recipe.load("small", project=project).changes_since(Recipe.load("small", project=project))
 
 
-def test_slips_in_python_are_named(project: Project) -> None:
+def test_mistakes_in_python_calls_are_explained(project: Project) -> None:
     """A list for values, an unknown format, an unknown node and a run that is not open each get a sentence."""
     with pytest.raises(TypeError, match="is not a string; write one string per value"):
         Recipe.load("small", ["store.size=4"], project=project)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_check_raises_every_error_at_once(project: Project) -> None:
     assert [problem.code for problem in caught.value.problems] == ["DL302", "DL303"]
 
 
-def test_objects_are_had_by_name_and_by_type(project: Project) -> None:
+def test_run_returns_objects_by_name_and_by_type(project: Project) -> None:
     """One object implements a class or port; several, or none, are named in the error."""
     with Recipe.load("small", project=project).open() as run:
         assert run.get(Loop) is run["trainer"] and run.get(Store) is run["store"]
@@ -75,7 +75,7 @@ def test_objects_are_had_by_name_and_by_type(project: Project) -> None:
             run.get(object)
 
 
-def test_only_what_one_node_needs_is_opened_with_what_is_given(project: Project) -> None:
+def test_open_with_only_opens_the_dependencies_of_a_node_with_replacements(project: Project) -> None:
     """The closure of one node is built, around a fake that is checked against its port."""
     store = fake(Store, get="there")
     small = Recipe.load("small", project=project)
@@ -100,7 +100,7 @@ def test_faults_of_nodes_that_are_not_opened_do_not_matter(project: Project) -> 
             recipe.open(only="page")
 
 
-def test_a_preview_opens_what_speaks_and_what_it_counts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preview_opens_previewed_nodes_and_their_members(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with `preview` say something, and their `Every` fields are filled; nothing runs."""
     monkeypatch.setattr(Plain, "preview", lambda page: f"a page called {page.title}", raising=False)
     monkeypatch.setattr(Loop, "preview", lambda loop: f"{len(loop.counted)} counted", raising=False)

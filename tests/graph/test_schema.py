@@ -40,7 +40,7 @@ def test_a_value_that_a_setting_accepts_is_valid(name: str, data: st.DataObject)
 
 
 @given(st.sampled_from(sorted(SETTINGS)), WRITTEN)
-def test_a_value_that_the_schema_refuses_is_no_valid_setting(name: str, value: Any) -> None:
+def test_a_value_refused_by_the_schema_is_an_invalid_setting(name: str, value: Any) -> None:
     """The schema refuses no valid value; it may accept values that only Python checks refuse."""
     field = SPEC.fields[name]
     if not VALIDATORS[name].is_valid(as_json(value)):
@@ -151,7 +151,7 @@ def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) ->
     assert validator.is_valid({"clip": {"of_my_own": 1}})
 
 
-def test_a_description_is_what_the_docstring_says(validator: Draft7Validator) -> None:
+def test_schema_descriptions_come_from_docstrings(validator: Draft7Validator) -> None:
     """Editors show a component's docstring, and each setting's line."""
     clip = validator.schema["definitions"]["gradients.clip_norm"]  # type: ignore[index]
     spec: Any = PROJECT.registry.find("gradients.clip_norm")

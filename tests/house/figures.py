@@ -39,8 +39,10 @@ def main() -> None:
     for name, sites in SITES.items():
         where = sites(trees)
         print(f"{name:<22}{len(where):>6}", *(where if "--sites" in sys.argv[1:] else ()), sep="\n    ")
-    for word, count in prose.measure(prose.trees()).items():
-        print(f"{word:<22}{count:>6.1f} per 1000")
+    counts = {room: prose.measure(prose.trees(room)) for room in prose.ROOMS}
+    print(f"{'per 1000':<22}" + "".join(f"{room:>12}" for room in counts))
+    for word in counts["graph"]:
+        print(f"{word:<22}" + "".join(f"{count[word]:>12.1f}" for count in counts.values()))
 
 
 SITES = {

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("graph", "components", "kernels")
+ROOMS = ("graph", "kernels", "components", "src", "tests")
+"""Folders with a budget of their own."""
 
 WORDS = ("of", "that", "what", "those", "which", "each")
 """Words of which a docstring full of pronouns has many."""
@@ -22,10 +23,9 @@ PARTICIPLE = re.compile(
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def trees(folder: Path = ROOT) -> list[ast.Module]:
-    """Return the syntax trees of all modules of the floors."""
-    paths = [path for floor in FLOORS for path in sorted((folder / floor).rglob("*.py"))]
-    return [ast.parse(path.read_bytes()) for path in paths]
+def trees(room: str) -> list[ast.Module]:
+    """Return the syntax trees of all modules in a room."""
+    return [ast.parse(path.read_bytes()) for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def measure(modules: Iterable[ast.Module]) -> dict[str, float]:

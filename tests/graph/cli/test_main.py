@@ -27,7 +27,7 @@ def test_three_ways_to_set_a_value() -> None:
     [("a.b=1", 1), ("a.b=1e-3", 1e-3), ("a.b=eager", "eager"), ('a.b="1"', "1"), ("a.b=true", True), ("a.b=", "")],
 )
 def test_a_value_that_is_not_toml_is_a_string(word: str, value: object) -> None:
-    """What TOML can read it reads; the rest is text."""
+    """A value that TOML can read is parsed; any other value is a string."""
     assert read_overrides([word]) == {"a": {"b": value}}
 
 
@@ -81,7 +81,7 @@ def test_an_unrecognized_argument_is_refused(
         (["check", "small", "page.title", "=", "Kiosk"], "write page.title=Kiosk, without spaces"),
     ],
 )
-def test_slips_get_a_suggestion(
+def test_typing_errors_get_a_suggestion(
     project: Project, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command that is nearly another, and spaces around the sign of a value."""
@@ -122,7 +122,7 @@ def test_of_several_processes_one_prints_warnings(
 
 
 def test_show_can_be_checked_again(project: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `show` prints is a recipe with the same resolved form, but for where each line has come from."""
+    """The output of `show` is a recipe with the same resolved form, except for the comments about origins."""
     main(["show", "small"], project)
     text = capsys.readouterr().out
     path = f"{tmp_path}/shown.toml"
@@ -177,7 +177,7 @@ def test_a_schema_that_cannot_be_written_is_an_error(
     )
 
 
-def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_and_list_print_nodes_and_components(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The tree has every node of the run; the list every component, and settings with types and defaults."""
     main(["draw", "small"], project)
     assert capsys.readouterr().out.splitlines() == [
@@ -223,8 +223,8 @@ def test_components_are_listed_by_the_port_that_they_implement(capsys: pytest.Ca
     assert "there is no such port; did you mean " in capsys.readouterr().err
 
 
-def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of phases only those that change gradients can be [clip], and every metric can be in the group [metrics]."""
+def test_components_that_fit_a_sequence_change_the_same_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only phases that change gradients fit [clip], and every metric fits the group [metrics]."""
     main(["list", "--fits", "clip"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "gradients.clip_group_norm",
@@ -262,7 +262,7 @@ def test_warnings_alone_are_fine(project: Project, capsys: pytest.CaptureFixture
 def test_a_dry_run_prints_the_preview_once(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of several processes one prints it, and none runs."""
+    """One of several processes prints the preview, and none runs."""
     monkeypatch.setattr(Recipe, "preview", lambda _: "what would run")
     monkeypatch.setattr(Recipe, "open", lambda *_, **__: 1 / 0)
     assert main(["run", "small", "--dry-run"], project) == 0
@@ -307,7 +307,7 @@ def test_importing_a_missing_package_is_a_user_error(
         (RuntimeError("can't start new thread"), "no more threads can be started"),
     ],
 )
-def test_what_the_machine_lacks_is_reported_without_a_traceback(
+def test_missing_files_and_devices_are_reported_without_a_traceback(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
 ) -> None:
     """Memory and threads run out in one line, with exit code 1."""
@@ -331,7 +331,7 @@ def test_a_removed_current_folder_is_an_error_in_words(
     assert capsys.readouterr().err == "the current folder has been removed; change to another one\n"
 
 
-def test_a_language_server_without_its_package_says_what_to_install(
+def test_the_language_server_names_a_missing_package(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """pygls is an extra; no other command imports it."""

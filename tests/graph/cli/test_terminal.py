@@ -42,7 +42,7 @@ def test_a_full_disk_under_standard_output_is_a_user_error(monkeypatch: pytest.M
         print_text("text")
 
 
-def test_a_closed_pipe_is_no_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """`drawloom draw | head -1` is no failure."""
     monkeypatch.setattr(sys, "stdout", Failing(BrokenPipeError(32, "Broken pipe")))
     with pytest.raises(BrokenPipeError):

@@ -40,7 +40,7 @@ def test_every_edge_is_an_arrow_once(shop: Callable[..., Graph]) -> None:
     assert len(picture.arrows) == 6
 
 
-def test_what_is_not_built_is_not_drawn(shop: Callable[..., Graph]) -> None:
+def test_unbuilt_nodes_are_not_drawn(shop: Callable[..., Graph]) -> None:
     """The boxes are those that the root needs, itself first."""
     names = [box.name for box in make_wiring_diagram(shop(TWO), "shop", "trainer").boxes]
     assert names[0] == "trainer" and sorted(names) == sorted(shop(TWO).topological_order(["trainer"]))
@@ -78,7 +78,7 @@ filters = ["@parse", "@translate", "@look_up"]
 """
 
 
-def test_each_value_lists_what_members_do_to_it(shop: Callable[..., Graph]) -> None:
+def test_a_value_lists_its_accesses_by_members(shop: Callable[..., Graph]) -> None:
     """A value that no member writes has a row, which says so."""
     step = make_sequence_drawing(shop(FILTERS), "shop", "page")
     assert [box.name for box in step.members] == ["parse", "translate", "look_up"]
@@ -90,7 +90,7 @@ def test_each_value_lists_what_members_do_to_it(shop: Callable[..., Graph]) -> N
 
 
 def test_arrows_start_at_the_last_member_that_wrote_or_changed_a_value(shop: Callable[..., Graph]) -> None:
-    """What is read is as the last to change it left it."""
+    """An arrow to a reader starts at the last member that changed the value."""
     picture = make_sequence_drawing(shop(FILTERS), "shop", "page").diagram()
     assert picture.arrows == (Arrow("parse", "translate", ("words",)), Arrow("translate", "look_up", ("words",)))
 

@@ -65,7 +65,7 @@ def lines(project: Project, old: MergedRecipe, new: Graph) -> list[str]:
     return [str(change) for change in diff(old, new)]
 
 
-def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, project: Project) -> None:
+def test_a_difference_in_writing_is_cosmetic(shop: Shop, project: Project) -> None:
     """Writing out a default or an edge, and using a variable, are cosmetic."""
     old = project.load("small")
     text = '[store]\nsize = 10\n[page]\nstore = "@store"'

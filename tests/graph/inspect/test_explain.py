@@ -37,7 +37,7 @@ OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
 
 @pytest.fixture
 def explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> Explain:
-    """What is said of a target, line by line."""
+    """Return the explanation of a target, line by line."""
     monkeypatch.chdir(tmp_path)
     Path("top.toml").write_text(TOP, "utf-8")
     Path("over.toml").write_text(OVER, "utf-8")
@@ -62,7 +62,7 @@ def test_a_key_lists_every_layer_that_set_it(explained: Explain) -> None:
     ]
 
 
-def test_an_edited_list_shows_what_was_removed_and_inserted(explained: Explain, project: Project) -> None:
+def test_an_edited_list_shows_removed_and_inserted_elements(explained: Explain, project: Project) -> None:
     """Below the edited list are the edits, each inserted element with its place, and then the list as it was."""
     Path("edit.toml").write_text(
         '[edit.page.filters]\nremove = "@cut"\nbefore."@find" = "@who"\n[who]\nuse = "pages.parse"'
@@ -145,7 +145,7 @@ def test_without_a_target_the_layers_and_nodes_are_listed(explained: Explain) ->
 
 @pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])
 def test_an_unknown_target_is_a_user_error(explained: Explain, target: str) -> None:
-    """What is not there ends in a hint or an empty explanation, not in a traceback."""
+    """A missing target ends in a hint or an empty explanation, not in a traceback."""
     if target.startswith("page.title."):
         assert explained(target)
         return

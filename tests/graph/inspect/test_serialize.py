@@ -39,7 +39,7 @@ def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
     assert plain["trainer"]["named"] == {"home": "@page"}
 
 
-def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
+def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
     """Flattened inline nodes have the names that the graph gives them, and edges refer to those."""
     graph = shop(IN_PLACE)
     flat = flatten(serialize_graph(graph))

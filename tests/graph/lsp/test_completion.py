@@ -35,8 +35,8 @@ EDIT = "[edit.trainer.pages]\n"
         ("[nowhere]\n|", []),
     ],
 )
-def test_what_is_offered(workspace: Workspace, point: Point, text: str, offered: list[str]) -> None:
-    """What the position takes by type: nodes of the port, keys that are not set yet, elements of an edited list."""
+def test_completion_offers_fitting_names(workspace: Workspace, point: Point, text: str, offered: list[str]) -> None:
+    """Completion offers nodes of the port, keys not set yet, and elements of an edited list."""
     (workspace.folders[0] / "base.toml").write_text("", "utf-8")
     assert [one.text for one in list_completions(workspace, point(text))] == offered
 
@@ -88,8 +88,8 @@ def test_components_that_fit_come_first(workspace: Workspace, point: Point, text
         ("[tra|iner]", "tra|iner"),
     ],
 )
-def test_what_is_replaced(point: Point, text: str, rest: str) -> None:
-    """The token with its quotes; if they are open, what is before the cursor."""
+def test_completion_replaces_the_token(point: Point, text: str, rest: str) -> None:
+    """A completion replaces the token with its quotes, or the text before the cursor if the quotes are open."""
     point('[trainer]\nuse = "servers.loop"\n|')
     whole = f'[trainer]\nuse = "servers.loop"\n{text}'
     offset = whole.index("|")

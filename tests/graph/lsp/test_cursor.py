@@ -83,7 +83,7 @@ def test_a_position_in_a_recipe(where: str, kind: str | None, path: tuple[str | 
     ],
 )
 def test_a_position_in_half_typed_text(text: str, kind: str | None, path: tuple[str | int, ...], written: str) -> None:
-    """What is missing behind the position does not matter, nor lines above it that are not TOML."""
+    """The cursor needs neither the text behind the position, nor valid TOML in the lines above."""
     found = at(text)
     assert (found and (found.kind, found.path, found.written)) == (kind and (kind, path, written))
 

@@ -53,7 +53,7 @@ def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPa
         ("[store]\nuse\n", ["e"]),
     ],
 )
-def test_what_is_marked(workspace: Workspace, write: Write, text: str, marked: list[str]) -> None:
+def test_diagnostics_cover_the_faulty_token(workspace: Workspace, write: Write, text: str, marked: list[str]) -> None:
     """A key, a header or a value up to the end of its line, and no more."""
     path = write("mine.toml", text)
     assert [text[one.start : one.end] for one in diagnose(workspace, path)] == marked
@@ -70,6 +70,6 @@ def test_a_problem_of_a_base_is_marked_at_extends(workspace: Workspace, write: W
     assert own.elsewhere is None and own.message.startswith("[store] size: ")
 
 
-def test_a_place_that_is_gone_is_the_end(workspace: Workspace) -> None:
-    """The text may have become shorter."""
+def test_a_position_beyond_the_text_becomes_its_end(workspace: Workspace) -> None:
+    """A position beyond a text that has become shorter is mapped to the end."""
     assert find_offset("a\nb", Position("x", 9, 9)) == 3 and find_offset("a\nb", Position("x", 2, 1)) == 2

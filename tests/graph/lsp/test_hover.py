@@ -23,7 +23,7 @@ from support.editor import Point, Write
         ("[vars]\nti|tle = 'A'\n", ['$vars.title = "A"  mine.toml:3:1\n$vars.title = "Shop"  ']),
     ],
 )
-def test_what_is_explained(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
+def test_hover_explains_the_token(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
     """Values with type, documentation, default and origin; nodes and edges; components; variables; valid or not."""
     shown = describe_token(workspace, point(f'extends = "small"\n{text}'))
     assert all(line in shown for line in lines), shown
@@ -41,7 +41,7 @@ def test_groups_and_overlays(workspace: Workspace, point: Point) -> None:
     assert describe_token(workspace, point("[pa|ges]\ntitle = 'x'\n")) == ""
 
 
-def test_half_typed_text_is_explained_by_what_was_known(workspace: Workspace, write: Write, point: Point) -> None:
+def test_half_typed_text_is_explained_by_the_last_analysis(workspace: Workspace, write: Write, point: Point) -> None:
     """A line that is not TOML does not end the help with the others."""
     point('extends = "small"\n|[page]\ntitle = "A"\n')
     found = point('extends = "small"\n[page]\ncoun\nti|tle = "A"\n')

@@ -36,8 +36,8 @@ def test_meaning_of_a_position(point: Point, text: str, expected: Mapping[str, A
     assert values == expected
 
 
-def test_a_base_is_named(point: Point) -> None:
-    """In `extends`, alone or in an array."""
+def test_meaning_names_the_extended_base(point: Point) -> None:
+    """The meaning of a string in `extends`, alone or in an array, is the base."""
     assert point('extends = "sm|all"\n').base == point('extends = ["sm|all"]\n').base == "small"
 
 

@@ -57,7 +57,7 @@ def lines(workspace: Workspace, found: References) -> dict[str, list[int]]:
     }
 
 
-def test_references_are_those_of_recipes_that_are_merged(shelf: Workspace) -> None:
+def test_references_cover_recipes_that_are_merged(shelf: Workspace) -> None:
     """Headers, keys, references, edits and `unset`; no comments, titles, longer names, nor recipes that are apart."""
     here = shelf.folders[0]
     expected = {"base.toml": [3, 7], "top.toml": [3, 4, 6, 7, 7, 8, 9, 12]}
@@ -82,8 +82,8 @@ def test_references_are_those_of_recipes_that_are_merged(shelf: Workspace) -> No
         ("[page]\ntitle = 'pa|ge'\n", None),
     ],
 )
-def test_what_can_be_renamed(point: Point, text: str, symbol: Symbol | None) -> None:
-    """Nodes, groups and variables that exist; of a dotted name the part at the position."""
+def test_only_nodes_and_variables_can_be_renamed(point: Point, text: str, symbol: Symbol | None) -> None:
+    """A rename covers existing nodes, groups and variables, and only the part of a dotted name at the position."""
     whole = f'extends = "small"\n{text}'
     assert find_symbol(point(whole), whole.index("|")) == symbol
 

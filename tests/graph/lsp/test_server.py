@@ -42,7 +42,7 @@ def test_columns_are_in_the_units_of_the_editor(tmp_path: Path, encoding: str, c
         assert editor.type("mine.toml", text)[0].startswith(f"5:{column}-5:{column + 1} [menu] hue[1]: ")
 
 
-def test_completions_replace_what_is_typed(editor: Editor) -> None:
+def test_completions_replace_the_typed_token(editor: Editor) -> None:
     """The whole token with its quotes; what fits comes first, and is found by what is typed."""
     editor.type("typed.toml", 'extends = "small"\n[page]\nstore = { use = "stores.me" }\n')
     items = editor.ask("completion", "typed.toml", '"stores.me|"').items
@@ -89,7 +89,7 @@ def test_only_the_person_lets_recipes_name_components_of_the_workspace(tmp_path:
     ]
 
 
-def test_a_package_that_does_not_exist_is_told(tmp_path: Path) -> None:
+def test_a_missing_package_is_reported(tmp_path: Path) -> None:
     """The server goes on without it."""
     with Editor(tmp_path, options={"import": "nobodys"}) as editor:
         assert editor.type("a.toml", 'extends = "small"\n') == []

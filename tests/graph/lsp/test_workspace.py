@@ -10,7 +10,7 @@ from support.editor import Write
 
 
 def test_unsaved_text_is_checked_over_an_unsaved_base(workspace: Workspace, write: Write) -> None:
-    """What is typed counts, in the recipe and in what it extends; a file on disk only if it is not open."""
+    """Unsaved texts of a recipe and its bases take precedence over files on disk."""
     Path("base.toml").write_text('extends = "small"\n[store]\nsize = 1\n', "utf-8")
     mine = write("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n')
     assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 1 values"]
@@ -58,7 +58,9 @@ def test_a_change_concerns_the_documents_that_extend_it(workspace: Workspace, wr
         ("[package\n", False),
     ],
 )
-def test_recipes_are_told_from_other_toml(workspace: Workspace, write: Write, text: str, is_recipe: bool) -> None:
+def test_recipes_are_distinguished_from_other_toml(
+    workspace: Workspace, write: Write, text: str, is_recipe: bool
+) -> None:
     """By what a recipe has, since nothing in its name says so."""
     assert workspace.is_recipe(write("file.toml", text)) == is_recipe
 
@@ -73,7 +75,7 @@ def test_an_overlay_has_no_problems_that_its_base_may_solve(workspace: Workspace
     ]
 
 
-def test_recipes_of_a_workspace_are_those_that_people_write(workspace: Workspace, write: Write) -> None:
+def test_a_workspace_lists_recipes_written_by_users(workspace: Workspace, write: Write) -> None:
     """On disk or open only; no lock files of runs, nothing in hidden folders, no other TOML."""
     recipe = 'extends = "small"\n'
     for name in ("a.toml", "sub/b.toml", f"runs/x/{LOCK}", ".hidden/c.toml", "node_modules/d.toml"):

@@ -73,7 +73,7 @@ def test_elements_that_equal_one_another_only_in_python_are_distinct(edit: str, 
     assert load("[edit.a.numbers]\nremove = 2").problems[0].code == "DL119"
 
 
-def test_an_edit_applies_to_what_the_layers_below_and_its_own_layer_write() -> None:
+def test_an_edit_applies_to_lists_from_lower_layers_and_its_own_layer() -> None:
     """Layers merge in order: an edit sees earlier edits and its own layer's list, and a later list discards it."""
     assert edited('[edit.a.list]\nremove = "@one"', "edit.a.list.remove=@two") == ["@three"]
     assert edited('[a]\nlist = ["@x", "@y"]\n[edit.a.list]\nremove = "@x"') == ["@y"]

@@ -28,7 +28,7 @@ def written(**texts: str) -> None:
 
 
 def test_a_base_of_two_bases_is_merged_once_below_both() -> None:
-    """What one base changes in a common base is not undone by another base that extends it, too."""
+    """A base does not undo changes of another base to their common base."""
     written(ground="", left='extends = "ground.toml"', right='extends = "ground.toml"')
     written(top='extends = ["left.toml", "right.toml"]')
     assert sources("top.toml") == ["ground.toml", "left.toml", "right.toml", "top.toml"]
@@ -145,7 +145,7 @@ def test_a_file_or_a_run_of_that_name_is_offered(name: str, meant: str | None) -
 
 
 def test_the_file_that_extends_may_mean_is_offered() -> None:
-    """Of those beside the recipe, by its path from the current directory."""
+    """The hint names a similar file beside the recipe, by its path from the current directory."""
     Path("folder").mkdir()
     Path("folder/base.toml").write_text("", "utf-8")
     Path("folder/top.toml").write_text('extends = "bsae.toml"', "utf-8")

@@ -55,7 +55,7 @@ def test_a_changed_use_drops_the_settings_of_the_old_component(here: Path) -> No
     assert plain(recipe, "b") == {"use": "x.y", "k": 1, "l": 2}
 
 
-def test_groups_keep_the_order_of_the_file_and_lose_what_is_unset(here: Path) -> None:
+def test_groups_keep_the_order_of_the_file_and_lose_unset_members(here: Path) -> None:
     """A group's members are its tables in order; one that is unset is gone, and the group may become empty."""
     written(here, base='[g.b]\nuse = "x.y"\n[g.a]\nuse = "x.y"')
     written(here, less='extends = "base.toml"\nunset = ["g.b"]', none='extends = "less.toml"\nunset = ["g.a"]')
@@ -64,7 +64,7 @@ def test_groups_keep_the_order_of_the_file_and_lose_what_is_unset(here: Path) ->
     assert load("none.toml").groups == {"g": []}
 
 
-def test_a_value_remembers_what_it_replaced(here: Path) -> None:
+def test_a_leaf_remembers_replaced_values(here: Path) -> None:
     """Every value has the stack of places that set it, newest first."""
     written(here, base='[a]\nuse = "x.y"\nk = 1', top='extends = "base.toml"\n\n[a]\nk = 2')
     leaf = load("top.toml", [], ["a.k=3"]).nodes["a"].items["k"]

@@ -58,7 +58,7 @@ def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use:
         ("..", ".. can't be named in a recipe; rename it"),
     ],
 )
-def test_what_cannot_be_imported_is_refused(here: Path, given: str, message: str) -> None:
+def test_an_invalid_import_is_refused(here: Path, given: str, message: str) -> None:
     """Each with what to do; a file that Python would not import by its name is none of the components."""
     for name in ("Upper.py", "plain.py"):
         (here / name).touch()

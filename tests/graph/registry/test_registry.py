@@ -71,7 +71,7 @@ HOSTILE = [
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is imported, run or opened for writing meanwhile; a secret module lies where imports would find it."""
+    """Record imports, executions and files opened for writing; a secret module lies on the import path."""
     (tmp_path / "secret.py").write_text(SECRET, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(data: dict[str, Any]) -> list[str]:
-    """What is wrong with a recipe of the shop."""
+    """Return the problems of a recipe for the shop."""
     return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(MergedRecipe.of(data), root="").errors]
 
 
@@ -191,7 +191,7 @@ def problems(data: dict[str, Any]) -> list[str]:
         ("data.mmap", "`drawloom list data` lists the components"),
     ],
 )
-def test_a_name_is_near_to_those_of_its_folder_by_its_last_word(use: str, hint: str) -> None:
+def test_names_in_a_folder_are_compared_by_their_last_words(use: str, hint: str) -> None:
     """Not by the folder, which all share: where no last word is near, the hint says what the folder has."""
     found = Project.of("drawloom").registry.find(use)
     assert isinstance(found, Problem) and found.hint == hint

@@ -55,7 +55,7 @@ def test_one_table_is_one_object(shop: Shop, project: Project) -> None:
         assert objects["page"].store is objects["trainer"].store is objects["store"]
 
 
-def test_only_what_the_root_needs_is_built(shop: Shop, project: Project) -> None:
+def test_only_dependencies_of_the_root_are_built(shop: Shop, project: Project) -> None:
     """A node that nothing leads to is not constructed."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
     with project.container(graph) as objects:
@@ -78,7 +78,7 @@ def test_the_resolved_recipe_is_filled_in(shop: Shop, project: Project) -> None:
 
 
 def test_opening_and_closing_go_in_opposite_orders(shop: Shop, project: Project) -> None:
-    """What was opened last is closed first, each once."""
+    """Nodes are closed once, in reverse order of opening."""
     order: list[str] = []
     container = project.container(shop(disks()))
     container.build()
@@ -99,7 +99,7 @@ class Journal(list[str]):
         self.order.append(f"{self.name} {stage}")
 
 
-def test_a_failure_while_opening_closes_what_is_open(shop: Shop, project: Project) -> None:
+def test_a_failure_while_opening_closes_open_nodes(shop: Shop, project: Project) -> None:
     """When a node can't open, it and those before it are closed, and its own error comes out."""
     container = project.container(shop(disks(second="open")))
     with pytest.raises(RuntimeError, match="second can't open"), container:
@@ -135,8 +135,8 @@ def test_nodes_are_opened_and_closed_in_the_contexts_of_all_others(
     ]
 
 
-def test_a_user_error_while_opening_names_node_and_place(shop: Shop, project: Project, monkeypatch: Any) -> None:
-    """What a person can mend is said with the node and its place in the recipe."""
+def test_a_user_error_while_opening_names_node_and_position(shop: Shop, project: Project, monkeypatch: Any) -> None:
+    """The message of a UserError starts with the node and its position in the recipe."""
     graph = shop(disks())
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
     with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), project.container(graph):
@@ -280,7 +280,7 @@ class Till:
         raise AssertionError("what is given is not closed")
 
 
-def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
+def test_a_replacement_is_used_in_place_of_a_node(shop: Shop, project: Project) -> None:
     """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
     till = Till()
     graph = shop(disks())
@@ -289,7 +289,7 @@ def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
         assert set(objects) == {"page", "store"}
 
 
-def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -> None:
+def test_a_replacement_must_implement_the_ports(shop: Shop, project: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
     with pytest.raises(
         TypeError, match=r"replacement for \[store\] does not implement the port of \[page\] store: it has no get\(\)"
@@ -308,7 +308,7 @@ def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, pro
         project.container(graph, "page", replacements={"store": None}).build()
 
 
-def test_a_given_object_need_not_suit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
+def test_a_replacement_need_not_fit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
     """For a part of a graph it is enough to implement the ports that this part takes."""
     graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')
     till = Till()  # [menu] takes a page or a store, and [trainer] pages only
@@ -385,7 +385,7 @@ def other_failures(error: BaseException | None) -> list[str]:
     return [note.split(": ")[2].split(" (")[0] for note in notes if note.startswith("then: ")]
 
 
-def test_a_failure_says_what_was_being_closed() -> None:
+def test_a_failure_names_the_node_that_was_closing() -> None:
     """Each exception of a group names its node."""
     with pytest.raises(ExceptionGroup) as caught:
         opened([ValueError], []).close_all(None)

@@ -38,7 +38,7 @@ def problems(recipe: Recipe, *, elsewhere: bool = False) -> list[str]:
 
 
 @pytest.mark.usefixtures("needy")
-def test_check_reports_what_the_machine_lacks_beside_what_is_wrong(project: Project, tmp_path: Path) -> None:
+def test_check_reports_missing_devices_along_with_recipe_errors(project: Project, tmp_path: Path) -> None:
     """All at once, each at the setting or variable that its message names; nodes with errors are left out."""
     path = tmp_path / "mine.toml"
     path.write_text('extends = "small"\n[vars]\nname = "disk"\n[store]\nname = "$vars.name"\n', "utf-8")

@@ -15,7 +15,7 @@ from support.shop.ports import Page, Store
 SHOP = {"package": "support.shop"}
 
 
-def test_settings_may_be_python_values_or_what_a_recipe_would_write() -> None:
+def test_build_accepts_python_values_and_recipe_values() -> None:
     """Both are checked as a recipe's are, and become the same."""
     python = build("stores.varied", path=Path("x"), colour=Colour.BLUE, shelf=Shelf(3), pair=(1, 2), text="@x", **SHOP)
     written = build("stores.varied", path="x", colour="blue", shelf={"width": 3}, pair=[1, 2], text="@x", **SHOP)
@@ -45,7 +45,7 @@ def test_every_problem_comes_out_at_once(component: str, values: dict[str, Any],
     assert all(any(text in line for line in printed) for text in texts), printed
 
 
-def test_a_class_may_be_given_and_its_edges_are_fakes() -> None:
+def test_build_accepts_a_class_and_fakes_for_its_edges() -> None:
     """Edges of every shape are taken; what the container would fill in is empty unless it is given."""
     page = fake(Page)
     loop = build(Loop, pages=[page], store=fake(Store), named={"home": page})

@@ -140,7 +140,9 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
         (object, "object is not a Store: it has no get() and has no put()", ""),
     ],
 )
-def test_a_broken_implementation_fails_with_the_property_named(implementation: Any, text: str, note: str) -> None:
+def test_a_broken_implementation_fails_and_the_error_names_the_property(
+    implementation: Any, text: str, note: str
+) -> None:
     """The message states what was observed, the note names the property."""
     with pytest.raises(BrokenContractError, match=text.replace("(", r"\(").replace(")", r"\)")) as caught:
         check_port(implementation, Store)

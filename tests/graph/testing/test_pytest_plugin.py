@@ -21,7 +21,7 @@ def test_fixtures(drawloom_build, drawloom_fake, drawloom_check_port, drawloom_o
 
 JOURNALS = []
 
-def test_what_was_opened_is_closed():
+def test_open_nodes_are_closed():
     assert JOURNALS == [["open", "close"]]
 """
 

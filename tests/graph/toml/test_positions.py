@@ -369,7 +369,7 @@ ODD_VALUES = [
 @pytest.mark.parametrize(
     "around", ["x={}#", "x= {} \n\n", "x=[{},{}]", "x=[9\n,{}#\n]", "x={{a.b={}}}", "x={{a={} ,}}"]
 )
-def test_a_value_range_excludes_what_follows_the_value(value: str, around: str) -> None:
+def test_a_value_range_ends_with_the_value(value: str, around: str) -> None:
     """Each form of a scalar, with and without something that follows at once, has exactly its own text."""
     text = around.format(value, value)
     source_map = SourceMap(text)

@@ -97,7 +97,7 @@ def test_each_alternative_has_its_article(kind: Any, text: str) -> None:
     ],
 )
 def test_values_are_named_by_their_type_and_text(value: Any, text: str) -> None:
-    """What is no TOML at all has no noun, and is shown as Python shows it."""
+    """A value without a TOML type has no noun, and is shown as in Python."""
     assert describe.describe(value) == text
 
 

@@ -197,7 +197,7 @@ def test_every_mismatch_with_a_port_is_reported(cls: type, port: Any, reasons: l
     assert find_mismatches(cls, port) == reasons
 
 
-def test_members_are_those_of_all_protocols_above() -> None:
+def test_members_include_all_base_protocols() -> None:
     """In the order in which they are written, without what Protocols bring along themselves."""
 
     class More(Reads, Protocol):

@@ -124,7 +124,7 @@ def accepted(value: Any, kind: Any) -> Any:
         ([["1"], 1], list[list[str] | int], [["1"], 1]),
     ],
 )
-def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) -> None:
+def test_a_value_of_the_right_type_is_accepted(value: Any, kind: Any, result: Any) -> None:
     """With its exact Python type, all the way down."""
     assert repr(accepted(value, kind)) == repr(result)
 
@@ -398,7 +398,7 @@ def test_a_type_takes_exactly_the_values_that_fit_it(data: st.DataObject, kind: 
 
 
 @given(st.data(), KINDS)
-def test_what_is_unstructured_and_structured_again_is_equal(data: st.DataObject, kind: Any) -> None:
+def test_unstructuring_and_structuring_returns_an_equal_value(data: st.DataObject, kind: Any) -> None:
     """And of the same type; unions may choose another member that takes the same TOML, so they are left out."""
     value = data.draw(fitting(kind))
     written = plain(value)

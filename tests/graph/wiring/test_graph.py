@@ -36,7 +36,7 @@ def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project)
         project.container(graph, "page")
 
 
-def test_another_component_in_the_place_of_the_one_that_is_needed_is_named(shop: Shop, project: Project) -> None:
+def test_a_wrong_component_under_the_expected_name_is_reported(shop: Shop, project: Project) -> None:
     """Where no node implements a port: that with the edge's name, which may have been changed, and what it lacks."""
     graph = shop('[store]\nuse = "servers.loop"\npages = ["@page"]')
     [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
@@ -156,7 +156,7 @@ def unused(*words: str, text: str = "", folder: Path) -> list[str]:
     return [problem.node for problem in problems if problem.code == "DL322"]
 
 
-def test_a_node_that_the_choice_of_another_leaves_out_is_no_warning(tmp_path: Path) -> None:
+def test_a_node_left_out_by_another_choice_is_not_a_warning(tmp_path: Path) -> None:
     """Nodes of the recipe that is extended, a list that is emptied, and a component without an edge that it had."""
     assert unused(text="[trainer]\non_finish = []\n", folder=tmp_path) == []
     assert unused("trainer.on_finish=[]", "tokens.use=data.tokenized", "tokens.path=store", folder=tmp_path) == []
@@ -219,7 +219,7 @@ filters = [{}]
 
 
 def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
-    """What is wrong with these filters in this order."""
+    """Return the problems of filters in this order."""
     graph = shop(FILTERS.format(", ".join(f'"@{name}"' for name in names)))
     return [f"{problem.text}; {problem.hint}" for problem in graph.errors]
 
@@ -236,7 +236,7 @@ def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
     ],
 )
 def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
-    """What is written before it is read is fine, members may be left out, and optional reads may have no writer."""
+    """A sequence is valid if values are written before they are read; optional reads need no writer."""
     assert texts(shop, *names) == []
 
 
