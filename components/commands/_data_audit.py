@@ -12,7 +12,7 @@ from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.stream import row_sources
 from drawloom.components.data.record import FOLDER, row_digests
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.storage.step_log import read_steps
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
@@ -36,7 +36,7 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     if graph.nodes[data].spec.cls is not Loader:
         raise UserError(f"[{data}] is not a data.loader, so the rows that it should have given are unknown", 2)
     # the rows of a step are the same on any number of ranks
-    one_rank = fake(Mesh, size=1, index=0)
+    one_rank = fake(Mesh, sizes=PerDimension(), indices=PerDimension.of_first_rank())
     with recipe.with_values({data: {"workers": 0}}).open(data, replacements={mesh: one_rank}) as objects:
         loader: Loader = objects[data]
         if (checkpoint := newest(run)) is not None:

@@ -34,6 +34,11 @@ class PerDimension:
         """Return the numbers by name, without those of experts."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
+    @classmethod
+    def of_first_rank(cls) -> "PerDimension":
+        """Return the indices of the first rank: 0 along every dimension."""
+        return cls(**dict.fromkeys(attrs.fields_dict(cls), 0))
+
     def settings(self) -> dict[str, int]:
         """Return the numbers by the names of a mesh's settings."""
         return {**self.dense(), "expert": self.expert}

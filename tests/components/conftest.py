@@ -27,15 +27,12 @@ class OneRankGroup:
         return [value]
 
 
-FIRST = dict.fromkeys(attrs.fields_dict(PerDimension), 0)
-
-
 @attrs.frozen
 class FakeMesh(MeshView):
     """A mesh of given sizes, as the rank at given indices sees it. Its groups contain only this rank."""
 
     sizes: PerDimension = attrs.field(factory=PerDimension)
-    indices: PerDimension = attrs.field(factory=lambda: PerDimension(**FIRST))
+    indices: PerDimension = attrs.field(factory=PerDimension.of_first_rank)
     world: Any = attrs.field(factory=OneRankGroup)
     replicas: Any = attrs.field(factory=OneRankGroup)
 
@@ -68,7 +65,7 @@ def mesh_of() -> Callable[..., FakeMesh]:
 
 
 def _make_mesh(sizes: Mapping[str, int] = {}, indices: Mapping[str, int] = {}, **groups: Any) -> FakeMesh:
-    return FakeMesh(PerDimension(**sizes), PerDimension(**FIRST | dict(indices)), **groups)
+    return FakeMesh(PerDimension(**sizes), attrs.evolve(PerDimension.of_first_rank(), **indices), **groups)
 
 
 @pytest.fixture(scope="session")

@@ -154,7 +154,7 @@ def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, c
 
     assert problems(f"vars.base={chat_base}", data) == []
     assert problems(data) and all(
-        "write base = ... in [vars], or vars.base=..." in problem for problem in problems(data)
+        "write base = ... in [vars], or add vars.base=... to the command" in problem for problem in problems(data)
     )
     assert any("config.json" in problem for problem in problems(f"vars.base={chat_base.parent}", data))
     [problem] = problems(f"vars.base={chat_base}")

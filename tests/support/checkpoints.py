@@ -79,7 +79,7 @@ class SingleRankMesh(MeshView):
     @property
     def indices(self) -> PerDimension:
         """Index 0 along every dimension."""
-        return PerDimension(*[0] * len(attrs.fields(PerDimension)))
+        return PerDimension.of_first_rank()
 
 
 class SingleRankProcesses:

@@ -451,7 +451,7 @@ def validated(use: str, values: Values, _place: Path) -> Any:
 
 def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
     """The positions of two steps on the first of two ranks."""
-    mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension(data_shard=0))
+    mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension.of_first_rank())
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
     return [batching.positions(step) for step in (1, 2)]
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from drawloom.components.experts.all_to_all import AllToAllExperts
+from drawloom.components.ports.distributed import Mesh
+from drawloom.testing import fake
 from support.dispatchers import CHOICES, WIDTH, Results, assert_those_of_one_rank, experts_of, shared
 from support.qwen3 import cpu_kernels
 
@@ -24,7 +26,7 @@ def test_results_and_gradients_are_those_of_one_rank(name: str, by_all_to_all: R
 
 def test_shapes_are_known_without_an_exchange() -> None:
     """On the meta device, where stages learn what they will send, no rank waits for another."""
-    mesh: Any = type("Mesh", (), {"group": lambda self, name: type("Group", (), {"size": 2})()})()
+    mesh: Any = fake(Mesh, expert_group=type("Group", (), {"size": 2})())
     module = experts_of()
     module.dispatcher = AllToAllExperts(kernels=cpu_kernels(), mesh=mesh)
     hidden, chosen = torch.empty(5, WIDTH, device="meta"), torch.empty(5, 2, dtype=torch.int64, device="meta")

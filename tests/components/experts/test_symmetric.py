@@ -11,7 +11,9 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.experts.symmetric import SymmetricExperts
+from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError
+from drawloom.testing import fake
 from support.dispatchers import (
     CHOICES,
     EXPERTS,
@@ -127,7 +129,7 @@ def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
 
 def test_shapes_are_known_without_an_exchange() -> None:
     """On the meta device, where stages learn what they will send, no rank waits for another."""
-    mesh: Any = type("Mesh", (), {"group": lambda self, name: type("Group", (), {"size": 2})()})()
+    mesh: Any = fake(Mesh, expert_group=type("Group", (), {"size": 2})())
     module = experts_of()
     module.dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh)
     hidden, chosen = torch.empty(5, WIDTH, device="meta"), torch.empty(5, 2, dtype=torch.int64, device="meta")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.phases.garbage_collection import CollectGarbage
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.events import EventDispatcher
 from drawloom.graph import Every
 from support.checkpoints import StateNode, checkpointer
@@ -62,9 +62,10 @@ def test_old_garbage_is_collected_before_a_checkpoint_is_taken(tmp_path: Path, b
             return {"step": 1}
 
     events = EventDispatcher(listeners=Every({"garbage_collection": garbage}))
-    node = checkpointer(tmp_path, {"reader": Reader()}, events=events)
+    node = checkpointer(tmp_path, {"reader": Reader()})
     del held
     garbage.run_phase(Step(1, 9))
+    events.emit(Event("saving_started", Step(1, 9)))
     node.save(Step(1, 9))
     garbage.close()
     assert seen and all(found is before_saves for found in seen)

@@ -158,7 +158,8 @@ def test_sparse_and_meta_tensors_are_refused(tensor: Tensor) -> None:
 def test_a_wrapper_keeps_its_parts_and_its_shape() -> None:
     """A wrapper that takes its shape and strides from its parts has the layout and the values of the state."""
     parts = torch.arange(6.0).view(3, 2).T, torch.ones(3, 2).T
-    staged = copied({"pair": TwoTensor(*parts)})["pair"]
+    wrapper: Any = TwoTensor
+    staged = copied({"pair": wrapper(*parts)})["pair"]
     assert type(staged) is TwoTensor and (staged.shape, staged.stride()) == ((2, 3), (1, 2))
     assert torch.equal(staged.a, parts[0]) and torch.equal(staged.b, parts[1])
 
