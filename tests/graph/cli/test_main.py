@@ -122,7 +122,7 @@ def test_of_several_processes_one_prints_warnings(
 
 
 def test_show_can_be_checked_again(project: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """The output of `show` is a recipe with the same resolved form, except for the comments about origins."""
+    """The printed text from `show` is a recipe with the same resolved form, except for the comments about origins."""
     main(["show", "small"], project)
     text = capsys.readouterr().out
     path = f"{tmp_path}/shown.toml"
@@ -262,7 +262,7 @@ def test_warnings_alone_are_fine(project: Project, capsys: pytest.CaptureFixture
 def test_a_dry_run_prints_the_preview_once(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of several processes prints the preview, and none runs."""
+    """A single process among several prints the preview, and none runs."""
     monkeypatch.setattr(Recipe, "preview", lambda _: "what would run")
     monkeypatch.setattr(Recipe, "open", lambda *_, **__: 1 / 0)
     assert main(["run", "small", "--dry-run"], project) == 0

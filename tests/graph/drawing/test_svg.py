@@ -60,7 +60,7 @@ def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, 
 
 @pytest.mark.parametrize("focus", FOCI)
 def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> None:
-    """Labels of arrows lie in the gaps between columns."""
+    """Arrow labels lie in the gaps between columns."""
     picture = make_wiring_diagram(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
     boxes = svg.areas(drawn)

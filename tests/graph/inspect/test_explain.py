@@ -37,7 +37,7 @@ OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
 
 @pytest.fixture
 def explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> Explain:
-    """Return the explanation of a target, line by line."""
+    """Return a target's explanation, line by line."""
     monkeypatch.chdir(tmp_path)
     Path("top.toml").write_text(TOP, "utf-8")
     Path("over.toml").write_text(OVER, "utf-8")

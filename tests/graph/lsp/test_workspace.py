@@ -10,7 +10,7 @@ from support.editor import Write
 
 
 def test_unsaved_text_is_checked_over_an_unsaved_base(workspace: Workspace, write: Write) -> None:
-    """Unsaved texts of a recipe and its bases take precedence over files on disk."""
+    """Unsaved texts for a recipe and its bases take precedence over files on disk."""
     Path("base.toml").write_text('extends = "small"\n[store]\nsize = 1\n', "utf-8")
     mine = write("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n')
     assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 1 values"]

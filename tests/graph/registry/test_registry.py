@@ -176,7 +176,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(data: dict[str, Any]) -> list[str]:
-    """Return the problems of a recipe for the shop."""
+    """Return a shop recipe's problems."""
     return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(MergedRecipe.of(data), root="").errors]
 
 

@@ -78,7 +78,7 @@ def test_the_resolved_recipe_is_filled_in(shop: Shop, project: Project) -> None:
 
 
 def test_opening_and_closing_go_in_opposite_orders(shop: Shop, project: Project) -> None:
-    """Nodes are closed once, in reverse order of opening."""
+    """Nodes are closed once, in reverse opening order."""
     order: list[str] = []
     container = project.container(shop(disks()))
     container.build()
@@ -136,7 +136,7 @@ def test_nodes_are_opened_and_closed_in_the_contexts_of_all_others(
 
 
 def test_a_user_error_while_opening_names_node_and_position(shop: Shop, project: Project, monkeypatch: Any) -> None:
-    """The message of a UserError starts with the node and its position in the recipe."""
+    """A UserError's message starts with the node and its position in the recipe."""
     graph = shop(disks())
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
     with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), project.container(graph):

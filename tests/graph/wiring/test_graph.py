@@ -219,7 +219,7 @@ filters = [{}]
 
 
 def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
-    """Return the problems of filters in this order."""
+    """Return the problems for filters in this order."""
     graph = shop(FILTERS.format(", ".join(f'"@{name}"' for name in names)))
     return [f"{problem.text}; {problem.hint}" for problem in graph.errors]
 
