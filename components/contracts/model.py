@@ -4,7 +4,7 @@ import torch
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import BatchContext, Head, Kernels, LayerRange, Model
+from drawloom.components.ports.model import BatchContext, Head, Kernels, LayerRange, Model, layers_keep_shapes
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
 
@@ -109,7 +109,7 @@ def parts_make_the_whole(model: Model) -> None:
 
 def layers_that_keep_shapes_do(model: Model) -> None:
     """If a model says that layers give hidden states of the shape and dtype that they take, each does."""
-    if not getattr(model, "layers_keep_shapes", False):
+    if not layers_keep_shapes(model):
         return
     tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
     shared = BatchContext(torch.zeros_like(tokens), torch.zeros_like(tokens))

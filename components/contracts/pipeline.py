@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import BatchContext, BufferOwner
 from drawloom.components.ports.pipeline import (
     Executor,
     Loss,
@@ -17,6 +17,7 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
+    module_of,
     state_of_batches,
     sum_losses,
 )
@@ -139,11 +140,11 @@ def _hidden(rows: int = 4) -> Tensor:
 
 def _ready(loss: Loss) -> Loss:
     """The loss with its module, if it has one, off the meta device, in float64, and with initial values."""
-    if (module := getattr(loss, "module", None)) is not None:
+    if (module := module_of(loss)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
         for owner in module.modules():
-            if hasattr(owner, "reset_parameters"):
+            if isinstance(owner, BufferOwner):
                 owner.reset_parameters()
     return loss
 

@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from drawloom.components.distributed.error_file import write_error_file
 from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.ports.log_records import PRINTED
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 
@@ -121,7 +122,7 @@ class FailureMonitor:
             failure = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, mine)) or mine
             self._record(failure)
         if log.hasHandlers():
-            log.error("%s", f"{trace}{text}", extra={"printed": True})
+            log.error("%s", f"{trace}{text}", extra={PRINTED: True})
         if is_first and failure == mine:
             print_text(f"{trace}{text}", "stderr")
         return failure

@@ -27,7 +27,7 @@ from drawloom.components.ports.run import (
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
-from drawloom.graph.component import Flow, Traits
+from drawloom.graph.component import flow_of
 from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.wiring.node import NodeView
 
@@ -68,10 +68,10 @@ class Trainer:
             value
             for phase in phases
             if phase.settings.get("every") != "never"
-            for value in _flow(phase.component).writes
+            for value in flow_of(phase.component).writes
         }
         for phase in phases:
-            reads = (value.removesuffix("?") for value in _flow(phase.component).reads)
+            reads = (value.removesuffix("?") for value in flow_of(phase.component).reads)
             known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
             for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
                 value = phase.settings[key]
@@ -179,14 +179,8 @@ class Trainer:
 
 def changes_weights(phase: Phase) -> bool:
     """Whether a phase's component declares that it writes or changes weights."""
-    flow = _flow(phase)
+    flow = flow_of(phase)
     return "weights" in (*flow.writes, *flow.changes)
-
-
-def _flow(phase: Any) -> Flow:
-    """What a phase or its component declares that it reads and writes; nothing for one that is no component."""
-    traits: Traits | None = getattr(phase, "__component__", None)
-    return Flow() if traits is None else traits.flow
 
 
 def _derives(phase: Any) -> bool:

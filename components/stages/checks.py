@@ -11,7 +11,9 @@ from torch import nn
 from drawloom.components.parallel.pipeline import build_schedule
 from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.ports.distributed import SHARDS
-from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule
+from drawloom.components.ports.experts import supports_expert_parallel
+from drawloom.components.ports.model import ExpertModel, TensorParallelModel
+from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError
@@ -45,24 +47,24 @@ WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages
 
 
 def misfits_of_experts(stages: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Models that have no experts for the ranks along `expert`; a model counts them by a classmethod `expert_count`."""
-    ranks, count = mesh.settings.get("expert", 1), getattr(model.component, "expert_count", None)
-    if ranks == 1 or count is None:
+    """Models that have no experts for the ranks along `expert`; an `ExpertModel` counts them."""
+    ranks = mesh.settings.get("expert", 1)
+    if ranks == 1 or not issubclass(model.component, ExpertModel):
         return
-    if not (experts := count(model)):
+    if not (experts := model.component.expert_count(model)):
         yield mesh.problem("expert", f"{ranks} ranks along 'expert', and [{model.name}] has no experts", "write 1")
     elif experts % ranks:
         text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
         yield mesh.problem("expert", text, "write another number, or 1")
-    elif not any(getattr(each.component, "between_ranks", False) for each in stages.neighbours("dispatcher")):
+    elif not any(supports_expert_parallel(each.component) for each in stages.neighbours("dispatcher")):
         yield mesh.problem("expert", NO_DISPATCHER, WRITE_DISPATCHER.replace("[stages]", f"[{stages.name}]"))
 
 
 def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
-    ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)
-    if ranks > 1 and faults is not None:
-        for fault in faults(model, ranks):
+    """Models that ranks along `tensor` can't share evenly; a `TensorParallelModel` says so."""
+    ranks = mesh.settings.get("tensor", 1)
+    if ranks > 1 and issubclass(model.component, TensorParallelModel):
+        for fault in model.component.tensor_faults(model, ranks):
             text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
             yield mesh.problem("tensor", text, "write another number, or 1")
 
@@ -84,10 +86,10 @@ def misfits_of_capture(stages: NodeView) -> Iterator[Problem]:
 def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Costs of embedding and head in layers, where no stage has them instead of layers, or the schedule has them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
-        if stages.settings[key] and getattr(schedule.component, "ends_on_every_rank", False):
+        if stages.settings[key] and embeds_on_every_rank(schedule.component):
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
             yield stages.problem(key, text, f"write {key} = 0")
-        elif stages.settings[key] and hasattr(schedule.component, "layers_by_stage"):
+        elif stages.settings[key] and issubclass(schedule.component, PartitioningSchedule):
             text = f"[{schedule.name}] says how many layers each stage has, by its own costs of them"
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 

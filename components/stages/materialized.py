@@ -23,10 +23,17 @@ from drawloom.components.parallel.tensor import TensorRanks, split
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import BatchContext, LayerRange, Model
-from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule, PartitioningSchedule, Schedule
+from drawloom.components.ports.model import BatchContext, LayerRange, Model, layers_keep_shapes
+from drawloom.components.ports.pipeline import (
+    Loss,
+    OuterLayersSchedule,
+    PartitioningSchedule,
+    Schedule,
+    embeds_on_every_rank,
+    module_of,
+)
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.ports.stages import LOSS, Recompute, Stage, Transform
@@ -170,7 +177,7 @@ class MaterializedStages:
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
-        if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
+        if self.mesh.size("expert") > 1 and not supports_expert_parallel(self.dispatcher):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         spans, modules = self._build_all()
         check_capacity(modules.values(), self.mesh.group(*SHARDS).size, self.device.device)
@@ -209,7 +216,7 @@ class MaterializedStages:
         """The spans of all stages, and this rank's modules on the meta device, by stage."""
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans, mine = self._split(len(owners)), stages_of(self.mesh.index("pipeline"), owners)
-        if getattr(self.schedule, "ends_on_every_rank", False):
+        if embeds_on_every_rank(self.schedule):
             spans = with_ends_apart(spans, self.model.num_hidden_layers)
             mine = [0, *(index + 1 for index in mine), len(spans) - 1]
         if self.adapters:
@@ -238,7 +245,7 @@ class MaterializedStages:
     def _layers_keep_shapes(self) -> bool:
         """Whether every layer gives what it takes: the model says so, and nothing here makes layers different."""
         changed = bool(self.transforms or self.precision.uncast)
-        return not changed and getattr(self.model, "layers_keep_shapes", False)
+        return not changed and layers_keep_shapes(self.model)
 
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
@@ -339,7 +346,7 @@ class MaterializedStages:
         with torch.device("meta"):
             module = self.model.build(span)
             inject(self.adapters, module)
-        if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
+        if span.head and (of_loss := module_of(self.loss)) is not None:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
