@@ -172,6 +172,12 @@ class Traits:
     opens_first: str = ""
 
 
+def flow_of(component: object) -> Flow:
+    """Return the declared flow of a component, which is an object or a class; an empty one if it declares none."""
+    traits: Traits | None = getattr(component, "__component__", None)
+    return Flow() if traits is None else traits.flow
+
+
 @overload
 def component(cls: type[T], /) -> type[T]: ...
 @overload

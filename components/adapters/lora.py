@@ -67,7 +67,7 @@ class Lora:
     def _tied_head(self, module: CausalLM) -> LoraTiedHead:
         """Factors of a head without a weight of its own."""
         table = module.model.embed_tokens
-        if hasattr(module, "lm_head"):
+        if module.lm_head is not None:
             raise UserError("adapters: lm_head is named by two adapters; name it in one of them", exit_code=2)
         if type(table) is not Embedding or table.weight.requires_grad:
             raise UserError("adapters: lm_head is tied to embed_tokens, which is adapted, too; adapt one of them", 2)

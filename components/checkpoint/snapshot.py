@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import GrowingState, Stateful, Step
+from drawloom.components.ports.run import GrowingState, LocalState, SlicedState, Stateful, Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.state.trees import transform, transform_with_path
@@ -24,13 +24,12 @@ from drawloom.components.storage.state_tree import Packed, Tree, pack
 
 def is_local(node: Stateful) -> bool:
     """Whether each rank has a separate state."""
-    return bool(getattr(node, "state_is_local", False))
+    return isinstance(node, LocalState) and node.state_is_local
 
 
 def slices_of(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
     """The entries that this rank holds, each with its slice, if the state is sharded over ranks; else None."""
-    slices: Mapping[str, TensorSlice | None] | None = node.state_slices() if hasattr(node, "state_slices") else None
-    return slices
+    return node.state_slices() if isinstance(node, SlicedState) else None
 
 
 @attrs.frozen

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.stream import row_shares, row_sources
-from drawloom.components.ports.corpus import Split, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, token_batch
+from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
+from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, token_batch
 from drawloom.graph.cli.terminal import escape_control_characters
 
 LENGTHS = "length: least, median, mean, most"
@@ -44,8 +44,7 @@ def _line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) ->
 
 
 def _lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
-    documents = getattr(rows, "tokens", None)  # a packing has it; another data set need not be made of documents
-    return None if documents is None else documents.documents(split).lengths
+    return rows.tokens.documents(split).lengths if isinstance(rows, RowsOfTokens) else None
 
 
 def _source_lines(rows: Any, split: Split) -> Iterator[str]:
@@ -76,7 +75,7 @@ def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer |
     # what a token weighs as a target is written at the token before it
     own = np.concatenate([[0.0], weights[:-1]])
     console.print(f"{split} row {row}: {len(tokens)} tokens, {int((targets != IGNORE_INDEX).sum())} targets")
-    sources = rows.sources(split, row) if hasattr(rows, "sources") else []
+    sources = rows.sources(split, row) if isinstance(rows, TracedRows) else []
     for number in range(int(ids.max()) + 1):
         places = np.flatnonzero(ids == number)
         source = sources[number] if number < len(sources) else "padding" if sources else f"document {number}"
@@ -100,13 +99,13 @@ def _painted(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | Non
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[str]:
-    # A tokenizer of chats writes control tokens out, which `decode` leaves away.
-    decode = getattr(tokenizer, "decode_control", None)
     for token in tokens.tolist():
         if tokenizer is None:
             yield f" {token}"
-        elif token == tokenizer.eos_id and decode is None:
+        elif token == tokenizer.eos_id and not isinstance(tokenizer, ChatTokenizer):
             yield "<end>"
         else:
-            text = (decode or tokenizer.decode)([token])
+            # A tokenizer of chats writes control tokens out, which `decode` leaves away.
+            decode = tokenizer.decode_control if isinstance(tokenizer, ChatTokenizer) else tokenizer.decode
+            text = decode([token])
             yield escape_control_characters("".join(VISIBLE.get(letter, letter) for letter in text))

@@ -4,7 +4,15 @@ import torch
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import Head, Kernels, LanguageModel, LayerRange, Model, TokenContext
+from drawloom.components.ports.model import (
+    Head,
+    Kernels,
+    LanguageModel,
+    LayerRange,
+    Model,
+    TokenContext,
+    layers_keep_shapes,
+)
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
 
@@ -109,7 +117,7 @@ def parts_make_the_whole(model: Model) -> None:
 
 def layers_that_keep_shapes_do(model: LanguageModel) -> None:
     """If a model says that layers give hidden states of the shape and dtype that they take, each does."""
-    if not getattr(model, "layers_keep_shapes", False):
+    if not layers_keep_shapes(model):
         return
     tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
     shared = TokenContext(torch.zeros_like(tokens), torch.zeros_like(tokens))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import BufferOwner, TokenContext
 from drawloom.components.ports.pipeline import (
     Executor,
     Loss,
@@ -17,6 +17,7 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
+    module_of,
     state_of_batches,
     sum_losses,
 )
@@ -144,11 +145,11 @@ def _ready(loss: Loss) -> Loss:
         raise BrokenContractError(
             f"the contract of losses has rows of tokens, without {names}: test this loss in a run"
         )
-    if (module := getattr(loss, "module", None)) is not None:
+    if (module := module_of(loss)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
         for owner in module.modules():
-            if hasattr(owner, "reset_parameters"):
+            if isinstance(owner, BufferOwner):
                 owner.reset_parameters()
     return loss
 

@@ -36,7 +36,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
-from drawloom.graph.component import Flow
+from drawloom.graph.component import flow_of
 from drawloom.graph.testing import expect
 
 VALUES: dict[str, Any] = {
@@ -73,15 +73,9 @@ class ObservedState(StepState):
         super().__setitem__(key, value)
 
 
-def _flow(phase: Phase) -> Flow:
-    """What a phase's component declares; a phase without a declaration reads and writes nothing."""
-    traits = getattr(phase, "__component__", None)
-    return Flow() if traits is None else traits.flow
-
-
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
     """Yield two steps with the values required by the phase; none if no shipped phase writes one of them."""
-    flow = _flow(phase)
+    flow = flow_of(phase)
     needed = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     if set(needed) <= VALUES.keys():
         for index in (1, 2):
@@ -93,7 +87,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)
-        flow = _flow(phase)
+        flow = flow_of(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
         undeclared = ", ".join(sorted(_observed(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
@@ -101,7 +95,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
 
 def writes_only_what_it_declares(phase: Phase) -> None:
     """A phase writes no values but the ones it declares to write or change, by which `check` finds a wrong order."""
-    flow = _flow(phase)
+    flow = flow_of(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
         undeclared = sorted(_observed(step).written - {*flow.writes, *flow.changes})

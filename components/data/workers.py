@@ -29,7 +29,7 @@ from torch import Tensor
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.data import PackedDataset, TracedRows
 from drawloom.components.state.batch import Batch
 from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import UserError
@@ -137,7 +137,7 @@ class Workers:
     def _described(self, rows: Sequence[int]) -> str:
         """The first rows of a batch, and the files and offsets of their documents."""
         described = f"row{'s' * (len(rows) > 1)} {_some(map(str, rows))} of {self._split}"
-        if not hasattr(self._rows, "sources"):  # a data set of one's own need not know them
+        if not isinstance(self._rows, TracedRows):
             return described
         sources = dict.fromkeys(source for row in rows[:MOST] for source in self._rows.sources(self._split, row))
         return f"{described} (of {_some(sources)})"

@@ -23,6 +23,7 @@ from drawloom.components.distributed.process_group import SingleProcess, TorchGr
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.torchrun import Launch, machine, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel
+from drawloom.components.ports.log_records import PRINTED
 from drawloom.graph import UserError, above, component, setting
 from drawloom.graph.problems import ReportedError
 
@@ -115,7 +116,7 @@ class TorchProcesses:
             return ReportedError(failure.text, failure.exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
             # Python prints the traceback on the terminal
-            log.error("%s", error, exc_info=error, extra={"printed": True})
+            log.error("%s", error, exc_info=error, extra={PRINTED: True})
         return None
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:

@@ -54,7 +54,11 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
 def _described(error: Exception, group: Group) -> dict[str, Any]:
     """An error as the arguments of Agreed; the message of any but a UserError is prefixed with its rank."""
     if isinstance(error, UserError):
-        return {"message": str(error), "exit_code": error.exit_code, "errno": getattr(error, "errno", None)}
+        return {
+            "message": str(error),
+            "exit_code": error.exit_code,
+            "errno": error.errno if isinstance(error, Agreed) else None,
+        }
     text, code = f"{type(error).__name__}: {error}", None
     if isinstance(error, OSError):
         text, code = f"{error.filename}: {error.strerror}" if error.filename else str(error), error.errno or 0

@@ -31,7 +31,7 @@ class AllToAllExperts:
     Works on every backend. The host waits once in each layer, for the numbers of tokens.
     """
 
-    between_ranks: ClassVar[bool] = True
+    supports_expert_parallel: ClassVar[bool] = True
 
     kernels: ExpertKernels
     mesh: Mesh

@@ -1,7 +1,6 @@
 """The component `experts.local`."""
 
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,8 +11,6 @@ from drawloom.graph import component
 @component(impact="safe")
 class LocalExperts:
     """Every rank has all experts of its layers, and tokens stay on their rank; the way that stages take by default."""
-
-    between_ranks: ClassVar[bool] = False
 
     kernels: ExpertKernels
 

@@ -41,7 +41,7 @@ class SymmetricExperts:
     computed does not depend on which microbatch came first.
     """
 
-    between_ranks: ClassVar[bool] = True
+    supports_expert_parallel: ClassVar[bool] = True
 
     kernels: ExpertKernels
     mesh: Mesh

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TextIO
 import attrs
 
 from drawloom.components.ports.distributed import Mesh, Processes
+from drawloom.components.ports.log_records import PRINTED, is_marked
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.graph import Every, UserError, component, setting
@@ -138,7 +139,7 @@ def is_run_line(record: logging.LogRecord) -> bool:
 
 def is_not_run_line(record: logging.LogRecord) -> bool:
     """Whether a record is not a run line, and has not been printed by other means."""
-    return not is_run_line(record) and not getattr(record, "printed", False)
+    return not is_run_line(record) and not is_marked(record, PRINTED)
 
 
 def _file(path: Path, where: str) -> logging.Handler:

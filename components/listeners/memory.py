@@ -11,7 +11,7 @@ import torch
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryUser, memory_by_kind
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.pipeline import Schedule, chooses_recompute
 from drawloom.components.ports.run import Batching, Event, EventKind
 from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import byte_size
@@ -72,7 +72,7 @@ class MemoryReport:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
         for node, rows in self.data.items():
             yield f"rows of {rows.length:,} tokens in [{node}]: with shorter ones, activations take less"
-        choosing = [node for node, schedule in self.schedules.items() if getattr(schedule, "recompute", None)]
+        choosing = [node for node, schedule in self.schedules.items() if chooses_recompute(schedule)]
         for node in choosing:
             yield f"{node}.memory: with less, stages keep fewer activations, and compute more of them again"
         for node, stages in self.stages.items():

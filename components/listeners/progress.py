@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.log_records import STEP_LINE, is_marked
 from drawloom.components.ports.run import Event, EventKind, Step
 from drawloom.graph import component
 
@@ -117,4 +118,4 @@ def values_of(step: Step) -> dict[str, str]:
 
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:
-    return not hasattr(record, "step_line")
+    return not is_marked(record, STEP_LINE)

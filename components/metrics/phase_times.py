@@ -12,6 +12,7 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Accumulator, Event, EventKind, Phase, Step, Value
 from drawloom.graph import Every, component
+from drawloom.graph.component import flow_of
 
 DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
 
@@ -70,9 +71,9 @@ class PhaseTimes:
 
     def _kind(self, phase: str) -> str:
         """What a phase is, by what it declares to write and to change."""
-        flow = type(self.phases[phase]).__component__.flow if phase in self.phases else None  # type: ignore[attr-defined]
-        if flow is None:
+        if phase not in self.phases:
             return phase
+        flow = flow_of(self.phases[phase])
         if "local_gradients" in flow.writes:
             return PASSES
         if "gradients" in flow.writes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
-from drawloom.components.model.decoder.config import tensor_faults
+from drawloom.components.model.decoder.config import num_experts, tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.llama import Llama
@@ -99,7 +99,7 @@ class AutoModel:
         """The experts of a layer; 0 if the model has none."""
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            return getattr(read_config(_family(path).family, path), "num_experts", 0)
+            return num_experts(read_config(_family(path).family, path))
         return 0
 
     @classmethod

@@ -26,16 +26,23 @@ def _suits(parameter: nn.Parameter) -> bool:
     return here and parameter.dtype in DTYPES and parameter.is_contiguous()
 
 
-class AdamWTriton(torch.optim.AdamW):
+class WideGradientStep(torch.optim.Optimizer):
+    """
+    A step for gradients in wider dtypes than the weights.
+
+    A step with `found_inf`, float32 () on the device of the weights, that is not 0 changes nothing.
+    """
+
+    found_inf: Tensor | None = None
+
+
+class AdamWTriton(torch.optim.AdamW, WideGradientStep):
     """
     torch's AdamW, of contiguous weights in float32 or bfloat16, by one launch for those of a group.
 
     Gradients are of any float dtype; weights without one are left out. A step with `found_inf`, float32 () on the
     device of the weights, that is not 0 changes nothing, and does not count; the host does not wait for it.
     """
-
-    takes_wide_gradients = True
-    found_inf: Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **defaults)

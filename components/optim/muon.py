@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import adamw
+from drawloom.components.optim.adamw_step import WideGradientStep, adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
@@ -98,15 +98,12 @@ class Muon(TorchOptimizer):
         return {part for (_, part), place in zip(matrices, places, strict=True) if place}
 
 
-class MuonStep(torch.optim.Optimizer):
+class MuonStep(WideGradientStep):
     """
     The steps of `torch.optim.Muon`, on slices of matrices and stacks of them; a gradient that is None counts as zeros.
 
     A step with `found_inf`, float32 () on the device of the weights, that is not 0 changes nothing.
     """
-
-    takes_wide_gradients = True
-    found_inf: Tensor | None = None
 
     def __init__(
         self,

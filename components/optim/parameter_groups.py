@@ -8,6 +8,8 @@ import attrs
 from torch import nn
 
 from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.model import KnownParameters
+from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
 from drawloom.graph.problems import KeyPath
@@ -87,8 +89,8 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
     """
     Warnings of patterns of an optimizer's groups, or of its `targets`, that no parameter of the model is left for.
 
-    A model tells them by a classmethod `parameters_of`; where adapters or transforms change them, or the loss has a
-    `module` of its own, the run alone knows them all. Of `targets` only matrices count.
+    A model that has `KnownParameters` tells them; where adapters or transforms change them, or the loss is a
+    `TrainableLoss`, the run alone knows them all. Of `targets` only matrices count.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
     kinds: list[tuple[What, dict[str, list[str]], list[KeyPath]]] = [
@@ -106,11 +108,10 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
 def _declared_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
     """Return the parameters that the stages' model declares; {} if another part of the stages changes them."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
-    own = loss and (hasattr(loss.component, "module") or "module" in attrs.fields_dict(loss.component))
+    own = loss and loss.implements(TrainableLoss)
     if model is None or own or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
-    parameters: dict[str, nn.Parameter] = getattr(model.component, "parameters_of", lambda _: {})(model)
-    return parameters
+    return model.component.parameters_of(model) if issubclass(model.component, KnownParameters) else {}
 
 
 def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:

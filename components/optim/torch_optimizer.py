@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.adamw_step import WideGradientStep
 from drawloom.components.optim.parameter_groups import ParameterGroup, param_groups, unmatched
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
@@ -137,9 +138,8 @@ class TorchOptimizer:
             group["lr"] = lr * group["lr_multiplier"]
         # GradScaler's name for the flag, which torch's fused optimizers read.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
-        # torch's fused optimizers take one dtype for weights and gradients; ours say that they take others.
-        wide = hasattr(optimizer, "takes_wide_gradients")
-        with nullcontext() if wide else _narrow_gradients(optimizer):
+        # torch's fused optimizers take one dtype for weights and gradients; ours take others.
+        with nullcontext() if isinstance(optimizer, WideGradientStep) else _narrow_gradients(optimizer):
             optimizer.step()
 
     def _param_groups(self) -> list[dict[str, Any]]:

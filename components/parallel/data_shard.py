@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype
 from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import HeadLayer
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, ReducedPart
 from drawloom.components.weights.adapted import adapter_names
 from drawloom.graph import Problem

@@ -15,7 +15,8 @@ from torch import nn
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
+from drawloom.components.ports.model import ExpertModel
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem
 
@@ -46,16 +47,15 @@ class ExpertDimension(Dimension):
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
         """Yield problems of models without experts for the ranks, and of a dispatcher that is missing."""
         ranks, model = nodes.sizes.expert, nodes.model
-        count = None if model is None else getattr(model.component, "expert_count", None)
-        if ranks == 1 or model is None or count is None:
+        if ranks == 1 or model is None or not issubclass(model.component, ExpertModel):
             return
-        if not (experts := count(model)):
+        if not (experts := model.component.expert_count(model)):
             text = f"{ranks} ranks along 'expert', and [{model.name}] has no experts"
             yield nodes.mesh.problem(cls.name, text, "write 1")
         elif experts % ranks:
             text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
-        elif not any(getattr(part.component, "between_ranks", False) for part in nodes.stages.neighbours("dispatcher")):
+        elif not any(supports_expert_parallel(part.component) for part in nodes.stages.neighbours("dispatcher")):
             hint = WRITE_DISPATCHER.replace("[stages]", f"[{nodes.stages.name}]")
             yield nodes.mesh.problem(cls.name, NO_DISPATCHER, hint)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, Shards
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
@@ -111,12 +111,6 @@ def compute_dtype(name: str, precision: Precision) -> torch.dtype:
     """The dtype in which layers use a floating-point parameter; those of a loss, which is no layer, are not cast."""
     keeps = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
     return precision.parameter if keeps else precision.compute
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor of any shape is a DTensor."""
-    # Without importing the class, which takes a second.
-    return hasattr(tensor, "placements")
 
 
 def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

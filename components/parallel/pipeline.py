@@ -13,6 +13,7 @@ from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
 from drawloom.graph import UserError
+from drawloom.graph.lifecycle import Constrained
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
@@ -76,8 +77,7 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
 
 def build_schedule(schedule: NodeView) -> Schedule | None:
     """The schedule, whose constructor is cheap; None if it has problems of its own, which it reports itself."""
-    own = getattr(schedule.component, "constraints", None)
-    if own is not None and any(own(schedule)):
+    if issubclass(schedule.component, Constrained) and any(schedule.component.constraints(schedule)):
         return None
     built: Schedule = schedule.component(**schedule.settings)
     return built

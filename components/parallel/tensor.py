@@ -21,7 +21,7 @@ from drawloom.components.parallel.dimension import Dimension, SharedParameters, 
 from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import VocabularyPart
+from drawloom.components.ports.model import TensorParallelModel, VocabularyPart
 from drawloom.components.ports.slices import RankSlice, gather_shares, rank_shares
 from drawloom.graph import Problem
 
@@ -155,11 +155,11 @@ class TensorDimension(Dimension):
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
         """Yield problems of models that the ranks can't share evenly."""
-        if (ranks := nodes.sizes.tensor) == 1 or nodes.model is None:
+        ranks, model = nodes.sizes.tensor, nodes.model
+        if ranks == 1 or model is None or not issubclass(model.component, TensorParallelModel):
             return
-        faults = getattr(nodes.model.component, "tensor_faults", None)
-        for fault in [] if faults is None else faults(nodes.model, ranks):
-            text = f"{ranks} ranks along 'tensor' share every matrix product of [{nodes.model.name}], and {fault}"
+        for fault in model.component.tensor_faults(model, ranks):
+            text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
 
     @classmethod

@@ -10,6 +10,7 @@ import attrs
 
 from drawloom.components.phases.metric_totals import Measurements, measure, read_measurements
 from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.log_records import STEP_LINE
 from drawloom.components.ports.run import (
     METRIC_TOTALS,
     Cadence,
@@ -141,7 +142,7 @@ class Report:
         elif self._has_line(step, values):
             seconds = self._seconds_left(step)
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
-            log.info("%s%s", step_line(step, values), left, extra={"step_line": True})
+            log.info("%s%s", step_line(step, values), left, extra={STEP_LINE: True})
 
     def _has_line(self, step: Step, values: Mapping[str, Value]) -> bool:
         news = step is self._first or values.get("validation_loss") is not None

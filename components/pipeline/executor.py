@@ -19,10 +19,11 @@ from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
+from drawloom.components.ports.adapters import thaws_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
-from drawloom.components.ports.model import BatchContext, Finish, Head
-from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule
+from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
+from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
@@ -65,7 +66,7 @@ class ProgramExecutor:
         doc="on a GPU, each stage of a rank computes in a stream of its own, so that passes that overlap in the "
         "schedule run at the same time",
     )
-    ends_on_every_rank: ClassVar[bool] = False
+    embeds_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
@@ -75,7 +76,7 @@ class ProgramExecutor:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems of schedule, mesh, model and loss together."""
-        yield from misfits_of_ends(node, cls.ends_on_every_rank)
+        yield from misfits_of_ends(node, cls.embeds_on_every_rank)
         mesh, schedule, stages, loss = map(node.neighbour, ("mesh", "schedule", "stages", "objective"))
         if not (mesh and schedule and stages and loss):
             return
@@ -294,7 +295,7 @@ def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
         yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}], or reference = "data"')
     for adapter in adapters:
-        if getattr(adapter.component, "thaws", False):
+        if thaws_weights(adapter.component):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
 
@@ -312,7 +313,7 @@ def misfits_of_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
     """Schedules whose stages are not those of the executor; `everywhere`, if each rank has both ends of the model."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
-    placed = getattr(schedule.component, "ends_on_every_rank", False)
+    placed = embeds_on_every_rank(schedule.component)
     if placed and not everywhere:
         text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
         yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
@@ -325,14 +326,11 @@ def misfits_of_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Itera
     """Models that need whole rows, which ranks along `context` do not have."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return
-    rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
-    needs = {
-        "documents are compared as wholes": has_pairs(loss.component),
-        "dynamic positions depend on the length of whole rows": getattr(rope, "rope_type", "") == "dynamic",
-    }
-    for why, applies in needs.items():
-        if applies:
-            yield mesh.problem("context", f"ranks along 'context' share rows out, and {why}", "write context = 1")
+    reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []
+    if issubclass(model.component, ContextParallelModel):
+        reasons += model.component.context_faults(model)
+    for why in reasons:
+        yield mesh.problem("context", f"ranks along 'context' share rows out, and {why}", "write context = 1")
 
 
 def split_stages(actions: Iterable[Action]) -> frozenset[int]:

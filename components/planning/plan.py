@@ -23,7 +23,7 @@ from drawloom.components.planning.step_time import StepTime, cost_table, step_ti
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import memory_by_kind
-from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule
+from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -203,7 +203,7 @@ class Planner:
     def plan(self) -> Plan:
         """The plan of all ranks."""
         schedule = self.objects[self.nodes.schedule]
-        if getattr(schedule, "ends_on_every_rank", False):
+        if embeds_on_every_rank(schedule):
             text = "a plan does not know of embedding and head on every rank; that with schedule.use = "
             raise UserError(f'{self.nodes.schedule}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
         rows, microbatches = self.nodes.microbatches(self.mesh)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import attrs
 from torch import nn
@@ -13,11 +13,7 @@ from drawloom.graph import port
 
 @port
 class Adapter(Protocol):
-    """
-    Adds parameters to a frozen model, or thaws some of its own, while it is on the meta device.
-
-    A class that thaws some has an attribute `thaws = True`: the model can't be had without its changes.
-    """
+    """Adds parameters to a frozen model on the meta device, or thaws some of its own (`ThawingAdapter`)."""
 
     @property
     def targets(self) -> Sequence[str]:
@@ -31,6 +27,18 @@ class Adapter(Protocol):
         Parameters that are there keep their names, and those that are added belong to an `AdaptedLayer`.
         """
         ...
+
+
+@runtime_checkable
+class ThawingAdapter(Protocol):
+    """An adapter of the model's own weights: no pass can leave its changes out."""
+
+    thaws: ClassVar[bool]
+
+
+def thaws_weights(adapter: object) -> bool:
+    """Return whether an adapter, which is an object or a class, trains weights of the model itself."""
+    return isinstance(adapter, ThawingAdapter) and adapter.thaws
 
 
 @attrs.frozen

@@ -68,6 +68,7 @@ class Tokenizer(Protocol):
 
 
 @port
+@runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer with control tokens, between which a chat template writes conversations."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.corpus import Split, TokenCorpus
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import UserError, port
 from drawloom.graph.wiring.node import NodeView
@@ -108,12 +108,7 @@ def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
 
 @port
 class PackedDataset(Protocol):
-    """
-    Rows of one length, with random access.
-
-    A class of which the rows are pairs of documents has an attribute `pairs = True`, and so has a loss that compares
-    them: without one another, `check` refuses them.
-    """
+    """Rows of one length, with random access; rows of pairs of documents are `PairedDocuments`."""
 
     @property
     def batch_type(self) -> type[Batch] | None:
@@ -138,9 +133,39 @@ class PackedDataset(Protocol):
         ...
 
 
-def has_pairs(component: type) -> bool:
-    """Whether a component's documents are pairs, its rows hold pairs together, or its loss compares them."""
-    return bool(getattr(component, "pairs", False))
+@runtime_checkable
+class PairedDocuments(Protocol):
+    """
+    A corpus of pairs of documents, rows that keep pairs together, or a loss that compares the documents of pairs.
+
+    `check` refuses such rows with another loss, and such a loss with other rows.
+    """
+
+    pairs: ClassVar[bool]
+
+
+def has_pairs(component: object) -> bool:
+    """Return whether a component, which is an object or a class, has or compares pairs of documents."""
+    return isinstance(component, PairedDocuments) and component.pairs
+
+
+@runtime_checkable
+class RowsOfTokens(Protocol):
+    """Rows of documents of tokens."""
+
+    @property
+    def tokens(self) -> TokenCorpus:
+        """The corpus of the documents."""
+        ...
+
+
+@runtime_checkable
+class TracedRows(Protocol):
+    """Rows with known sources of their documents."""
+
+    def sources(self, split: Split, row: int) -> Sequence[str]:
+        """Return the sources of the documents of a row, in order: a file and a position in it, for people."""
+        ...
 
 
 @attrs.frozen
@@ -159,6 +184,7 @@ class RowSource:
 
 
 @port
+@runtime_checkable
 class MeasuredRows(PackedDataset, Protocol):
     """Rows that know where they come from, and how full each is."""
 

@@ -1,7 +1,7 @@
 """The ports of models with experts: operations, what brings tokens to their experts, and routers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -133,16 +133,7 @@ class Dispatched(NamedTuple):
 
 @port
 class Dispatcher(Protocol):
-    """
-    Brings tokens to the experts that they chose, and back. Both are differentiable.
-
-    A component says by `between_ranks`, of its class, whether the experts may be on several ranks.
-    """
-
-    @property
-    def between_ranks(self) -> bool:
-        """Whether tokens get to the experts of other ranks."""
-        ...
+    """Brings tokens to the experts that they chose, and back. Both are differentiable."""
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
@@ -153,6 +144,18 @@ class Dispatcher(Protocol):
         `combine` in the same order, those without tokens, too.
         """
         ...
+
+
+@runtime_checkable
+class ExpertParallelDispatcher(Protocol):
+    """A dispatcher between ranks along the mesh dimension `expert`."""
+
+    supports_expert_parallel: ClassVar[bool]
+
+
+def supports_expert_parallel(dispatcher: object) -> bool:
+    """Return whether a dispatcher, which is an object or a class, brings tokens to the experts of other ranks."""
+    return isinstance(dispatcher, ExpertParallelDispatcher) and dispatcher.supports_expert_parallel
 
 
 ObserveRouting = Callable[[Tensor, Tensor], None]

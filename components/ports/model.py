@@ -1,7 +1,8 @@
 """Models that build their modules, and the heads and kernels that these compute with."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor, nn
@@ -163,10 +164,6 @@ class Model(Protocol):
     this forward, where hooks and recomputation expect it. Which head a module hands to the loss is between the two.
     Parameter names hold global layer numbers, so that they are the same however the layers are split; none begins with
     `loss.`.
-
-    A model whose layers all give hidden states of the shape and dtype that they take may say so, by an attribute
-    `layers_keep_shapes = True`: what passes between stages then follows from its first layer, and the others need not
-    run on the meta device.
     """
 
     @property
@@ -221,6 +218,81 @@ class LanguageModel(Model, Protocol):
 
     def hugging_face_mapper(self) -> Mapper:
         """Maps the whole model's parameters to Hugging Face's tensors; its inverse maps these to the parameters."""
+        ...
+
+
+@runtime_checkable
+class ShapeKeepingModel(Protocol):
+    """
+    A model whose layers all return hidden states of the shape and dtype that they take.
+
+    The tensors between stages then follow from its first layer, and the other layers need not run on the meta device.
+    """
+
+    layers_keep_shapes: ClassVar[bool]
+
+
+def layers_keep_shapes(model: object) -> bool:
+    """Return whether all layers of a model return hidden states of the shape and dtype that they take."""
+    return isinstance(model, ShapeKeepingModel) and model.layers_keep_shapes
+
+
+@runtime_checkable
+class PretrainedModel(Protocol):
+    """A model with weights of its own."""
+
+    @property
+    def initial_weights(self) -> Path | None:
+        """The folder of the weights to start from, unless the recipe names another; None for random weights."""
+        ...
+
+
+@runtime_checkable
+class ExpertModel(Protocol):
+    """A model class with a known number of experts, before anything is built."""
+
+    @classmethod
+    def expert_count(cls, node: Any) -> int:
+        """Return the number of experts of a layer by the settings of a node; 0 if the model has no experts."""
+        ...
+
+
+@runtime_checkable
+class TensorParallelModel(Protocol):
+    """A model class with conditions on the number of ranks along `tensor`, which share its matrix products."""
+
+    @classmethod
+    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+        """Yield the reasons why ranks along `tensor` can't share the model of a node, as ends of a sentence."""
+        ...
+
+
+@runtime_checkable
+class ContextParallelModel(Protocol):
+    """A model class with conditions on ranks along `context`, which share rows out."""
+
+    @classmethod
+    def context_faults(cls, node: Any) -> Iterator[str]:
+        """Yield the reasons why the model of a node needs whole rows, as ends of a sentence."""
+        ...
+
+
+@runtime_checkable
+class KnownParameters(Protocol):
+    """A model class with known parameters, before anything is built."""
+
+    @classmethod
+    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
+        """Return all parameters by name, on the meta device, by the settings of a node; {} if these are invalid."""
+        ...
+
+
+@runtime_checkable
+class BufferOwner(Protocol):
+    """A module with initial values of its own for its parameters and buffers."""
+
+    def reset_parameters(self) -> None:
+        """Fill them in place with their initial values."""
         ...
 
 

@@ -1,10 +1,10 @@
 """Schedules, programs, their executor, and the losses that it writes into the state of a step."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.ports.model import BatchContext, Head, TokenContext
 from drawloom.components.ports.program import Program
@@ -17,11 +17,7 @@ from drawloom.graph import port
 
 @port
 class Schedule(Protocol):
-    """
-    A pure function from (ranks, microbatches) to a program, for any numbers of them.
-
-    With `ends_on_every_rank`, of its class, stages are layers alone, and each rank has the embedding and the head, too.
-    """
+    """A pure function from (ranks, microbatches) to a program, for any numbers of them."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """The rank that holds each stage; every rank holds as many."""
@@ -51,9 +47,36 @@ class PartitioningSchedule(Protocol):
 
 
 @runtime_checkable
+class LayersOnlySchedule(Protocol):
+    """A schedule whose stages are layers alone: every rank has the embedding and the head, too."""
+
+    embeds_on_every_rank: ClassVar[bool]
+
+
+def embeds_on_every_rank(schedule: object) -> bool:
+    """Return whether every rank of a schedule, which is an object or a class, has the embedding and the head."""
+    return isinstance(schedule, LayersOnlySchedule) and schedule.embeds_on_every_rank
+
+
+@runtime_checkable
+class RecomputingSchedule(Protocol):
+    """A schedule with its own choice of what each stage recomputes, among policies with given costs."""
+
+    @property
+    def recompute(self) -> Mapping[Any, Any]:
+        """The costs by policy; without any, nothing is recomputed."""
+        ...
+
+
+def chooses_recompute(schedule: object) -> bool:
+    """Return whether a schedule chooses what stages recompute."""
+    return isinstance(schedule, RecomputingSchedule) and bool(schedule.recompute)
+
+
+@runtime_checkable
 class OuterLayersSchedule(Protocol):
     """
-    A schedule with `ends_on_every_rank` whose stages have the first layers of a model only.
+    A `LayersOnlySchedule` whose stages have the first layers of a model only.
 
     Each rank has the other layers with its head, and computes them for the microbatches for which it has the head.
     """
@@ -94,9 +117,7 @@ class Loss(Protocol):
     """
     The objective of training: what the model gets of a batch, and the loss of the hidden states that it gives.
 
-    A loss with parameters of its own has an attribute `module`, an nn.Module that holds them and fills them in
-    `reset_parameters()`. It becomes part of the last stage under the name `loss`: its parameters are made real, synced,
-    clipped, trained and saved like any others, and left out of exports.
+    A loss with parameters of its own is a `TrainableLoss`; one that compares pairs of documents, `PairedDocuments`.
 
     A batch is of the class that the data set declares; a loss may expect that it has the leaves in `batch_leaves`.
     """
@@ -121,6 +142,24 @@ class Loss(Protocol):
         The named sums are the same in every microbatch.
         """
         ...
+
+
+@runtime_checkable
+class TrainableLoss(Protocol):
+    """
+    A loss with parameters of its own.
+
+    Its module becomes part of the last stage under the name `loss`: the parameters are made real, synced, clipped,
+    trained and saved like any others, and left out of exports.
+    """
+
+    module: nn.Module | None
+    """The owner of the parameters, which fills them in `reset_parameters()`; None if there are none."""
+
+
+def module_of(loss: object) -> nn.Module | None:
+    """Return the module of a loss with parameters of its own, else None."""
+    return loss.module if isinstance(loss, TrainableLoss) else None
 
 
 @runtime_checkable

@@ -1,15 +1,16 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
 
@@ -197,11 +198,9 @@ class Stateful(Protocol):
     """
     A node that a checkpoint saves, under the node's name.
 
-    State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. The class
-    attribute `state_is_local = True` declares a separate state on each rank. A method `state_slices()` declares that
-    the entries of the state are sharded over ranks: it returns those that this rank holds by name, each with the
-    TensorSlice of which its tensors are, or None for a whole one. They are loaded again, whichever ranks saved them,
-    in whatever slices; tensors with as many dimensions as the slice are slices, others are not.
+    State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. All ranks have
+    the same state, unless the node declares a separate one on each rank (`LocalState`), or a state that is sharded over
+    ranks (`SlicedState`).
 
     Tensors of a state are read until `Step.apply_update` is called in the next step; a node that changes one earlier
     returns a copy.
@@ -213,6 +212,27 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state. Raises KeyError or ValueError if it does not fit the node."""
+        ...
+
+
+@runtime_checkable
+class LocalState(Protocol):
+    """A stateful node with a separate state on each rank."""
+
+    state_is_local: ClassVar[bool]
+
+
+@runtime_checkable
+class SlicedState(Protocol):
+    """
+    A stateful node whose entries are sharded over ranks.
+
+    Entries are loaded again, whichever ranks saved them, in whatever slices. Tensors with as many dimensions as the
+    slice of their entry are slices, others are not.
+    """
+
+    def state_slices(self) -> Mapping[str, TensorSlice | None]:
+        """Return the slice of each entry that this rank holds by name; None for a whole entry."""
         ...
 
 
@@ -253,15 +273,23 @@ class Event:
 
 @port
 class Listener(Protocol):
-    """
-    Observes a run's events. Its exceptions are logged and do not stop the run.
-
-    The class attribute `observes` names the kinds of events that it is sent; without it, it is sent all.
-    """
+    """Observes a run's events, all or some (`SelectiveListener`). Its exceptions are logged and do not stop the run."""
 
     def on_event(self, event: Event) -> None:
         """Handle an event."""
         ...
+
+
+@runtime_checkable
+class SelectiveListener(Protocol):
+    """A listener for events of some kinds only."""
+
+    observes: ClassVar[Collection[EventKind]]
+
+
+def observed_kinds(listener: object) -> Collection[EventKind]:
+    """Return the kinds of events for a listener."""
+    return listener.observes if isinstance(listener, SelectiveListener) else get_args(EventKind)
 
 
 @port

@@ -12,6 +12,12 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Group
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether a tensor of any shape is a DTensor."""
+    # Without importing the class, which takes a second.
+    return hasattr(tensor, "placements")
+
+
 def rank_shares(length: int, ranks: int) -> list[range]:
     """
     Which of `length` elements each of several ranks has: consecutive ones.
@@ -120,12 +126,12 @@ class ModelParameter:
     @property
     def is_shared(self) -> bool:
         """Whether other ranks have other slices."""
-        return self.split is not None or hasattr(self.tensor, "placements")
+        return self.split is not None or is_dtensor(self.tensor)
 
     def whole(self) -> Tensor:
         """The whole parameter, of any shape; a collective of the ranks that have slices of it."""
         tensor: Any = self.tensor.detach()
-        mine: Tensor = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+        mine: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
         if self.split is None:
             return mine
         return gather_shares(mine, self.split.ranks, self.split.dim, self.shape[self.split.dim])

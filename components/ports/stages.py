@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -224,14 +224,24 @@ class SpreadParameters(Parameters, Protocol):
 
 @port
 class Transform(Protocol):
-    """
-    Changes a stage's module while it is on the meta device.
-
-    A class whose modules compute weight gradients with those of inputs, as torch.utils.checkpoint and torch.compile do,
-    has an attribute `splits_backward = False`, and so has such a model: `check` warns of it with a schedule that puts
-    weight gradients off.
-    """
+    """Changes a stage's module while it is on the meta device; see `FusedBackward`."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module to use instead."""
         ...
+
+
+@runtime_checkable
+class FusedBackward(Protocol):
+    """
+    A model or transform whose modules compute weight gradients together with the gradients of their inputs.
+
+    torch.utils.checkpoint and torch.compile do. `check` warns of it with a schedule that puts weight gradients off.
+    """
+
+    fuses_backward: ClassVar[bool]
+
+
+def fuses_backward(component: object) -> bool:
+    """Return whether a model or transform, an object or a class, computes weight gradients with those of inputs."""
+    return isinstance(component, FusedBackward) and component.fuses_backward

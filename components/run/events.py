@@ -6,7 +6,7 @@ from typing import get_args
 
 import attrs
 
-from drawloom.components.ports.run import Event, EventKind, Listener
+from drawloom.components.ports.run import Event, EventKind, Listener, observed_kinds
 from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
@@ -25,8 +25,8 @@ class EventDispatcher:
     @cached_property
     def _observers(self) -> dict[EventKind, list[tuple[str, Listener]]]:
         """By kind of event, the listeners that observe it, by name."""
-        named = self.listeners.items()
-        return {kind: [each for each in named if kind in getattr(each[1], "observes", KINDS)] for kind in KINDS}
+        named = [(item, observed_kinds(item[1])) for item in self.listeners.items()]
+        return {kind: [item for item, observed in named if kind in observed] for kind in KINDS}
 
     def emit(self, event: Event) -> None:
         """Send an event to the listeners that observe its kind, in order."""

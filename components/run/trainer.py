@@ -30,7 +30,7 @@ from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import missing_leaves
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
-from drawloom.graph.component import Flow, Traits
+from drawloom.graph.component import flow_of
 from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.wiring.node import NodeView
 
@@ -73,10 +73,10 @@ class Trainer:
             value
             for phase in phases
             if phase.settings.get("every") != "never"
-            for value in _flow(phase.component).writes
+            for value in flow_of(phase.component).writes
         }
         for phase in phases:
-            reads = (value.removesuffix("?") for value in _flow(phase.component).reads)
+            reads = (value.removesuffix("?") for value in flow_of(phase.component).reads)
             known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
             for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
                 value = phase.settings[key]
@@ -194,12 +194,6 @@ class Trainer:
         derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _derives(phase)]
         why = f"the values of {' and '.join(derived)} at each step follow from the number of all"
         return ("changes_training", why) if derived else ("safe", "")
-
-
-def _flow(component: type) -> Flow:
-    """What a component declares that it reads and writes."""
-    traits: Traits | None = getattr(component, "__component__", None)
-    return Flow() if traits is None else traits.flow
 
 
 def _derives(phase: Any) -> bool:

@@ -15,7 +15,14 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import LayerRange, Model
-from drawloom.components.ports.pipeline import Loss, OuterLayersSchedule, PartitioningSchedule, Schedule
+from drawloom.components.ports.pipeline import (
+    Loss,
+    OuterLayersSchedule,
+    PartitioningSchedule,
+    Schedule,
+    embeds_on_every_rank,
+    module_of,
+)
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
 from drawloom.components.weights.adapted import adapted_model, inject
@@ -57,7 +64,7 @@ class StageBuilder:
         """Build and split the modules of this rank's stages."""
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
         spans, local = self._spans(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
-        if getattr(self.schedule, "ends_on_every_rank", False):
+        if embeds_on_every_rank(self.schedule):
             spans = with_ends_apart(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
@@ -79,7 +86,7 @@ class StageBuilder:
         with torch.device("meta"):
             module = self.model.build(span)
             inject(self.adapters, module)
-        if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
+        if span.head and (of_loss := module_of(self.loss)) is not None:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)

@@ -12,7 +12,7 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule
 from drawloom.components.pipeline.program.recomputation import text_of
 from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule
+from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError
@@ -64,10 +64,10 @@ def misfits_of_capture(nodes: StageNodes) -> Iterator[Problem]:
 def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Costs of embedding and head in layers, where no stage has them instead of layers, or the schedule has them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
-        if stages.settings[key] and getattr(schedule.component, "ends_on_every_rank", False):
+        if stages.settings[key] and embeds_on_every_rank(schedule.component):
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
             yield stages.problem(key, text, f"write {key} = 0")
-        elif stages.settings[key] and hasattr(schedule.component, "layers_by_stage"):
+        elif stages.settings[key] and issubclass(schedule.component, PartitioningSchedule):
             text = f"[{schedule.name}] says how many layers each stage has, by its own costs of them"
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 

@@ -10,6 +10,7 @@ from drawloom.components.parallel.pipeline import build_schedule
 from drawloom.components.pipeline.program.lowering import program_for
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.program import BACKWARD_INPUT
+from drawloom.components.ports.stages import fuses_backward
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
@@ -35,7 +36,7 @@ def undivided_backwards(stages: NodeView, schedule: NodeView, mesh: NodeView) ->
         text = f"a compiled block computes the gradients of its weights with that of its input, {why}"
         yield stages.warning("compile", text, f"write compile = false, {other}")
     for part in (*stages.neighbours("model"), *stages.neighbours("transforms")):
-        if not getattr(part.component, "splits_backward", True):
+        if fuses_backward(part.component):
             text = f"{part.use!r} computes the gradients of weights with those of inputs, as it says, {why}"
             yield part.warning("use", text, f"write recompute or compile in [{stages.name}] in its place, {other}")
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import local_part, slice_of
-from drawloom.components.parallel.master_weights import is_dtensor
-from drawloom.components.ports.model import LanguageModel, Model
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.model import BufferOwner, LanguageModel, Model, PretrainedModel
+from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
@@ -87,7 +86,7 @@ class InitialValues:
     @property
     def _folder(self) -> Path | None:
         """The folder of the weights to start from: the one that is named, or the model's own."""
-        return self.weights or getattr(self.model, "initial_weights", None)
+        return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
 
     def _read(self, folder: Path, module: nn.Module) -> None:
         if not isinstance(self.model, LanguageModel):
@@ -157,13 +156,12 @@ def _values(
     name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
 ) -> dict[str, Tensor]:
     """The owner's tensors after `reset_parameters()`, having been `before` everywhere."""
-    reset = getattr(owner, "reset_parameters", None)
-    if reset is None:
+    if not isinstance(owner, BufferOwner):
         raise _unfilled(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
     with torch.no_grad(), device, _seeded(device, seed):
         for _, tensor in tensors(owner):
             tensor.fill_(before)
-        reset()
+        owner.reset_parameters()
     return {key: tensor.detach().clone() for key, tensor in tensors(owner)}
 
 

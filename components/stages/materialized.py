@@ -20,9 +20,9 @@ from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import BatchContext, Model
+from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
@@ -167,7 +167,7 @@ class MaterializedStages:
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
-        if self.mesh.sizes.expert > 1 and not getattr(self.dispatcher, "between_ranks", False):
+        if self.mesh.sizes.expert > 1 and not supports_expert_parallel(self.dispatcher):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         parallel = self._parallelize()
         self._activations = ActivationSpecs(
@@ -273,7 +273,7 @@ class MaterializedStages:
     def _layers_keep_shapes(self) -> bool:
         """Whether every layer gives what it takes: the model says so, and nothing here makes layers different."""
         changed = bool(self.transforms or self.precision.uncast)
-        return not changed and getattr(self.model, "layers_keep_shapes", False)
+        return not changed and layers_keep_shapes(self.model)
 
     def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """What a stage takes for a microbatch with these inputs: a tree of tensors on the meta device."""

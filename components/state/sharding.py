@@ -202,7 +202,7 @@ def _same(one: Any, other: Any) -> bool:
     if any(getattr(one, trait, None) != getattr(other, trait, None) for trait in ("__class__", "shape", "dtype")):
         return False
     equal = (one == other) | ((one != one) & (other != other))  # NaN is the value that differs from itself
-    return bool(equal.all() if hasattr(equal, "all") else equal)
+    return equal if isinstance(equal, bool) else bool(equal.all())
 
 
 def _kinds(values: list[Any]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.regular_file import open_regular_file
@@ -15,7 +15,7 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.mapper import giving, parallel, sequential
-from drawloom.components.weights.mapper_ops import cut, identity, is_sharded, like
+from drawloom.components.weights.mapper_ops import cut, identity, like
 from drawloom.graph import UserError
 
 
@@ -142,7 +142,7 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
 
 def _own(tensor: Tensor, ours: bool) -> Tensor:
     """Return a contiguous tensor that fills its storage; a copy if its memory is not `ours` or it is a view of more."""
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         return tensor if ours else tensor.clone()
     fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if ours and fills else tensor.clone(memory_format=torch.contiguous_format)

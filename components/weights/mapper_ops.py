@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, same
 
@@ -154,20 +154,14 @@ def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
 
 def like(name: str, tensor: Tensor) -> Mapper:
     """Distribute a full tensor with the mesh and placements of `tensor` (any shape), if that is a DTensor."""
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         return distribute(name, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """tensor: any shape; whether it is a DTensor."""
-    # Without importing the class, which takes a second.
-    return hasattr(tensor, "placements")
-
-
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor of any shape gathered, which is a collective of its mesh; any other tensor as it is."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import attrs
 
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import pause_collection
+from drawloom.graph.lifecycle import Stage
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
@@ -18,8 +19,6 @@ from drawloom.graph.runtime.origin import find_raising_node, locate_setting
 from drawloom.graph.types.port_match import find_mismatches, implements
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
-
-Stage = Literal["build", "open", "close"]
 
 STAGES: tuple[Stage, ...] = ("build", "open", "close")
 

@@ -16,6 +16,7 @@ import attrs
 
 from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
+from drawloom.graph.testing.misspellings import misspelt
 from drawloom.graph.types.port_match import find_members, find_mismatches
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
@@ -140,7 +141,8 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
 
     The implementation is a component (its class or name), which is built with `values` and opened, or a function that
     returns an instance or a context manager for one. Every property receives new instances, which are closed
-    afterwards. Raises BrokenContractError for the first violated property, with a note naming the property.
+    afterwards. Raises BrokenContractError for the first violated property, with a note naming the property, and for an
+    attribute that resembles an optional member of a port but is named differently.
     """
     for holds in load_contract(port):
         with ExitStack() as stack:
@@ -148,6 +150,7 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
             for instance in instances:
                 reasons = find_mismatches(type(instance), port)
                 expect(not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {' and '.join(reasons)}")
+                expect(not (sentences := misspelt(type(instance), port)), "; ".join(sentences))
             try:
                 holds(*instances)
             except Exception as error:

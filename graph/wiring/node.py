@@ -9,6 +9,7 @@ import attrs
 from drawloom.graph.problems import KeyPath, Position, Problem
 from drawloom.graph.recipe.layers import Table, locate
 from drawloom.graph.registry.spec import Spec
+from drawloom.graph.types.port_match import implements
 
 
 class Edge(NamedTuple):
@@ -121,6 +122,10 @@ class NodeView:
     @property
     def component(self) -> type:
         return self._node.spec.cls
+
+    def implements(self, port: type) -> bool:
+        """Return whether the component implements a port, or has an optional capability; fields count as members."""
+        return implements(self.component, port)
 
     @property
     def settings(self) -> Mapping[str, Any]:

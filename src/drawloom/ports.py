@@ -9,6 +9,8 @@ from drawloom.components.ports.adapters import (
     Adapter as Adapter,
     Fill as Fill,
     LowRank as LowRank,
+    ThawingAdapter as ThawingAdapter,
+    thaws_weights as thaws_weights,
 )
 from drawloom.components.ports.cache import (
     KeyValueCache as KeyValueCache,
@@ -32,11 +34,14 @@ from drawloom.components.ports.data import (
     MeasuredRows as MeasuredRows,
     MovableData as MovableData,
     PackedDataset as PackedDataset,
+    PairedDocuments as PairedDocuments,
     RowOrder as RowOrder,
     RowSource as RowSource,
     ReadsLeaves as ReadsLeaves,
     SourceProgress as SourceProgress,
     TokenBatch as TokenBatch,
+    RowsOfTokens as RowsOfTokens,
+    TracedRows as TracedRows,
     TrainingData as TrainingData,
     ValidationData as ValidationData,
     WritesBatches as WritesBatches,
@@ -64,17 +69,24 @@ from drawloom.components.ports.experts import (
     Dispatched as Dispatched,
     Dispatcher as Dispatcher,
     ExpertKernels as ExpertKernels,
+    ExpertParallelDispatcher as ExpertParallelDispatcher,
     ExpertRouter as ExpertRouter,
     ObserveRouting as ObserveRouting,
     PeerExchange as PeerExchange,
     Peers as Peers,
     routers_of as routers_of,
+    supports_expert_parallel as supports_expert_parallel,
 )
 from drawloom.components.ports.flops import (
     CountsFlops as CountsFlops,
     ForwardFlops as ForwardFlops,
     UpdateFlops as UpdateFlops,
     attended_pairs as attended_pairs,
+)
+from drawloom.components.ports.log_records import (
+    PRINTED as PRINTED,
+    STEP_LINE as STEP_LINE,
+    is_marked as is_marked,
 )
 from drawloom.components.ports.memory import (
     MEMORY_KINDS as MEMORY_KINDS,
@@ -84,29 +96,43 @@ from drawloom.components.ports.memory import (
 )
 from drawloom.components.ports.model import (
     BatchContext as BatchContext,
+    BufferOwner as BufferOwner,
+    ContextParallelModel as ContextParallelModel,
+    ExpertModel as ExpertModel,
     Finish as Finish,
     Head as Head,
     HeadLayer as HeadLayer,
     HiddenStates as HiddenStates,
     Kernels as Kernels,
     LanguageModel as LanguageModel,
+    KnownParameters as KnownParameters,
     LayerRange as LayerRange,
     Model as Model,
+    PretrainedModel as PretrainedModel,
     RowPart as RowPart,
     TokenContext as TokenContext,
+    ShapeKeepingModel as ShapeKeepingModel,
+    TensorParallelModel as TensorParallelModel,
     VocabularyPart as VocabularyPart,
+    layers_keep_shapes as layers_keep_shapes,
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
     LOSSES as LOSSES,
+    LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
     OuterLayersSchedule as OuterLayersSchedule,
     PartialSchedule as PartialSchedule,
     PartitioningSchedule as PartitioningSchedule,
     Predictor as Predictor,
+    RecomputingSchedule as RecomputingSchedule,
     Referenced as Referenced,
     STEP_SPECS as STEP_SPECS,
     Schedule as Schedule,
+    TrainableLoss as TrainableLoss,
+    chooses_recompute as chooses_recompute,
+    embeds_on_every_rank as embeds_on_every_rank,
+    module_of as module_of,
     state_of_batches as state_of_batches,
     sum_losses as sum_losses,
 )
@@ -136,6 +162,7 @@ from drawloom.components.ports.run import (
     GrowingState as GrowingState,
     KnownSteps as KnownSteps,
     Listener as Listener,
+    LocalState as LocalState,
     METRIC_TOTALS as METRIC_TOTALS,
     Metric as Metric,
     NamesNumbers as NamesNumbers,
@@ -147,6 +174,8 @@ from drawloom.components.ports.run import (
     RunFolder as RunFolder,
     RunInfo as RunInfo,
     SavingPhase as SavingPhase,
+    SelectiveListener as SelectiveListener,
+    SlicedState as SlicedState,
     Stateful as Stateful,
     Step as Step,
     Stop as Stop,
@@ -155,6 +184,7 @@ from drawloom.components.ports.run import (
     Value as Value,
     check_cadence as check_cadence,
     due as due,
+    observed_kinds as observed_kinds,
 )
 from drawloom.components.ports.slices import (
     ModelParameter as ModelParameter,
@@ -162,10 +192,12 @@ from drawloom.components.ports.slices import (
     SlicedTensor as SlicedTensor,
     TensorSlice as TensorSlice,
     gather_shares as gather_shares,
+    is_dtensor as is_dtensor,
     rank_shares as rank_shares,
 )
 from drawloom.components.ports.stages import (
     AveragedWeights as AveragedWeights,
+    FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
     LOSS as LOSS,
     Parameters as Parameters,
@@ -179,6 +211,7 @@ from drawloom.components.ports.stages import (
     TrainableStages as TrainableStages,
     Transform as Transform,
     averaged as averaged,
+    fuses_backward as fuses_backward,
     gradient_of as gradient_of,
 )
 from drawloom.components.ports.staging import (

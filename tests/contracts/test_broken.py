@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drawloom.components.contracts.model import layers_that_keep_shapes_do
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
-from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Step
+from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Stateful, Step
 from drawloom.components.ports.stages import Transform
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import component
@@ -196,3 +196,22 @@ def test_a_layer_that_changes_the_dtype_breaks_its_models_word() -> None:
     implementation: Any = SaysThatItKeepsShapes()
     with pytest.raises(BrokenContractError, match=r"layer 1 gives torch.float64 \(2, 5, 8\), and takes torch.float32"):
         layers_that_keep_shapes_do(implementation)
+
+
+class Counter:
+    """A stateful node that is meant to be sharded over ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore nothing."""
+
+    def state_slice(self) -> dict[str, None]:
+        raise NotImplementedError
+
+
+def test_a_misspelt_capability_breaks_the_contract() -> None:
+    """A node whose slices nobody would ask for does not pass as a node without slices."""
+    with pytest.raises(BrokenContractError, match=r"Counter has state_slice, .* did you mean state_slices"):
+        check_port(Counter, Stateful)

@@ -17,7 +17,7 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from drawloom.components.ports.data import PackedDataset, RowOrder, RowSource
+from drawloom.components.ports.data import MeasuredRows, PackedDataset, RowOrder, RowSource
 from drawloom.graph import UserError
 
 WINDOW = 2**12  # positions that are looked up together: numpy costs the same for one as for some hundreds
@@ -27,10 +27,8 @@ UNIT = 2**48  # shares are whole numbers of such parts, so that a checkpoint hol
 
 def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
     """The sources of the training rows: those of a mixture, or one without a name."""
-    # MeasuredRows have it; a data set of one's own need not
-    if (sources := getattr(rows, "row_sources", None)) is not None:
-        found: Sequence[RowSource] = sources("train")
-        return found
+    if isinstance(rows, MeasuredRows):
+        return rows.row_sources("train")
     count = rows.count("train")
     return [RowSource("", 0, count, round(rows.fill_rate("train") * count * rows.length), 1.0)]
 

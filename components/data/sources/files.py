@@ -95,7 +95,7 @@ def opened(file: File) -> Iterator[IO[bytes]]:
 
 def unreadable(path: str, error: Exception) -> UserError:
     """The error for a file that can't be read, because of the operating system or of its compression."""
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}); repair the file or leave it out of `paths`")
 
 

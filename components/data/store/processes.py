@@ -21,6 +21,7 @@ from drawloom.components.data.store.encode import unopened, write_shard
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
+from drawloom.graph.lifecycle import Openable
 
 
 @attrs.define
@@ -156,7 +157,7 @@ def _main(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> 
     os.environ["RAYON_NUM_THREADS"] = "1"  # the package tokenizers has its own threads; one process has one core
     with suppress(EOFError, OSError):
         try:
-            if hasattr(tokenizer, "open"):
+            if isinstance(tokenizer, Openable):
                 tokenizer.open()
             while True:
                 number, part = pipe.recv()

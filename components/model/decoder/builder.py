@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.decoder.config import DecoderConfig, MoeConfig, size, tensor_faults
+from drawloom.components.model.decoder.config import DecoderConfig, MoeConfig, num_experts, size, tensor_faults
 from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of, read_config
 from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
@@ -153,13 +153,20 @@ class DecoderBuilder:
             yield from tensor_faults(sizes, ranks)
 
     @classmethod
+    def context_faults(cls, node: Any) -> Iterator[str]:
+        """Yield the reasons why the model needs whole rows."""
+        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        if rope and rope.rope_type == "dynamic":
+            yield "dynamic positions depend on the length of whole rows"
+
+    @classmethod
     def expert_count(cls, node: Any) -> int:
         """The experts of a layer; 0 if the model has none."""
         config = node.settings["config"]
         if (given := node.settings.get("num_experts")) or config is None:
             return given or 0
         with suppress(UserError):  # a problem of its own
-            return getattr(read_config(cls.family, config), "num_experts", 0)
+            return num_experts(read_config(cls.family, config))
         return 0
 
     @classmethod
@@ -245,7 +252,7 @@ class DecoderBuilder:
         names = [*persistent_tensors(self._whole())]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))
+        return sequential(joined, mapper_of(kept, num_experts(self.architecture)))
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters by name, on the meta device."""

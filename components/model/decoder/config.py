@@ -181,6 +181,11 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
 
 
+def num_experts(architecture: DecoderConfig) -> int:
+    """Return the number of experts of a layer; 0 if the model has no experts."""
+    return architecture.num_experts if isinstance(architecture, MoeConfig) else 0
+
+
 def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Why ranks along `tensor` can't share a model with these sizes, as far as they are known."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

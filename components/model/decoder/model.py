@@ -131,8 +131,10 @@ class CausalLM(nn.Module):
         self.kernels = kernels
         self.model = Decoder(architecture, span, kernels, mlp)
         self.tied = architecture.tie_word_embeddings
-        if span.head and not self.tied:
-            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True)
+        self.lm_head: Any
+        has_own_head = span.head and not self.tied
+        head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True) if has_own_head else None
+        self.register_module("lm_head", head)
 
     def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
         """
@@ -145,5 +147,5 @@ class CausalLM(nn.Module):
         if not self.span.head or finish is None:
             return hidden
         # An adapter of a tied head adds a layer.
-        layer: HeadLayer = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return layer.finish(hidden, finish)

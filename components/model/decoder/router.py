@@ -112,7 +112,7 @@ class Router(Linear, RowSums):
 
     def reset_parameters(self) -> None:
         """Fill the bias with zeros; the weight is filled by the model's `initialise`, or by nn.Linear before."""
-        if (bias := getattr(self, "e_score_correction_bias", None)) is None:
+        if (bias := self._buffers.get("e_score_correction_bias")) is None:  # nn.Linear calls this before it is there
             super().reset_parameters()
         else:
             nn.init.zeros_(bias)

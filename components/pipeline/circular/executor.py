@@ -36,7 +36,7 @@ class CircularExecutor(ProgramExecutor):
         doc="whether an output has the time of the next iteration to travel, as MaxText's "
         "`pipeline_delay_activation_forwarding`; it hides messages that take time",
     )
-    ends_on_every_rank: ClassVar[bool] = True
+    embeds_on_every_rank: ClassVar[bool] = True
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

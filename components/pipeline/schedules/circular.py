@@ -20,7 +20,7 @@ class Circular(RowSchedule):
     """MaxText's circular pipeline: in each repeat all microbatches pass through all ranks once."""
 
     newest_first: ClassVar[bool] = True
-    ends_on_every_rank: ClassVar[bool] = True
+    embeds_on_every_rank: ClassVar[bool] = True
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, each a stage on every rank")
     pipeline_parallel_layers: int | None = setting(
         default=None,

@@ -1,9 +1,11 @@
 """Experts that are on the rank of their tokens; what a dispatcher does is its port's contract."""
 
 from drawloom.components.experts.local import LocalExperts
+from drawloom.components.ports.experts import supports_expert_parallel
 from support.qwen3 import cpu_kernels
 
 
 def test_tokens_stay_on_their_rank() -> None:
     """So `check` knows that ranks can't share experts out with it."""
-    assert not LocalExperts.between_ranks and not LocalExperts(kernels=cpu_kernels()).between_ranks
+    assert not supports_expert_parallel(LocalExperts)
+    assert not supports_expert_parallel(LocalExperts(kernels=cpu_kernels()))

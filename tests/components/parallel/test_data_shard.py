@@ -13,10 +13,10 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.parallel.data_shard import ShardedModule, _parts
-from drawloom.components.parallel.master_weights import is_dtensor
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.adapted import lora

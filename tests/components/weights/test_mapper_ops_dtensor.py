@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.weights.load import convert, group_specs, load_folder
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import distribute, gather, identity, is_sharded, like, stack
+from drawloom.components.weights.mapper_ops import distribute, gather, identity, like, stack
 from support.processes import run_ranks
 
 WHOLE = torch.arange(15.0).view(5, 3)
@@ -48,7 +49,7 @@ def _loaded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
     module.register_parameter("c", nn.Parameter(torch.empty(5, 3, device="meta")))
     load_folder(folder, module, identity("a", "b", "c"))
     return {
-        "sharded": [is_sharded(parameter) for parameter in module.parameters()],
+        "sharded": [is_dtensor(parameter) for parameter in module.parameters()],
         "placements": str(module.a.placements),
         "values": [module.a.to_local().tolist(), module.b.to_local().tolist(), module.c.tolist()],
     }

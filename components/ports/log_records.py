@@ -1,0 +1,14 @@
+"""Marks of log records, by which a listener recognizes the records of other components."""
+
+import logging
+
+PRINTED = "printed"
+"""A record that was already printed on the terminal by other means."""
+
+STEP_LINE = "step_line"
+"""A record with the numbers of a step."""
+
+
+def is_marked(record: logging.LogRecord, mark: str) -> bool:
+    """Return whether a record was logged with `extra={mark: True}`."""
+    return bool(vars(record).get(mark))

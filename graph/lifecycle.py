@@ -1,0 +1,110 @@
+"""Optional methods of components, whatever their ports: the container, `check` and other commands call them."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from drawloom.graph.component import Impact
+from drawloom.graph.problems import Problem
+
+Stage = Literal["build", "open", "close"]
+"""A stage in the life of a built object."""
+
+
+@runtime_checkable
+class Openable(Protocol):
+    """A component with work to do before its use, such as reading files."""
+
+    def open(self) -> None:
+        """Read files, start processes, allocate memory; called after all nodes of its edges are open."""
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A component with resources to release, also if `open` has failed half-way."""
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+@runtime_checkable
+class FailureHandler(Protocol):
+    """A handler of the exception at the end of a failed run."""
+
+    def on_failure(self, error: BaseException) -> BaseException | None:
+        """Handle the exception, and return an exception to raise in its place, or None."""
+        ...
+
+
+@runtime_checkable
+class StageWatcher(Protocol):
+    """A component around the opening and closing of others, such as a timeout."""
+
+    def stage_context(self, stage: Stage, node: str) -> AbstractContextManager[None]:
+        """Return a context for opening or closing a node."""
+        ...
+
+
+@runtime_checkable
+class MachineUser(Protocol):
+    """A user of a file or device, which this machine may lack."""
+
+    def check_machine(self) -> None:
+        """
+        Raise UserError if this machine lacks a file or device of the settings.
+
+        Called before the first node is opened; it reads little, leaves nothing open, and uses other nodes only as they
+        are before `open`.
+        """
+        ...
+
+
+@runtime_checkable
+class Previewable(Protocol):
+    """A component with a description of the run before its first step."""
+
+    def preview(self) -> str:
+        """Return a text for `run --dry-run`, which opens the component for it."""
+        ...
+
+
+@runtime_checkable
+class Constrained(Protocol):
+    """A component class with constraints on several settings, or on settings of neighbours."""
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Yield the problems of a node, which is a NodeView, before anything is built."""
+        ...
+
+
+@runtime_checkable
+class Annotated(Protocol):
+    """A component class with notes on its node."""
+
+    @classmethod
+    def notes(cls, node: Any) -> Iterable[str]:
+        """Yield lines about a node for `explain`, and for `draw` with the focus on the node."""
+        ...
+
+
+@runtime_checkable
+class ImpactRules(Protocol):
+    """A component class with its own rules for resuming with other values."""
+
+    @classmethod
+    def resume_impact(cls, node: Any, key: str) -> Impact | tuple[Impact, str] | None:
+        """Return the impact of another value of a key, alone or with the reason; None for that of the setting."""
+        ...
+
+
+@runtime_checkable
+class FolderSettings(Protocol):
+    """A component class with settings that depend on the folder of the recipe."""
+
+    @classmethod
+    def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> Mapping[str, Any]:
+        """Return the settings of a run in this folder; `given` are the keys set by overlays or the command line."""
+        ...

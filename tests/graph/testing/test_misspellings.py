@@ -1,0 +1,42 @@
+"""Attributes that resemble an optional member."""
+
+import attrs
+import pytest
+
+from drawloom.graph import component, setting
+from drawloom.graph.lifecycle import Constrained
+from drawloom.graph.testing import BrokenContract, check_port
+from drawloom.graph.testing.misspellings import misspelt
+from support.shop.components.stores.memory import Memory
+from support.shop.ports import Store
+
+
+class Unclosed(Memory):
+    """A store whose author wrote another name for `close`."""
+
+    def closes(self) -> None:
+        raise NotImplementedError
+
+
+def test_check_port_fails_for_a_name_like_that_of_an_optional_method() -> None:
+    """The container would never call the method: the message names both spellings."""
+    with pytest.raises(BrokenContract, match="Unclosed has closes, which no port declares; did you mean close"):
+        check_port(lambda: Unclosed(), Store)
+
+
+def test_settings_and_declared_members_are_not_misspelt() -> None:
+    """A setting may have any name, as a private attribute, while a field that no recipe sets is an attribute."""
+
+    @component
+    class Shelf:
+        constraint: int = setting(default=1, doc="a setting")
+        notess: int = attrs.field(init=False, default=1)
+        _closes: int = attrs.field(init=False, default=1)
+
+        def open(self) -> None:
+            raise NotImplementedError
+
+        def get(self, key: str) -> None:
+            raise NotImplementedError
+
+    assert misspelt(Shelf, Constrained) == ["Shelf has notess, which no port declares; did you mean notes?"]
