@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from drawloom.graph import lifecycle
 from drawloom.graph.testing.misspellings import capabilities
-from drawloom.graph.types.port_match import members
+from drawloom.graph.types.port_match import find_members
 from house.test_floors import ROOT, SOURCES
 
 OF_OTHERS = {
@@ -16,7 +16,7 @@ OF_OTHERS = {
 
 LIFECYCLE = {
     name for cls in vars(lifecycle).values() if isinstance(cls, type) and hasattr(cls, "_is_protocol")
-    for name in members(cls)
+    for name in find_members(cls)
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from drawloom.graph import component, setting
 from drawloom.graph.lifecycle import Constrained
-from drawloom.graph.testing import BrokenContract, check_port
+from drawloom.graph.testing import BrokenContractError, check_port
 from drawloom.graph.testing.misspellings import misspelt
 from support.shop.components.stores.memory import Memory
 from support.shop.ports import Store
@@ -20,7 +20,7 @@ class Unclosed(Memory):
 
 def test_check_port_fails_for_a_name_like_that_of_an_optional_method() -> None:
     """The container would never call the method: the message names both spellings."""
-    with pytest.raises(BrokenContract, match="Unclosed has closes, which no port declares; did you mean close"):
+    with pytest.raises(BrokenContractError, match="Unclosed has closes, which no port declares; did you mean close"):
         check_port(lambda: Unclosed(), Store)
 
 
