@@ -130,7 +130,15 @@ def _batch(rows: int = 4) -> Batch:
 
 
 def _rows(batch: Batch, first: int, last: int) -> Batch:
-    return Batch(*(tensor[first:last] for tensor in batch.tensors()))
+    rows = slice(first, last)
+    return Batch(
+        tokens=batch.tokens[rows],
+        targets=batch.targets[rows],
+        positions=batch.positions[rows],
+        document_ids=batch.document_ids[rows],
+        weights=batch.weights[rows],
+        reference=None if batch.reference is None else batch.reference[rows],
+    )
 
 
 def _hidden(rows: int = 4) -> Tensor:

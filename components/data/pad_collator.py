@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from drawloom.components.ports.data import IGNORE_INDEX, Batch, Example
 from drawloom.graph import at_least, component, setting
@@ -55,7 +54,14 @@ class PadCollator:
             if count == length:
                 documents[row] = 0
         padding = tokens.size - sum(self.count(example) for example in examples)
-        return Batch(*map(torch.from_numpy, (tokens, targets, positions, documents, weights)), padding=padding)
+        return Batch.from_numpy(
+            tokens=tokens,
+            targets=targets,
+            positions=positions,
+            document_ids=documents,
+            weights=weights,
+            padding=padding,
+        )
 
 
 def _learned(example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 import attrs
 import numpy as np
 import torch
+from torch import Tensor
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.ports.corpus import Split
@@ -72,7 +73,7 @@ class Worker:
         if isinstance(answer, str):
             raise RuntimeError(f"{self} failed:\n{answer}")
         arrays, padding = answer
-        return Batch(*map(torch.from_numpy, arrays), padding=padding)
+        return Batch.from_numpy(**arrays, padding=padding)
 
     def _died(self) -> WorkerLostError:
         hint = "check for a lack of memory and start the run again, or write workers = 0"
@@ -174,11 +175,12 @@ def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
 
 def _answer(
     rows: PackedDataset, split: Split, indices: list[int]
-) -> tuple[tuple[np.ndarray, ...], int] | UserError | str:
+) -> tuple[dict[str, np.ndarray], int] | UserError | str:
     """A batch as arrays, which are sent by value, and its padding; or what is wrong, for the user or a traceback."""
     try:
         batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in batch.tensors()), batch.padding
+        fields = attrs.asdict(batch, recurse=False)
+        return {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}, batch.padding
     except UserError as error:
         return UserError(str(error), error.exit_code)
     except Exception:

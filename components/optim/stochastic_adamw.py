@@ -86,8 +86,10 @@ class StochasticAdamW:
             weight = parameter.detach()
             exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             key = derive_seed(self.job.seed, "stochastic_adamw", name)
-            place = rows_of(slices[name])
-            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay[parameter], key, *place)
+            first, width, stride = rows_of(slices[name])
+            self._params[name] = ParamState(
+                weight, exp_avg, exp_avg_sq, decay[parameter], key, first=first, width=width, stride=stride
+            )
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in every:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])

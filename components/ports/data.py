@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
+import torch
 from torch import Tensor
 
 from drawloom.components.ports.corpus import Split, TokenCorpus
@@ -48,6 +49,29 @@ class Batch:
                 f"{type(self).__name__} is a subclass of Batch{fields}, of which a run takes only what Batch has; "
                 "make a Batch: its `weights` and `reference` are numbers of each token, float32 (rows, length)"
             )
+
+    @classmethod
+    def from_numpy(
+        cls,
+        *,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        positions: np.ndarray,
+        document_ids: np.ndarray,
+        weights: np.ndarray,
+        reference: np.ndarray | None = None,
+        padding: int = 0,
+    ) -> "Batch":
+        """Return the batch of these arrays, (rows, length) each, whose memory it shares."""
+        return cls(
+            tokens=torch.from_numpy(tokens),
+            targets=torch.from_numpy(targets),
+            positions=torch.from_numpy(positions),
+            document_ids=torch.from_numpy(document_ids),
+            weights=torch.from_numpy(weights),
+            reference=None if reference is None else torch.from_numpy(reference),
+            padding=padding,
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that there are, (rows, length) each, in order."""

@@ -109,7 +109,7 @@ class GlobalBatch:
             replicas = prod(size for size in sizes if isinstance(size, int))
             settings = node.settings
             faults = _uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
-            yield from (node.problem(*fault) for fault in faults)
+            yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
                 text = f"ramp[{number}] ends at a step or after tokens, one of both"

@@ -141,7 +141,8 @@ def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None
 
 def _collect(mine: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
     """On the reader its own value and those of the others; on other ranks an empty list."""
-    return [mine, *(unpack(*_opened(ticket, path)) for ticket in tickets)] if is_reader else []
+    opened = (_opened(ticket, path) for ticket in tickets)
+    return [mine, *(unpack(packed.tree, packed.tensors) for packed in opened)] if is_reader else []
 
 
 def _opened(ticket: Any, path: Path | str | None) -> Packed:

@@ -56,7 +56,7 @@ class Layering:
 def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()) -> Layering:
     """Columns with few crossings, of boxes in reading order and acyclic arrows; sequences keep their order."""
     depth = depths(names, arrows)
-    ways = {arrow: _way(*arrow, depth) for arrow in arrows}
+    ways = {(source, target): _way(source, target, depth) for source, target in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
     stops = dict.fromkeys(
         [ArrowPoint(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece]

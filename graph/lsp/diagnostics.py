@@ -42,7 +42,8 @@ def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
             start = offset_of(text, place)
             found = _MARKED.match(text, start)
             # At the end of a line there is nothing that an editor could underline.
-            yield Diagnostic(problem, *(found.span() if found else (max(start - 1, 0), start)))
+            begin, end = found.span() if found else (max(start - 1, 0), start)
+            yield Diagnostic(problem, begin, end)
         else:
             extends = _EXTENDS.search(text)
             start, end = extends.span() if extends else (0, 0)

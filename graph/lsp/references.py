@@ -33,7 +33,7 @@ def ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
     for found in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
         cursor = Cursor.at(text, found.start())
         if cursor and _named(cursor, found.start()) == symbol:
-            yield SourceRange(*found.span())
+            yield SourceRange(found.start(), found.end())
 
 
 def _named(cursor: Cursor, offset: int) -> Symbol:

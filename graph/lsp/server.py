@@ -214,7 +214,8 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
     meaning = server.meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    where = server.range(path, *replaced(meaning, server.offset(path, params.position)))
+    start, end = replaced(meaning, server.offset(path, params.position))
+    where = server.range(path, start, end)
     items = [
         lsp.CompletionItem(
             label=one.text.strip('"'),
@@ -240,7 +241,11 @@ def refer(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Locatio
     path = path_of(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
-    return [lsp.Location(server.uri(file), server.range(file, *at)) for file, found in files.items() for at in found]
+    return [
+        lsp.Location(server.uri(file), server.range(file, at.start, at.end))
+        for file, found in files.items()
+        for at in found
+    ]
 
 
 def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
@@ -250,7 +255,7 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     offset = server.offset(path, params.position)
     found = [*ranges(server.recipes.text(path), symbol)] if symbol else []
     at = next((one for one in found if one.start <= offset <= one.end), None)
-    return lsp.PrepareRenamePlaceholder(server.range(path, *at), symbol[-1]) if at and symbol else None
+    return lsp.PrepareRenamePlaceholder(server.range(path, at.start, at.end), symbol[-1]) if at and symbol else None
 
 
 def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
@@ -262,7 +267,7 @@ def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceE
     except UserError as error:
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
-        server.uri(file): [lsp.TextEdit(server.range(file, *at), params.new_name) for at in found]
+        server.uri(file): [lsp.TextEdit(server.range(file, at.start, at.end), params.new_name) for at in found]
         for file, found in files.items()
     }
     return lsp.WorkspaceEdit(edits) if edits else None

@@ -134,7 +134,15 @@ class _ListEdit:
         removed = [self.old.value[index] for index in sorted(self.removed)]
         elements = [origin for _, origin in new]
         values, (*above, key) = [value for value, _ in new], self.path
-        return Leaf(values, self.layer, tuple(above), str(key), self.old, tuple(elements), tuple(removed))
+        return Leaf(
+            values,
+            self.layer,
+            tuple(above),
+            str(key),
+            overridden=self.old,
+            elements=tuple(elements),
+            removed=tuple(removed),
+        )
 
     @property
     def _name(self) -> str:

@@ -45,7 +45,8 @@ class Layer:
         if self._places is None:
             self._places = SourceMap(self.text)  # only now: most recipes have no problem and need no positions
         span = find(self._places) or self._places.nearest(path)
-        return Place(self.source, *self._places.position(span.start))
+        line, column = self._places.position(span.start)
+        return Place(self.source, line, column)
 
 
 class Origin(NamedTuple):

@@ -87,7 +87,8 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
 
 
 def _error(source: str, text: str, offset: int, message: str, hint: str = "") -> RecipeError:
-    return RecipeError([Problem("DL103", message, hint, place=Place(source, *_position(text, offset)))])
+    line, column = _position(text, offset)
+    return RecipeError([Problem("DL103", message, hint, place=Place(source, line, column))])
 
 
 def _too_deep(source: str, text: str) -> RecipeError:

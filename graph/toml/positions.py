@@ -31,16 +31,16 @@ class SourceMap:
     def key(self, path: KeyPath) -> SourceRange | None:
         """The last key of a path: in its `[header]`, or where it first appears. None for an index, which has no key."""
         entry, known = self._find(path)
-        return SourceRange(*entry[0]) if entry[0] and known == len(path) else None
+        return SourceRange._make(entry[0]) if entry[0] and known == len(path) else None
 
     def value(self, path: KeyPath) -> SourceRange | None:
         """The value at a path: for a table its `[header]` or, without a header, the key that implies it."""
         entry, known = self._find(path)
-        return SourceRange(*entry[1]) if known == len(path) else None
+        return SourceRange._make(entry[1]) if known == len(path) else None
 
     def nearest(self, path: KeyPath) -> SourceRange:
         """The value at the longest prefix of a path that is in the text; for none, the whole text."""
-        return SourceRange(*self._find(path)[0][1])
+        return SourceRange._make(self._find(path)[0][1])
 
     def position(self, offset: int) -> tuple[int, int]:
         """Line and column of an offset, both from 1; the column counts code points."""

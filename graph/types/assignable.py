@@ -97,7 +97,9 @@ def _classes(given: Any, promised: Any, fits: Fits) -> bool:
         return _callables(given, promised, fits)
     if getattr(theirs, "_is_protocol", False) and theirs not in ours.__mro__:
         return fits(ours, promised)
-    return _is_subclass(ours, theirs) and all(assignable(*pair, fits) for pair in _pairs(given, promised, theirs))
+    return _is_subclass(ours, theirs) and all(
+        assignable(one, other, fits) for one, other in _pairs(given, promised, theirs)
+    )
 
 
 def _pairs(given: Any, promised: Any, common: type) -> Iterator[tuple[Any, Any]]:
@@ -124,7 +126,7 @@ def _callables(given: Any, promised: Any, fits: Fits) -> bool:
     if not (isinstance(ours[0], list) and isinstance(theirs[0], list)):
         return True
     pairs = zip(theirs[0], ours[0], strict=False)
-    return len(ours[0]) == len(theirs[0]) and all(assignable(*pair, fits) for pair in pairs)
+    return len(ours[0]) == len(theirs[0]) and all(assignable(one, other, fits) for one, other in pairs)
 
 
 def _class_of(kind: Any) -> type | None:

@@ -169,7 +169,8 @@ class EdgeResolver:
 
     def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         holder = node.table.items[field.name]
-        table = value if isinstance(value, Table) else Table.of(value, *holder.origin(path[1:]))
+        origin = holder.origin(path[1:])
+        table = value if isinstance(value, Table) else Table.of(value, origin.layer, origin.path)
         if "use" not in table.items:
             text = f"{dotted(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)

@@ -180,7 +180,7 @@ class Graph:
         cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
-            yield Problem("DL320", text, "remove one of these edges", cycle[0], self._place_of_edge(*cycle[:2]))
+            yield Problem("DL320", text, "remove one of these edges", cycle[0], self._place_of_edge(cycle[0], cycle[1]))
         for node in self.nodes.values():
             for field in node.spec.sequences:
                 if (edge := node.edges.get(field.name)) is not None:
