@@ -67,7 +67,15 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
         outputs, inputs = base.weight.shape
-        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit, base.uneven)
+        super().__init__(
+            inputs,
+            outputs,
+            base.kernels,
+            bias=base.bias is not None,
+            style=base.style,
+            unit=base.unit,
+            uneven=base.uneven,
+        )
         self.weight, self.bias = base.weight, base.bias
         self.form = form
         self.lora_A = factor(form.rank, inputs, like=base.weight)
@@ -85,8 +93,9 @@ class LoraLinear(Linear, AdaptedLayer):
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
         if self.form.dora:
-            factors = self.weight, self.lora_A, self.lora_B
-            scale = dora_scale(*factors, self.form.scale, self.lora_magnitude, self._ranks_of_rows)
+            scale = dora_scale(
+                self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._ranks_of_rows
+            )
             plain = self.kernels.linear(dropped, self.weight) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)

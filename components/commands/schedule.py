@@ -189,7 +189,7 @@ def _comparison(options: argparse.Namespace, project: Project) -> str:
     names = list(dict.fromkeys([*_complete(project), *named]))
     ranks = options.ranks or [found.ranks if found else 1]
     microbatches = options.microbatches or [needed(found.microbatches if found else None)]
-    sizes = [Size(*each) for each in product(ranks, microbatches)]
+    sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_of_size(options, project, names, source, size)) for size in sizes}
     if options.format == "json":
         return json.dumps([summary.as_data() for summaries in tables.values() for summary in summaries], indent=1)

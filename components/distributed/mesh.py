@@ -66,7 +66,8 @@ class RankMesh(MeshView):
             widest = max(sizes, key=lambda name: sizes[name])
             yield node.problem(widest, f"the mesh has {ranks} ranks, which is more than {MAX_RANKS}", "write less")
         elif fault := expert_fault(node.settings, node.settings["expert"]):
-            yield node.problem("expert", *fault)
+            text, hint = fault
+            yield node.problem("expert", text, hint)
 
     def open(self) -> None:
         """Make the groups that are used; a UserError, before any communication, if the world size does not fit."""

@@ -69,7 +69,10 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     nodes = {"GROUP_RANK": str(rank // local_world_size), "GROUP_WORLD_SIZE": str(-(-world_size // local_world_size))}
     node_rank, node_count = (_number(name, environment.get(name, text)) for name, text in nodes.items())
     return Launch(
-        *(rank, world_size, local_rank, local_world_size),
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
         address=environment["MASTER_ADDR"],
         port=port,
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -75,12 +75,12 @@ def write_folder(
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
-    write_stages(target, stages, mapper, finish, group, workspace, max_shard, dtype)
+    write_stages(target, stages, mapper, finish, group, workspace=workspace, max_shard=max_shard, dtype=dtype)
 
 
 def _log_merge_error(mine: MergeError, group: Group) -> None:
     """Print what merging adapters into a narrow dtype has lost, over all ranks."""
-    each = [MergeError(*sums) for sums in group.gather_json([mine.change, mine.lost])]
+    each = [MergeError(change, lost) for change, lost in group.gather_json([mine.change, mine.lost])]
     total = MergeError(sum(one.change for one in each), sum(one.lost for one in each))
     if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"

@@ -55,8 +55,9 @@ class AfterWarmup:
 
     def warmup(self, total: int) -> int:
         """The steps of the warm-up, of `total` ones."""
-        lengths = self.warmup_steps, self.warmup_tokens, self.warmup_percent
-        return steps_of(*lengths, total, self.sizes, at_end=False)
+        return steps_of(
+            self.warmup_steps, self.warmup_tokens, self.warmup_percent, total=total, sizes=self.sizes, at_end=False
+        )
 
     @property
     def sizes(self) -> TokenCounts:

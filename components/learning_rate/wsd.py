@@ -27,7 +27,9 @@ class WarmupStableDecay(AfterWarmup):
 
     def after(self, done: int, rest: int, total: int) -> float:
         """1, or the value of the curve."""
-        lengths = self.decay_steps, self.decay_tokens, self.decay_percent
-        falling = min(steps_of(*lengths, total, self.sizes, at_end=True), rest)
+        steps = steps_of(
+            self.decay_steps, self.decay_tokens, self.decay_percent, total=total, sizes=self.sizes, at_end=True
+        )
+        falling = min(steps, rest)
         into = done - (rest - falling)
         return 1.0 if into <= 0 else between(self.curve, 1.0, self.end, min(into / falling, 1.0))

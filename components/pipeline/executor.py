@@ -168,7 +168,8 @@ class ProgramExecutor:
         """
         self.stages.cast_weights(only_if_changed=True)
         moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
-        self._finish_each([MicrobatchInputs(*each, finish=finish) for each in moved], each_output)
+        inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
+        self._finish_each(inputs, each_output)
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
         """Forward of every microbatch, without gradients; what each is finished with is handed out."""

@@ -95,8 +95,16 @@ class Program:
         stage_to_rank = _stage_to_rank(parts) if stage_to_rank is None else tuple(stage_to_rank)
         if fault := _fault_of_policies(recompute, len(stage_to_rank)):
             raise ValueError(f"recompute = {tuple(recompute)}: {fault}")
-        columns = bounds, stage, work, microbatch, joined.astype(bool)
-        return cls(stage_to_rank, int(microbatch.max(initial=-1)) + 1, *columns, tuple(recompute))
+        return cls(
+            stage_to_rank=stage_to_rank,
+            microbatches=int(microbatch.max(initial=-1)) + 1,
+            bounds=bounds,
+            stage=stage,
+            op=work,
+            microbatch=microbatch,
+            overlaps_previous=joined.astype(bool),
+            recompute=tuple(recompute),
+        )
 
     @property
     def ranks(self) -> int:

@@ -49,9 +49,16 @@ class RunRecord:
 def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
     """The record of a run folder, which may be in use; UserError if one of its files can't be read."""
     checkpoints = [(step_of(path), quick_check(path)) for path in committed(folder / FOLDER)[-MOST_CHECKPOINTS:]]
-    recipe, sample = _text(folder / LOCK, LONGEST_RECIPE), _text(folder / SAMPLE, LONGEST_SAMPLE)
-    plan = _text(folder / PLAN, LONGEST_SAMPLE)
-    return RunRecord(name, read_metrics(folder), read_log(folder), checkpoints, recipe, sample, drawings, plan)
+    return RunRecord(
+        name=name,
+        metrics=read_metrics(folder),
+        log=read_log(folder),
+        checkpoints=checkpoints,
+        recipe=_text(folder / LOCK, LONGEST_RECIPE),
+        sample=_text(folder / SAMPLE, LONGEST_SAMPLE),
+        drawings=drawings,
+        plan=_text(folder / PLAN, LONGEST_SAMPLE),
+    )
 
 
 def check_is_run(folder: Path) -> None:

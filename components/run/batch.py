@@ -107,7 +107,7 @@ class GlobalBatch:
             sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
             faults = _uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
-            yield from (node.problem(*fault) for fault in faults)
+            yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
                 text = f"ramp[{number}] ends at a step or after tokens, one of both"

@@ -186,7 +186,8 @@ class VerifiedFile(RegularFile):
 
     def _block(self, number: int) -> bytes:
         if number != self._last[0]:
-            block = self._plain(*self._span(number))
+            start, stop = self._span(number)
+            block = self._plain(start, stop)
             self._verify(number, block)
             self._last = number, block
         return self._last[1]

@@ -37,8 +37,8 @@ def shared(packed: Packed) -> Iterator[Ticket]:
     with _segment() as text, _segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + dumps(packed.tree))
-        planned = layout(InMemory(packed.tensors).specs())
-        put_tensors(FileWriter("shared memory", tensors), packed.tensors, *planned)
+        head, entries = layout(InMemory(packed.tensors).specs())
+        put_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
             _seal(descriptor)
         yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}

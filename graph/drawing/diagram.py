@@ -130,7 +130,7 @@ class SequenceDrawing:
                 if last and verb != "writes":
                     values.setdefault((last, name), []).append(thread.value)
                 last = last if verb == "reads" else name
-        arrows = tuple(Arrow(*ends, tuple(labels)) for ends, labels in values.items())
+        arrows = tuple(Arrow(source, target, tuple(labels)) for (source, target), labels in values.items())
         return Diagram(self.title, self.members, arrows)
 
 

@@ -97,8 +97,15 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: i
         done += len(by_row)
     in_full = np.cumsum(np.concatenate(full), dtype=np.int64)
     tokens += length * int(in_full[-1]) if len(in_full) else 0
-    arrays = (np.concatenate(long), in_full, np.concatenate(members), np.concatenate(ends), held)
-    return Groups(length, tokens, *map(torch.from_numpy, arrays))
+    return Groups(
+        length=length,
+        tokens=tokens,
+        long=torch.from_numpy(np.concatenate(long)),
+        full=torch.from_numpy(in_full),
+        members=torch.from_numpy(np.concatenate(members)),
+        ends=torch.from_numpy(np.concatenate(ends)),
+        lengths=torch.from_numpy(held),
+    )
 
 
 def in_order(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:

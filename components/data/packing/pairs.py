@@ -37,5 +37,12 @@ class Pairs(PackedRows):
         by_row, in_row = best_fit(first, sizes, self.length, order)
         members = (by_row[:, None] + np.arange(2)).flatten()
         none = torch.empty(0, dtype=torch.int64)
-        arrays = (members, 2 * np.cumsum(in_row), lengths)
-        return Groups(self.length, int(sizes.sum()), none, none, *map(torch.from_numpy, arrays))
+        return Groups(
+            length=self.length,
+            tokens=int(sizes.sum()),
+            long=none,
+            full=none,
+            members=torch.from_numpy(members),
+            ends=torch.from_numpy(2 * np.cumsum(in_row)),
+            lengths=torch.from_numpy(lengths),
+        )

@@ -55,8 +55,12 @@ class Windows(PackedRows):
         first = self.step * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
         last = np.minimum(first + self.length, lengths[owners])
         by_row, in_row = best_fit(np.arange(len(owners)), last - first, self.length, order)
-        arrays = (owners[by_row], first[by_row], last[by_row], np.cumsum(in_row, dtype=np.int64))
-        return WindowIndex(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
+        return WindowIndex(
+            documents=torch.from_numpy(owners[by_row].astype(np.int64)),
+            first=torch.from_numpy(first[by_row].astype(np.int64)),
+            last=torch.from_numpy(last[by_row].astype(np.int64)),
+            ends=torch.from_numpy(np.cumsum(in_row, dtype=np.int64)),
+        )
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """The rows at these indices, in which targets that an earlier window predicts have no weight."""

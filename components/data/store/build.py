@@ -57,7 +57,7 @@ def build(
     with locked(folder, say) as lock:
         try:
             if not _complete(folder, plan):
-                _make(folder, lock, plan, parts, tokenizer, workers, say, every)
+                _make(folder, lock, plan, parts, tokenizer, workers=workers, say=say, every=every)
         except OSError as error:
             reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise UserError(
@@ -150,6 +150,7 @@ def _make(
     plan: dict[str, Any],
     parts: Sequence[Part],
     tokenizer: Tokenizer,
+    *,
     workers: int,
     say: Say,
     every: float,

@@ -27,8 +27,8 @@ class SparseMoeBlock(nn.Module):
             architecture.num_experts_per_tok,
             architecture.routing,
             kernels,
-            architecture.router_aux_loss_coef / architecture.moe_layers,
-            architecture.router_z_loss_coef / architecture.moe_layers,
+            aux_loss_coef=architecture.router_aux_loss_coef / architecture.moe_layers,
+            z_loss_coef=architecture.router_z_loss_coef / architecture.moe_layers,
         )
         self.experts = Experts(architecture, kernels)
 

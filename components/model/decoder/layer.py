@@ -45,9 +45,9 @@ class Attention(TensorParallel):
         by_head = *cos.shape[:2], -1, self.head_dim
         q, k, v = (project(hidden).view(by_head) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
-            weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
             # One kernel norms and rotates both, as it reads each vector once.
-            q, k = self.kernels.qk_norm_rope(q, k, *weights, eps, cos, sin)
+            q, k = self.kernels.qk_norm_rope(q, k, q_weight, k_weight, eps=self.q_norm.eps, cos=cos, sin=sin)
         else:
             q, k = self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
         mixed = self.kernels.attention(q, k, v, mask)

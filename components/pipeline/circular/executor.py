@@ -73,11 +73,11 @@ class CircularExecutor(ProgramExecutor):
         one = ForwardPass(
             table,
             Ring(group.rank, group.size, self._links),
-            lambda block, number, given: passes.forward(block + 1, number, given),
-            [self._meta(each) for each in inputs],
-            Buffers.of(table, range(group.rank, group.rank + 1), embedded),
-            sends,
-            token,
+            run_block=lambda block, number, given: passes.forward(block + 1, number, given),
+            metas=[self._meta(each) for each in inputs],
+            buffers=Buffers.of(table, range(group.rank, group.rank + 1), embedded),
+            pending_sends=sends,
+            token=token,
         )
         hidden, last = one.run(), len(self._owners) - 1
         losses = [passes.forward(last, number, each) for number, each in zip(share, hidden, strict=True)]

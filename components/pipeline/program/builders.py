@@ -90,7 +90,9 @@ def build_program(
     # Microbatches were numbered in the order of a row, so reversing backwards is a change of numbers alone.
     if newest_first:
         microbatch[op != FORWARD] = microbatches - 1 - microbatch[op != FORWARD]
-    program = Program(stage_to_rank, microbatches, bounds, stage, op, microbatch, overlaps)
+    program = Program(
+        stage_to_rank, microbatches, bounds, stage=stage, op=op, microbatch=microbatch, overlaps_previous=overlaps
+    )
     return program if (microbatch < microbatches).all() else program.select(microbatch < microbatches)
 
 

@@ -13,6 +13,7 @@ apart determines how long activations live, and the schedule repeats that for ea
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -152,7 +153,15 @@ def list_schedule(task: Task, policy: Policy) -> Program:
     # The n-th action of a stage and op is that of microbatch n.
     microbatch[np.argsort(codes, kind="stable")] = np.tile(np.arange(task.microbatches), 3 * len(task.stage_to_rank))
     joined = np.zeros(len(codes), dtype=bool)
-    return Program(task.stage_to_rank, task.microbatches, bounds, codes // 4, codes % 4, microbatch, joined)
+    return Program(
+        task.stage_to_rank,
+        task.microbatches,
+        bounds,
+        stage=codes // 4,
+        op=codes % 4,
+        microbatch=microbatch,
+        overlaps_previous=joined,
+    )
 
 
 def peak_activations(
@@ -217,10 +226,20 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         place = local[owner].index(stage)
         size = task.activations[stage]
-        limits = size, task.pending[stage] - size, *_limits(task, policy, local[owner], place)
+        most, rooms = _limits(task, policy, local[owner], place)
         forward, back, weights = (costs.length(op, stage) for op in "FIW")
-        forwards.append(_Queue(stage, FORWARD, place, forward, weights, due_forward[stage] * period, *limits))
-        inputs.append(_Queue(stage, BACKWARD_INPUT, place, back, weights, due_input[stage] * period, *limits))
+        queue = partial(
+            _Queue,
+            stage=stage,
+            place=place,
+            weights=weights,
+            size=size,
+            growth=task.pending[stage] - size,
+            most=most,
+            rooms=rooms,
+        )
+        forwards.append(queue(op=FORWARD, cost=forward, due=due_forward[stage] * period))
+        inputs.append(queue(op=BACKWARD_INPUT, cost=back, due=due_input[stage] * period))
     for one, other in [*pairwise(forwards), (forwards[-1], inputs[-1]), *pairwise(reversed(inputs))]:
         one.feeds, one.feeds_rank = other, owners[other.stage]
         one.delay = costs.comm if owners[one.stage] != owners[other.stage] else 0.0

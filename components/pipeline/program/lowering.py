@@ -172,7 +172,7 @@ def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     rows, kinds = rows[order], kinds[order]
     peer = np.where(kinds == _SEND, dest_of[rows], rank_of[rows])
     columns = (program.stage[rows], program.op[rows], program.microbatch[rows], kinds, peer)
-    actions = [_action(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    actions = list(map(_action, *(column.tolist() for column in columns)))
     return group_overlaps(zip(actions, _overlaps_previous(program.overlaps_previous[rows], kinds), strict=True))
 
 

@@ -86,7 +86,15 @@ class Slices:
         ]
         held, pending, parts = (_summed(each, [sizes])[0] for each in (self.activations, self.pending, self.parts))
         alone = np.zeros_like(self.per_stage)
-        return Slices(self.costs_of([sizes])[0], held, alone, self.comm, pending, each, parts)
+        return Slices(
+            lengths=self.costs_of([sizes])[0],
+            activations=held,
+            per_stage=alone,
+            comm=self.comm,
+            pending=pending,
+            recomputed=each,
+            parts=parts,
+        )
 
     def options(self, partitions: Sequence[Sizes]) -> Options:
         """What the stages of partitions may recompute."""

@@ -191,7 +191,11 @@ class Auto:
             counts = [planned.program.stages // ranks] if planned else self._stage_counts(ranks)
             # What is found without recomputation comes first, so that it is taken where nothing is faster.
             ways = [(count, again) for again in (False, True)[: 1 + bool(self.recompute)] for count in counts]
-            found = [each for way in ways for each in self._of_count(ranks, microbatches, *way, planned)]
+            found = [
+                fitted
+                for count, again in ways
+                for fitted in self._of_count(ranks, microbatches, count, recomputes=again, planned=planned)
+            ]
             shortest = min(found, key=lambda each: each.makespan)  # the first of several
             if shortest.makespan == math.inf:
                 least = min(each.least for each in found)

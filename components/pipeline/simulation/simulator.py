@@ -137,7 +137,7 @@ def simulate(
     rows = [events[event_name(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
     shard_bars = [_shard_bars(line, events) for line in rank_programs] if sharding else ()
-    return Simulation(program, costs, channels, start, end, sharding, shard_bars)
+    return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
 
 
 def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
