@@ -212,7 +212,7 @@ def it_continues_where_it_is_moved(data: MovableData) -> None:
 def steps_differ(data: TrainingData) -> None:
     """Two consecutive steps have different data."""
     first, second = data.next_step(), data.next_step()
-    same = len(first) == len(second) and all(_are_equal(*pair) for pair in zip(first, second, strict=True))
+    same = len(first) == len(second) and all(_are_equal(a, b) for a, b in zip(first, second, strict=True))
     expect(not same, "the second step has the data of the first")
 
 

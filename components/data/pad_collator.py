@@ -58,7 +58,14 @@ class PadCollator:
             if count == length:
                 documents[row] = 0
         padding = tokens.size - sum(self.count(example) for example in examples)
-        return TokenBatch(*map(torch.from_numpy, (tokens, targets, positions, documents, weights)), padding=padding)
+        return TokenBatch.from_numpy(
+            tokens=tokens,
+            targets=targets,
+            positions=positions,
+            document_ids=documents,
+            weights=weights,
+            padding=padding,
+        )
 
 
 def _learned(example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -75,7 +75,10 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
             stepper = AdamwTriton(
                 [
                     ParamState(
-                        *(part.detach(), state["exp_avg"], state["exp_avg_sq"], weight_decay),
+                        part.detach(),
+                        state["exp_avg"],
+                        state["exp_avg_sq"],
+                        weight_decay,
                         max_exp_avg_sq=state.get("max_exp_avg_sq"),
                     )
                     for part, state in zip(parts, states, strict=True)

@@ -301,18 +301,18 @@ class Planner:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
         stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
         meter = StageMeter(
-            loss,
-            self.nodes.batch_type,
-            model.blocks,
-            rows,
-            self.nodes.length,
-            self.mesh.context_group,
-            self.objects[self.nodes.precision].gradient,
-            self.device.without_host() if stages.get("capture") else self.device,
-            lambda dimension: link(self.mesh, self.device, dimension),
-            self._attended(self._rows(rows)),
-            tuple((sizes[name], link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
-            self.cache.recordings,
+            loss=loss,
+            batch_type=self.nodes.batch_type,
+            blocks=model.blocks,
+            rows=rows,
+            length=self.nodes.length,
+            context=self.mesh.context_group,
+            gradient=self.objects[self.nodes.precision].gradient,
+            device=self.device.without_host() if stages.get("capture") else self.device,
+            links=lambda dimension: link(self.mesh, self.device, dimension),
+            attended=self._attended(self._rows(rows)),
+            known_by=tuple((sizes[name], link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            recordings=self.cache.recordings,
         )
         recompute = stages["recompute"]
         parts = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
@@ -327,13 +327,13 @@ class Planner:
         peak = peak_of(program, index, costs, gradients)
         end = view.kept.get("gradients", 0) + view.summed_bytes()
         return RankMemory(
-            [stage.index for stage in view.stages.local],
-            kept,
-            view.kept.get("gradients", 0),
-            sum(gradients.values()),
-            peak,
-            view.buffers(costs, self.device, self._batch_bytes(program.microbatches)),
-            end,
+            stages=[stage.index for stage in view.stages.local],
+            kept=kept,
+            gradients=view.kept.get("gradients", 0),
+            whole_gradients=sum(gradients.values()),
+            step=peak,
+            buffers=view.buffers(costs, self.device, self._batch_bytes(program.microbatches)),
+            at_the_end=end,
         )
 
     def _message(self, costs: Mapping[int, StageCosts]) -> float:

@@ -44,6 +44,29 @@ class TokenBatch(Batch):
     padding: int = leaf("host", default=0, kw_only=True)
 
     @classmethod
+    def from_numpy(
+        cls,
+        *,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        positions: np.ndarray,
+        document_ids: np.ndarray,
+        weights: np.ndarray,
+        reference: np.ndarray | None = None,
+        padding: int = 0,
+    ) -> Self:
+        """Return the batch of these arrays, (rows, length) each, whose memory it shares."""
+        return cls(
+            tokens=torch.from_numpy(tokens),
+            targets=torch.from_numpy(targets),
+            positions=torch.from_numpy(positions),
+            document_ids=torch.from_numpy(document_ids),
+            weights=torch.from_numpy(weights),
+            reference=None if reference is None else torch.from_numpy(reference),
+            padding=padding,
+        )
+
+    @classmethod
     def outline(cls, rows: int, length: int) -> Self:
         """Return a batch without a reference on the meta device."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")

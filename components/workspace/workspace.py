@@ -63,7 +63,7 @@ class NFSWorkspace:
         With a `generation`, waits until that one is visible. Raises UserError if it is corrupt, or does not appear.
         """
         packed = read(self._folder, target_rank, generation)
-        record = {"config": None, "weights": None} if packed is None else unpack(*packed)
+        record = {"config": None, "weights": None} if packed is None else unpack(packed[0], packed[1])
         return record["config"], record["weights"]
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def _collect(mine: Any, tickets: list[Any], is_reader: bool, path: Path | str | 
     if not is_reader:
         return []
     if path is None:
-        return [mine, *(unpack(*open_shared(ticket))["config"] for ticket in tickets)]
+        return [mine, *(unpack(tree, tensors)["config"] for tree, tensors in map(open_shared, tickets))]
     workspace = NFSWorkspace(path)
     read_record = workspace.read_configs_and_weights_from_rank
     return [mine, *(read_record(ticket["rank"], ticket["generation"])[0] for ticket in tickets)]

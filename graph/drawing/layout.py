@@ -62,7 +62,7 @@ def layer_boxes(
     Arrange boxes in columns with few crossings. Boxes are in reading order, arrows acyclic; sequences keep their order.
     """
     depth = compute_depths(names, arrows)
-    ways = {arrow: _route_arrow(*arrow, depth) for arrow in arrows}
+    ways = {(source, target): _route_arrow(source, target, depth) for source, target in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
     stops = dict.fromkeys(
         [ArrowPoint(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece]

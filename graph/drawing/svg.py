@@ -173,12 +173,12 @@ class _WiringDrawing:
 
     def _path(self, start: ArrowPoint, end: ArrowPoint) -> str:
         """Return a line through a column and a curve through the gap to the next column."""
-        begin = self.placed.left(start) if start.is_bend else self.placed.right(start)
+        begin, begin_y = self.placed.left(start) if start.is_bend else self.placed.right(start)
         (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
         to_x -= 0 if end.is_bend else HEAD
         bend = (to_x - x) / 2
         curve = f"C{point(x + bend, y)} {point(to_x - bend, to_y)} {point(to_x, to_y)}"
-        return f"M{point(*begin)}H{trim(x)}{curve}"
+        return f"M{point(begin, begin_y)}H{trim(x)}{curve}"
 
     def _labels(self) -> Iterator[str]:
         """Yield names of fields at points where all arrows have the same field, unless they overlap other names."""

@@ -42,7 +42,8 @@ def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
             start = find_offset(text, position)
             match = _MARKED.match(text, start)
             # At the end of a line an editor has nothing to underline, so the last character is marked.
-            yield Diagnostic(problem, *(match.span() if match else (max(start - 1, 0), start)))
+            begin, end = match.span() if match else (max(start - 1, 0), start)
+            yield Diagnostic(problem, begin, end)
         else:
             extends = _EXTENDS.search(text)
             start, end = extends.span() if extends else (0, 0)

@@ -33,7 +33,7 @@ def find_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
     for match in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
         cursor = Cursor.at(text, match.start())
         if cursor and _read_symbol(cursor, match.start()) == symbol:
-            yield SourceRange(*match.span())
+            yield SourceRange(match.start(), match.end())
 
 
 def _read_symbol(cursor: Cursor, offset: int) -> Symbol:

@@ -134,7 +134,15 @@ class _ListEdit:
         removed = [self.old.value[index] for index in sorted(self.removed)]
         values, origins = [value for value, _ in edited], tuple(origin for _, origin in edited)
         *above, key = self.path
-        return Leaf(values, self.layer, tuple(above), str(key), self.old, origins, tuple(removed))
+        return Leaf(
+            values,
+            self.layer,
+            within=tuple(above),
+            key=str(key),
+            overridden=self.old,
+            elements=origins,
+            removed=tuple(removed),
+        )
 
     @property
     def _name(self) -> str:

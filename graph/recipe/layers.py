@@ -45,7 +45,8 @@ class Layer:
         if self._source_map is None:
             self._source_map = SourceMap(self.text)  # created late: most recipes have no problem and need no positions
         span = find(self._source_map) or self._source_map.nearest(path)
-        return Position(self.source, *self._source_map.position(span.start))
+        line, column = self._source_map.position(span.start)
+        return Position(self.source, line, column)
 
 
 class Origin(NamedTuple):

@@ -87,7 +87,8 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
 
 
 def _syntax_error(source: str, text: str, offset: int, message: str, hint: str = "") -> RecipeError:
-    return RecipeError([Problem("DL103", message, hint, position=Position(source, *_line_and_column(text, offset)))])
+    line, column = _line_and_column(text, offset)
+    return RecipeError([Problem("DL103", message, hint, position=Position(source, line, column))])
 
 
 def _depth_error(source: str, text: str) -> RecipeError:

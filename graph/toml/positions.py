@@ -34,16 +34,17 @@ class SourceMap:
         array index.
         """
         entry, known = self._find(path)
-        return SourceRange(*entry[0]) if entry[0] and known == len(path) else None
+        return SourceRange(entry[0][0], entry[0][1]) if entry[0] and known == len(path) else None
 
     def value(self, path: KeyPath) -> SourceRange | None:
         """Return the value's range at a path. For a table it is the `[header]`, or else the key implying the table."""
         entry, known = self._find(path)
-        return SourceRange(*entry[1]) if known == len(path) else None
+        return SourceRange(entry[1][0], entry[1][1]) if known == len(path) else None
 
     def nearest(self, path: KeyPath) -> SourceRange:
         """Return the value's range at a path's longest prefix in the text. Default: the whole text."""
-        return SourceRange(*self._find(path)[0][1])
+        start, end = self._find(path)[0][1]
+        return SourceRange(start, end)
 
     def position(self, offset: int) -> tuple[int, int]:
         """Return line and column of an offset, both from 1. The column counts code points."""

@@ -101,7 +101,7 @@ def _is_class_assignable(source: Any, target: Any, fits: Fits) -> bool:
     if getattr(target_class, "_is_protocol", False) and target_class not in source_class.__mro__:
         return fits(source_class, target)
     return _is_subclass(source_class, target_class) and all(
-        is_assignable(*pair, fits) for pair in _pair_type_arguments(source, target, target_class)
+        is_assignable(part, wanted, fits) for part, wanted in _pair_type_arguments(source, target, target_class)
     )
 
 
@@ -130,7 +130,7 @@ def _is_callable_assignable(source: Any, target: Any, fits: Fits) -> bool:
     if not (isinstance(source_arguments[0], list) and isinstance(target_arguments[0], list)):
         return True
     pairs = zip(target_arguments[0], source_arguments[0], strict=False)
-    return len(source_arguments[0]) == len(target_arguments[0]) and all(is_assignable(*pair, fits) for pair in pairs)
+    return len(source_arguments[0]) == len(target_arguments[0]) and all(is_assignable(part, wanted, fits) for part, wanted in pairs)
 
 
 def _class_of(kind: Any) -> type | None:

@@ -169,7 +169,8 @@ class EdgeResolver:
 
     def _make_inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         container = node.table.items[field.name]
-        table = value if isinstance(value, Table) else Table.of(value, *container.origin(path[1:]))
+        layer, at = container.origin(path[1:])
+        table = value if isinstance(value, Table) else Table.of(value, layer, at)
         if "use" not in table.items:
             text = f"{format_path(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)

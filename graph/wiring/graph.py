@@ -182,7 +182,8 @@ class Graph:
         cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
-            yield Problem("DL320", text, "remove one of these edges", cycle[0], self._edge_position(*cycle[:2]))
+            position = self._edge_position(cycle[0], cycle[1])
+            yield Problem("DL320", text, "remove one of these edges", cycle[0], position)
         for node in self.nodes.values():
             for field in node.spec.sequences:
                 if (edge := node.edges.get(field.name)) is not None:

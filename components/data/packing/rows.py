@@ -108,8 +108,15 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
         padding += length - begin
     here = np.arange(length)
     positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
-    arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
-    return TokenBatch(*map(torch.from_numpy, (*arrays, compared) if every else arrays), padding=padding)
+    return TokenBatch.from_numpy(
+        tokens=tokens,
+        targets=targets,
+        positions=positions,
+        document_ids=np.cumsum(starts, axis=1) - 1,
+        weights=weights,
+        reference=compared if every else None,
+        padding=padding,
+    )
 
 
 def _read(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
