@@ -62,7 +62,8 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
         yield schedule.problem("use", str(error)) if cuts else mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
-        yield mesh.problem("pipeline", *_too_few(layers, ranks, stages // ranks, model.name))
+        text, hint = _too_few(layers, ranks, stages // ranks, model.name)
+        yield mesh.problem("pipeline", text, hint)
     elif isinstance(layers, int) and isinstance(built, PartitioningSchedule):
         try:
             built.layers_by_stage(ranks, layers)

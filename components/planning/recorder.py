@@ -104,7 +104,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for size, label in self._sizes.values():
             held[label] += size
         rise, grown = self._peak - self._start, self._now - self._start
-        return PassCost(self._seconds, self._sending, self._host, self._flops, rise, grown, dict(held))
+        return PassCost(
+            seconds=self._seconds,
+            sending=self._sending,
+            host=self._host,
+            flops=self._flops,
+            rise=rise,
+            grown=grown,
+            held=dict(held),
+        )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

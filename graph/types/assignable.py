@@ -130,7 +130,9 @@ def _is_callable_assignable(source: Any, target: Any, fits: Fits) -> bool:
     if not (isinstance(source_arguments[0], list) and isinstance(target_arguments[0], list)):
         return True
     pairs = zip(target_arguments[0], source_arguments[0], strict=False)
-    return len(source_arguments[0]) == len(target_arguments[0]) and all(is_assignable(part, wanted, fits) for part, wanted in pairs)
+    return len(source_arguments[0]) == len(target_arguments[0]) and all(
+        is_assignable(part, wanted, fits) for part, wanted in pairs
+    )
 
 
 def _class_of(kind: Any) -> type | None:

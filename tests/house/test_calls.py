@@ -10,9 +10,6 @@ from house.test_floors import ROOT, SOURCES
 MOST = 6
 """Positional arguments of a call; more of them are passed by keyword."""
 
-REWRITTEN = ("components/stages/", "components/parallel/", "components/planning/recorder.py")
-"""Files that are being rewritten, to be removed from here when they are done."""
-
 OF_PEERS = {
     "components/data/store/processes.py": "a message over a pipe is a kind and the arguments of its handler",
 }
@@ -125,7 +122,7 @@ def test_many_arguments_are_keywords() -> None:
 def is_excepted(path: Path) -> bool:
     """Return whether a file is being rewritten, or has a reason."""
     name = path.relative_to(ROOT).as_posix()
-    return name.startswith(REWRITTEN) or name in OF_PEERS
+    return name in OF_PEERS
 
 
 def test_calls_of_each_kind_are_told_apart(tmp_path: Path) -> None:
