@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 
 from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
 from drawloom.components.state.batch import Batch

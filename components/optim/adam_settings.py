@@ -6,8 +6,9 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
-from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, AMSGRAD_MOMENTS, TorchOptimizer
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, inherited, setting

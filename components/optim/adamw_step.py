@@ -6,9 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.operation import why_no_triton
+
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of Adam's running means of gradients and of their squares."""
+
+AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
+"""The same, and the largest mean of squares so far."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""

@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import WideGradientStep, adamw
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, adamw
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
-from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, TorchOptimizer
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import WideGradientStep
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import ParameterGroup, param_groups, unmatched
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
@@ -17,12 +17,6 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
-
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of Adam's running means of gradients and of their squares."""
-
-AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
-"""The same, and the largest mean of squares so far."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -157,7 +157,7 @@ def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
         assert line in recipe.explain("stages") and line in recipe.draw(focus="stages")
     words = ("mesh.tensor=2", "mesh.data_shard=4", "mesh.expert=2", "batch.micro_size=4", "model.vocab_size=320")
     text = api.Recipe.load("moe", *words, 'stages.dispatcher={use="experts.all_to_all"}').explain("stages")
-    assert "experts: shared out over 2 ranks, and sharded over 4" in text
+    assert "experts: partitioned over 2 ranks, and sharded over 4" in text
     assert "ranks" not in api.Recipe.load("first_run").explain("stages").partition("used by")[0]
 
 

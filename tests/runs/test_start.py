@@ -146,4 +146,4 @@ def test_a_thread_that_is_left_over_is_named_and_not_waited_for(seconds: float, 
     program = LEFT.format(seconds=seconds, thread=thread)
     done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == code and ("all threads have ended" in done.stdout) == (code == 0)
-    assert ("a component has left threads" in done.stderr and "upload" in done.stderr) == (code == 3)
+    assert ("a component left threads" in done.stderr and "upload" in done.stderr) == (code == 3)

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 import attrs
 import numpy as np
-import torch
 
 from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
