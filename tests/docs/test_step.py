@@ -4,5 +4,5 @@ from generate.step import PICTURE, step_picture
 
 
 def test_the_picture_shows_the_step_of_the_first_run() -> None:
-    """The picture in the repository has every phase of the shipped recipe: it is the one `python tests/golden` writes."""
+    """The picture in the repository is the one that `drawloom draw first_run --step` prints."""
     assert PICTURE.read_text("utf-8") == step_picture()
