@@ -4,10 +4,13 @@ import ast
 from collections.abc import Iterator
 from typing import get_args
 
+from drawloom import Recipe
 from drawloom.components.ports.run import EventKind
 from generate.catalogue import anchor, component_link, specs
 from generate.components import cell
-from generate.source import modules
+from generate.source import ROOT, modules
+
+PICTURE = ROOT / "docs" / "pictures" / "first_run_step.svg"
 
 VALUES = {
     "batches": "list of `Batch`: this rank's microbatches of the step",
@@ -102,6 +105,11 @@ def step_page() -> str:
     values = "\n".join(f"| `{name}` | {VALUES[name]} | {' | '.join(_roles(name))} |" for name in sorted(VALUES))
     events = "\n".join(f"| `{kind}` | {cell(when)} | {', '.join(_senders(kind))} |" for kind, when in EVENTS.items())
     return f"{TEXT}{values}\n{AFTER_VALUES}{events}\n{LOSS}"
+
+
+def step_picture() -> str:
+    """Draw a training step of the first run as SVG."""
+    return Recipe.load("first_run").draw("svg", step=True)
 
 
 def _named() -> Iterator[str]:

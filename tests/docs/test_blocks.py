@@ -34,6 +34,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 SHELL = {"cat", "cd", "cp", "head", "ls", "mkdir", "printf", "unzip"}
 HERE = "PYTHONPATH=. "
 TARGET = re.compile(r"^(?P<name>[\w-]+):.*\n(?:\t.*\n)*", re.MULTILINE)
+POSITION = re.compile(r"^\S+\.toml:\d+:\d+: ")
 NUMBER = re.compile(r"\d[\d,.:]*(e-?\d+)?( ([kMGT]?i?B|bytes)\b)?")
 
 
@@ -204,5 +205,7 @@ def unmatched(shown: list[str], printed: str) -> str:
 
 
 def plain(line: str) -> str:
-    """A line with each number, and the unit of bytes after it, replaced, and runs of spaces as one."""
+    """A line with single spaces and, unless it reports a problem in a recipe, without numbers and units of bytes."""
+    if POSITION.match(line):
+        return line
     return " ".join(NUMBER.sub("#", line.partition("  # ")[0]).split())

@@ -1,6 +1,7 @@
 """Write what people read anew: `python tests/golden`. Read the difference before keeping it."""
 
 from generate.schedules import PAGE, page
+from generate.step import PICTURE, step_picture
 from support.editing import record
 from support.golden import FAULTY, GOLDEN, GOOD, printed, resolved
 from support.schedules import NAMES, golden
@@ -13,3 +14,4 @@ for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run c
 for name in NAMES:
     (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")
 PAGE.write_text(page(), "utf-8")
+PICTURE.write_text(step_picture(), "utf-8")

@@ -1,0 +1,8 @@
+"""The picture of a training step, in README and on the page of a step."""
+
+from generate.step import PICTURE, step_picture
+
+
+def test_the_picture_shows_the_step_of_the_first_run() -> None:
+    """The picture in the repository is the one that `drawloom draw first_run --step` prints."""
+    assert PICTURE.read_text("utf-8") == step_picture()
