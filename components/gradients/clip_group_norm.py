@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of a group of parameters, of any order."""
+"""Gradient clipping by the p-norm of a group of parameters."""
 
 import math
 from fnmatch import fnmatchcase
@@ -18,20 +18,20 @@ from drawloom.kernels.scale import scale
 @component(changes=("gradients",))
 class ClipGroupNorm:
     """
-    Scales the gradients of some parameters by one factor, so that their norm together is at most `max_norm`.
+    Clipping of a parameter group: scales its gradients by one factor, so that their total norm is at most `max_norm`.
 
-    The norm is (sum of |g|^p)^(1/p) over all of their elements, and the largest |g| for p = inf, whatever slices ranks
-    hold. Several of these clip several groups. On a GPU the host does not wait.
+    The norm is (sum of |g|^p)^(1/p) over all elements of the group on all ranks, and the largest |g| for p = inf. Use
+    one component per group. On a GPU the host does not wait.
     """
 
     parameters: SpreadParameters
     reduce: Reduce
     device: Device
-    max_norm: float = setting(check=above(0), doc="the largest norm that is let through")
+    max_norm: float = setting(check=above(0), doc="largest norm of the group after clipping")
     norm_type: float | Literal["inf"] = setting(
-        default=2.0, check=at_least(1), doc='p of the norm; "inf" is the largest magnitude'
+        default=2.0, check=at_least(1), doc='order p of the norm; "inf" for the largest magnitude'
     )
-    targets: list[str] = setting(factory=lambda: ["*"], doc="patterns (fnmatch) of the names of the parameters")
+    targets: list[str] = setting(factory=lambda: ["*"], doc="fnmatch patterns of parameter names")
     _checked: bool = attrs.field(init=False, default=False)
 
     def run_phase(self, step: Step) -> None:
@@ -41,18 +41,19 @@ class ClipGroupNorm:
         scale(group, factor.clamp_max(1.0))
 
     def _norm(self) -> Tensor:
-        """Float64 (): the norm over all ranks."""
-        found = [gradient_of(part) for name, part in self.parameters.counted() if self._is_in(name)]
+        """Return the norm over all ranks, float64 ()."""
+        gradients = [gradient_of(part) for name, part in self.parameters.counted() if self._is_in(name)]
         if not self._checked:
-            self._check(len(found))
-        whole = [gradient for gradient in found if gradient.numel()]  # a rank may have an empty slice
+            self._check(len(gradients))
+        filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice
         p = float(self.norm_type)
-        norms = torch.stack([*torch._foreach_norm(whole, p, dtype=torch.float64)]) if whole else self._zeros(1)
+        norms = torch.stack([*torch._foreach_norm(filled, p, dtype=torch.float64)]) if filled else self._zeros(1)
         if math.isinf(p):
             return self.reduce.largest(norms.amax())
         return self.reduce.total(norms.pow(p).sum()).pow(1 / p)
 
     def _check(self, count: int) -> None:
+        """Raise UserError if the patterns match no parameter on any rank."""
         total = self.reduce.total(self._zeros(1) + count)
         if not total.item():
             name = next((name for name, _ in self.parameters.named()), "")

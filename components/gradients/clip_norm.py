@@ -10,14 +10,14 @@ from drawloom.kernels.scale import scale
 
 @component(reads=("grad_norm",), changes=("gradients",))
 class ClipNorm:
-    """Scales all gradients by one factor, so that their total norm is at most `max_norm`."""
+    """Clipping of all gradients by one factor, so that their total norm is at most `max_norm`."""
 
     parameters: Parameters
-    max_norm: float = setting(check=above(0), doc="the largest total 2-norm that is let through")
+    max_norm: float = setting(check=above(0), doc="largest total 2-norm after clipping")
 
     def run_phase(self, step: Step) -> None:
-        """Scale gradients by max_norm / norm if that is below 1; `grad_norm` stays the norm before clipping."""
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_, for a norm of 0.
+        """Scale the gradients by max_norm / norm if it is below 1; `grad_norm` remains the norm before clipping."""
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_, because the norm may be 0
         factor = self.max_norm / (step.state["grad_norm"] + 1e-6)
         gradients = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
         scale(gradients, torch.where(factor < 1, factor, 1.0))

@@ -7,10 +7,10 @@ from drawloom.graph import above, component, setting
 
 @component(changes=("gradients",))
 class ClipValue:
-    """Moves every element of every gradient into [-max_value, max_value]."""
+    """Clamping of all elements of all gradients to [-max_value, max_value]."""
 
     parameters: Parameters
-    max_value: float = setting(check=above(0), doc="the largest magnitude of an element that is let through")
+    max_value: float = setting(check=above(0), doc="largest magnitude of an element after clipping")
 
     def run_phase(self, step: Step) -> None:
         """Clamp all gradients in place."""

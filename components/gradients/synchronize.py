@@ -1,7 +1,7 @@
 """
-Data-parallel gradient synchronization: the sum over ranks, divided once by the total weight.
+Data-parallel gradient synchronization (DDP, FSDP): the sum over ranks, divided once by the total weight.
 
-With weights w and losses l of all tokens of all microbatches and replicas, the gradient is sum(w dl) / sum(w).
+For weights w and losses l of the tokens of all microbatches and replicas, the gradient is sum(w dl) / sum(w).
 """
 
 import math
@@ -26,30 +26,31 @@ from drawloom.kernels.scale import scale
     writes=("gradients", "loss", "grad_norm", "loss_weight", "tokens", "skip"),
 )
 class Synchronize:
-    """Sums gradients and losses over data-parallel ranks, divides by the total weight, skips non-finite steps."""
+    """Sum of gradients and losses over data-parallel ranks, divided by the total weight; skips non-finite steps."""
 
     parameters: SpreadParameters
     mesh: Mesh
     reduce: Reduce
     norm: Literal["auto", "exact", "device"] = setting(
         default="auto",
-        doc="how the norm is added up: exact gives the same bits in any layout, and the host waits for it; device is "
-        "a float64 sum on the device, read by the host one step later; auto is exact on a CPU",
+        doc='computation of the gradient norm: "exact" has equal bits in any layout, and the host waits for it; '
+        '"device" is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and '
+        '"device" on a GPU',
     )
 
     def run_phase(self, step: Step) -> None:
         """
-        Divide the gradients, and write numbers of the step, float64 () on the device of the losses.
+        Average the gradients, and write the step's numbers, float64 () on the device of the losses.
 
-        `loss` is the mean loss of a token in nats, `grad_norm` the 2-norm of all gradients, `loss_weight` the sum of
-        the tokens' weights, and `tokens` their number. The step is skipped if loss or norm is not finite.
+        `loss` is the mean loss per token in nats, `grad_norm` the 2-norm of all gradients, `loss_weight` the sum of
+        the tokens' weights, and `tokens` the number of tokens. The step is skipped if the loss or the norm is not
+        finite.
         """
         total, weight, tokens = self._sums(step.state).unbind()
         self.parameters.sum_gradients()
         gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named()}
         owned = {name for name, _ in self.parameters.counted()}
-        # Gradients are divided once, after the sum: averages of averages would give ranks with few tokens too much
-        # weight.
+        # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
         factor = torch.where(weight > 0, 1 / weight, 1.0)
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)
         counted = [] if is_exact else [name in owned for name in gradients]
@@ -61,16 +62,16 @@ class Synchronize:
         loss = torch.where(weight > 0, total / weight, math.nan)
         for name, value in (("loss", loss), ("grad_norm", norm), ("loss_weight", weight), ("tokens", tokens)):
             step.state[name] = value
-        # The reason refers to the state alone: a step that referred to itself would wait for the garbage collector.
+        # The reason refers only to the state: a step in a reference cycle would wait for the garbage collector.
         step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_skip_reason, step.state))
 
     def _sums(self, state: StepState) -> Tensor:
-        """Return the losses, their weights and the tokens over all ranks: float64 (3,)."""
+        """Return the sums of losses, weights and tokens over all ranks: float64 (3,)."""
         sums = sum_losses(state)
         self.mesh.pipeline_group.sum(sums)
-        # Ranks along `context` have a part of the same rows each, and count whole rows: the quotient may be a fraction.
+        # Ranks along `context` split the same rows, but count whole rows; the quotient may be a fraction.
         tokens = sum(batch.token_count for batch in state["batches"]) / self.mesh.sizes.context
-        # The number is filled in on the device: a copy from the host would wait for the device.
+        # Fill in the number on the device, because a copy from the host would wait for the device.
         sums = torch.cat([sums, torch.full_like(sums[:1], tokens)])
         self.mesh.data_group.sum(sums)
         return sums

@@ -8,13 +8,13 @@ from drawloom.graph import component
 
 @component(writes=("lr_factor",))
 class Constant(AfterWarmup):
-    """The base learning rate, after a warm-up if there is one."""
+    """Constant learning rate after an optional warm-up."""
 
     def after(self, done: int, rest: int, total: int) -> float:
-        """1."""
+        """Return 1."""
         return 1.0
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Only if the warm-up is a share of all steps."""
+        """Return whether the warm-up is a percentage of all steps."""
         return node.settings["warmup_percent"] is not None

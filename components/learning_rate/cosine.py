@@ -7,10 +7,10 @@ from drawloom.graph import at_least, component, setting
 
 @component(writes=("lr_factor",))
 class Cosine(AfterWarmup):
-    """After a warm-up the factor falls like half a cosine, and is `end` after the last step."""
+    """Cosine decay: after a warm-up the factor falls like half a cosine, to `end` after the last step."""
 
-    end: float = setting(default=0.0, check=at_least(0), doc="the factor at the end")
+    end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
     def after(self, done: int, rest: int, total: int) -> float:
-        """The value of the cosine."""
+        """Return the value of the cosine."""
         return between("cosine", 1.0, self.end, min(done / rest, 1.0))

@@ -1,4 +1,4 @@
-"""Lengths of parts of a run, as recipes give them: by steps, tokens, or a share of all steps."""
+"""Lengths of parts of a run in the units of recipes: steps, tokens, or a percentage of all steps."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ def steps_of(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
 ) -> int:
     """
-    A length in steps, 0 if none is given; a share is of all `total` steps.
+    Convert a length to steps; 0 if no unit is set. The percentage is of all `total` steps.
 
-    One of tokens takes the least number of steps that have them: of the first ones or, `at_end`, of the last.
+    A length in tokens becomes the smallest number of first steps (last steps with `at_end`) that have the tokens.
     """
     if tokens is not None:
         if at_end:
-            # One step less than those that go beyond what is left.
+            # The last steps begin with the step that would leave fewer than `tokens` if it came before them.
             return total - max(sizes.steps_until(sizes.tokens_after(total) - tokens + 1) - 1, 0)
         return sizes.steps_until(tokens)
     return steps if steps is not None else int(total * (percent or 0.0) / 100)
@@ -31,20 +31,20 @@ def steps_of(
 
 @attrs.frozen
 class TokenCounts:
-    """Token counts of a run's steps, in full rows: `tokens_after(n)` is the number of tokens of the first n steps."""
+    """Token counts of a run's steps, in full rows: `tokens_after(n)` is the number of tokens in the first n steps."""
 
     tokens_after: Callable[[int], int]
 
     def steps_until(self, tokens: int) -> int:
-        """Return the least number of steps that have at least `tokens` tokens."""
-        most = 1
-        while self.tokens_after(most) < tokens:
-            most *= 2
-        return bisect_left(range(most + 1), tokens, key=self.tokens_after)
+        """Return the smallest number of steps with at least `tokens` tokens."""
+        upper = 1
+        while self.tokens_after(upper) < tokens:
+            upper *= 2
+        return bisect_left(range(upper + 1), tokens, key=self.tokens_after)
 
 
 def token_counts(batching: Batching | None, rows: PackedDataset | None) -> TokenCounts:
-    """Return the token counts of a run; without batch and row sizes, counting raises ValueError."""
+    """Return the token counts of a run. Counting raises ValueError without the batch size and sequence length."""
 
     def tokens_after(steps: int) -> int:
         if batching is None or rows is None:
@@ -55,7 +55,7 @@ def token_counts(batching: Batching | None, rows: PackedDataset | None) -> Token
 
 
 def declared_token_counts(node: Any) -> TokenCounts | None:
-    """Return the token counts that settings imply before anything is built; None if they do not, as with a ramp."""
+    """Return the token counts that follow from settings; None if they depend on the run, as with a batch-size ramp."""
     batch, rows = (node.neighbour(edge) for edge in SIZES)
     if not batch or not rows or batch.settings.get("ramp"):
         return None
@@ -64,14 +64,14 @@ def declared_token_counts(node: Any) -> TokenCounts | None:
 
 
 def several_given(node: Any, name: str) -> Iterator[Problem]:
-    """A problem if a length is given in more than one unit."""
-    given = [f"{name}_{unit}" for unit in UNITS if node.settings[f"{name}_{unit}"] is not None]
-    if len(given) > 1:
-        yield node.problem(given[-1], f"both {given[0]} and {given[-1]} are given", "leave one of them out")
+    """Yield a problem if a length is given in more than one unit."""
+    keys = [f"{name}_{unit}" for unit in UNITS if node.settings[f"{name}_{unit}"] is not None]
+    if len(keys) > 1:
+        yield node.problem(keys[-1], f"both {keys[0]} and {keys[-1]} are given", "leave one of them out")
 
 
 def declared_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
-    """Return a length in steps as a node's settings give it, or 0 if it is in tokens whose step is not known yet."""
+    """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
     steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
     sizes = declared_token_counts(node)
     if sizes is None and tokens is not None:
@@ -80,12 +80,12 @@ def declared_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
 
 
 def unit_given(node: Any, name: str) -> str:
-    """Return the setting that gives a length: `warmup_steps`, say."""
+    """Return the name of the setting that gives a length, such as `warmup_steps`."""
     return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)
 
 
 def tokens_without_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
-    """A problem with a length in tokens at `key` if the node lacks an edge to what has the sizes of steps and rows."""
+    """Yield a problem at `key` if a length is in tokens and the node lacks an edge to the batch size or the rows."""
     missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbour(edge)]
     if missing:
         yield node.problem(key, f"{text} needs the sizes of steps and rows", f"write {' and '.join(missing)}")

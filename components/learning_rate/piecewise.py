@@ -1,4 +1,4 @@
-"""A learning rate schedule of phases, each a curve from the end value of the previous one."""
+"""A learning rate schedule of consecutive phases."""
 
 import math
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from drawloom.graph import Problem, above, at_least, component, setting
 
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
 
-SMALLEST = 1e-8
-"""Replaces zero at either end of an exponential curve, which can't reach zero."""
+MIN_FACTOR = 1e-8
+"""Replaces 0 at the ends of an exponential curve, which can't reach 0."""
 
 
 def between(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
-    """The value of a curve at `progress` from 0 to 1; `power` is the polynomial's exponent."""
+    """Return the value of a curve at `progress` from 0 to 1; `power` is the polynomial's exponent."""
     match curve:
         case "linear":
             return start + (end - start) * progress
@@ -33,25 +33,25 @@ def between(curve: Curve, start: float, end: float, progress: float, power: floa
         case "polynomial":
             return start + (end - start) * math.pow(progress, power)
         case "exponential":
-            low, high = math.log(max(start, SMALLEST)), math.log(max(end, SMALLEST))
+            low, high = math.log(max(start, MIN_FACTOR)), math.log(max(end, MIN_FACTOR))
             return math.exp(low + (high - low) * progress)
 
 
 @attrs.frozen(kw_only=True)
 class SchedulePiece:
-    """One phase: for a number of steps, until tokens are seen, until a percentage of all steps, or for the rest."""
+    """A phase of a schedule: a curve from the end value of the previous phase to `to`."""
 
-    to: float = setting(check=at_least(0), doc="the factor at its end")
-    curve: Curve = setting(default="linear", doc="how it gets there")
-    steps: int | None = setting(default=None, check=at_least(0), doc="how many steps it takes")
+    to: float = setting(check=at_least(0), doc="learning-rate multiplier at the end of the phase")
+    curve: Curve = setting(default="linear", doc="curve to the end value")
+    steps: int | None = setting(default=None, check=at_least(0), doc="length of the phase in steps")
     until_tokens: int | None = setting(
-        default=None, check=at_least(1), doc="the tokens, in full rows, of the step with which it ends"
+        default=None, check=at_least(1), doc="tokens, in full rows, from the start of the run to the end of the phase"
     )
-    until_percent: float | None = setting(default=None, doc="the share of all steps after which it ends, 0 to 100")
-    power: float = setting(default=2.0, check=above(0), doc="of a polynomial curve")
+    until_percent: float | None = setting(default=None, doc="percentage of all steps at which the phase ends, 0 to 100")
+    power: float = setting(default=2.0, check=above(0), doc="exponent of a polynomial curve")
 
     def end(self, begin: int, total: int, sizes: TokenCounts) -> int:
-        """Return the step, counted from 0, at which the phase is over; a late `begin` does not move it."""
+        """Return the step, from 0, at which the phase is over; for a phase in steps it depends on `begin`."""
         if self.steps is not None:
             return begin + self.steps
         if self.until_tokens is not None:
@@ -62,16 +62,16 @@ class SchedulePiece:
 @component(writes=("lr_factor",))
 class Piecewise:
     """
-    Scales the base learning rate by consecutive phases; after the last one, its end value holds.
+    Schedule of consecutive phases; after the last phase, the factor stays at its end value.
 
-    Phases that end after tokens take `batching = "@batch"` and `rows = "@packing"`.
+    Phases with `until_tokens` need `batching = "@batch"` and `rows = "@packing"`.
     """
 
     batching: Batching | None = None
     rows: PackedDataset | None = None
-    start: float = setting(default=0.0, check=at_least(0), doc="the factor before the first step")
+    start: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier before the first step")
     phases: list[SchedulePiece] = setting(
-        doc="in order: steps = N, until_tokens = N, until_percent = P, or none for the rest"
+        doc="phases in order, with steps, until_tokens or until_percent; without any the last phase takes the rest"
     )
 
     @cached_property
@@ -79,11 +79,11 @@ class Piecewise:
         return token_counts(self.batching, self.rows)
 
     def run_phase(self, step: Step) -> None:
-        """Set the output `lr_factor` of this step."""
+        """Write `lr_factor`, the multiplier of the base learning rate."""
         step.state["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
-        """The factor after `done` of `total` steps."""
+        """Return the factor after `done` of `total` steps."""
         value, begin = self.start, 0
         for phase in self.phases:
             end = max(begin, phase.end(begin, total, self._sizes))
@@ -94,12 +94,11 @@ class Piecewise:
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Whether another number of steps would change the factor of any step."""
+        """Return whether another number of steps would change the factor of any step."""
         value, floating = node.settings["start"], False
         for phase in node.settings["phases"]:
-            floating |= (
-                phase.steps is None and phase.until_tokens is None
-            )  # its end depends on the number of steps, and all that follows
+            # a percentage or the rest ends at a step that depends on the number of steps; so do all later phases
+            floating |= phase.steps is None and phase.until_tokens is None
             if floating and phase.to != value:
                 return True
             value = phase.to
@@ -107,13 +106,13 @@ class Piecewise:
 
     @classmethod
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
-        """Every phase begins before it ends, and ends within the run; only the first that does not is reported."""
+        """Report the first phase that ends before it begins, or after the run."""
         if any(cls.constraints(node)):
             return
         begin, sizes = 0, declared_token_counts(node)
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
-                return  # its step, and that of every later phase, is known in the run only
+                return  # the last steps of this phase and all later ones are known only in the run
             end = phase.end(begin, total, sizes or token_counts(None, None))
             if end < begin:
                 text = f"phases[{number}] ends after step {end}, before it begins: the phases before it take {begin}"
@@ -128,7 +127,7 @@ class Piecewise:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Percentages of the phases rise, and no phase follows one that takes the rest."""
+        """Report percentages that do not rise, and phases after a phase that takes the rest."""
         phases: list[SchedulePiece] = node.settings["phases"]
         if not phases:
             yield node.problem("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")
@@ -144,10 +143,10 @@ class Piecewise:
 
 def _faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
     percent = phase.until_percent
-    given = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
-    if len(given) > 1:
-        yield f"has both {given[0]} and {given[-1]}", "leave one of them out"
-    if not given and not last:
+    keys = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
+    if len(keys) > 1:
+        yield f"has both {keys[0]} and {keys[-1]}", "leave one of them out"
+    if not keys and not last:
         yield "takes all the rest, but others follow", "make it the last"
     if percent is not None and not reached <= percent <= 100:
         yield f"ends at {percent:g} %, which is not from {reached:g} to 100", "let percentages rise"

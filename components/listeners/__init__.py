@@ -1,1 +1,1 @@
-"""Listeners of a run's events: logging, progress, profiler and timeouts, without influence on training."""
+"""Listeners of a run's events, without influence on training: logging, progress, profiler, memory and timeouts."""

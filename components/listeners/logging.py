@@ -1,4 +1,4 @@
-"""Logging: everything to a file for each rank, step lines and warnings to the terminal of rank 0."""
+"""Logging: all messages to a file per rank, step lines and warnings to the terminal of rank 0."""
 
 import logging
 import os
@@ -21,30 +21,30 @@ log = logging.getLogger("drawloom.run")
 
 
 def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
-    """`log/rank-N.log` in the run folder; makes the folder `log`. A UserError if that is a link or a file."""
+    """Return `log/rank-N.log` in the run folder, and create `log`. Raises UserError if `log` is a link or a file."""
     return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
 
 
 def coordinates(mesh: Mesh, launches: Iterable[Processes]) -> str:
-    """This rank's host and its place along each dimension, of those that are several; empty for a single process."""
+    """Return this rank's host and its index along each mesh dimension, without hosts and dimensions of size 1."""
     sizes = mesh.sizes.dense()
-    places = [f"host {each.node_rank}" for each in launches if each.node_count > 1]
-    places += [f"{name} {index}" for name, index in mesh.indices.dense().items() if sizes[name] > 1]
-    return f"[{', '.join(places)}] " if places else ""
+    parts = [f"host {launch.node_rank}" for launch in launches if launch.node_count > 1]
+    parts += [f"{name} {index}" for name, index in mesh.indices.dense().items() if sizes[name] > 1]
+    return f"[{', '.join(parts)}] " if parts else ""
 
 
 def open_log(path: Path) -> TextIO:
-    """The log file, to append to; makes the folder `log` again if it was removed. Raises UserError."""
+    """Open a log file for appending, and create its folder again if it was removed. Raises UserError."""
     make_folder(path.parent)
     # a lone surrogate, as in a file name, must not make logging fail
     return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
 
 
 class LogFile(WatchedFileHandler):
-    """Writes messages to a rank's log file, which is begun anew with a warning if it is removed."""
+    """Handler for a rank's log file; if the file is removed, the handler creates it again and warns."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one message; an error is reported on standard error, and does not end the run."""
+        """Write one message, or report an error on standard error without ending the run."""
         before = self.stream
         try:
             super().emit(record)
@@ -60,10 +60,10 @@ class LogFile(WatchedFileHandler):
 @component(impact="safe")
 class RunLogging:
     """
-    Configures the loggers `drawloom` and `drawloom.run` and Python's warnings while the run is open.
+    Configuration of the loggers `drawloom` and `drawloom.run` and of Python's warnings while the run is open.
 
-    INFO messages of `drawloom.run`, such as step lines, go to standard output, messages from `level` up to standard
-    error, both on rank 0 only; every message goes to `log/rank-N.log`, with the rank's host and place in the mesh.
+    On rank 0, INFO messages of `drawloom.run`, such as step lines, go to standard output, and messages of `level` or
+    above to standard error. On all ranks, all messages go to `log/rank-N.log`, with the rank's host and mesh indices.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ()
@@ -82,11 +82,13 @@ class RunLogging:
     def open(self) -> None:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
-        # the file first: a message that fails on the terminal is in the file
-        self._add(top, _file(rank_log(self.folder, self.mesh), coordinates(self.mesh, self.launches.values())))
+        # the file comes first, so that a message that fails on the terminal is in the file
+        prefix = coordinates(self.mesh, self.launches.values())
+        self._add(top, _file_handler(rank_log(self.folder, self.mesh), prefix))
         if self.mesh.world.rank == 0:
-            self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
-            self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_not_run_line))
+            level = logging.getLevelNamesMapping()[self.level.upper()]
+            self._add(run, _terminal_handler("stdout", logging.INFO, is_run_line, "%(message)s"))
+            self._add(top, _terminal_handler("stderr", level, is_not_run_line))
         self._level_before, self._show_before = top.level, warnings.showwarning
         top.setLevel(logging.DEBUG)
         warnings.showwarning = _log_warning
@@ -102,7 +104,7 @@ class RunLogging:
             handler.close()
 
     def on_event(self, event: Event) -> None:
-        """Not called: this is a listener only to be listed with the others in a trainer."""
+        """Do nothing: this is a listener only to be listed with the others in a trainer."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
         logger.addHandler(handler)
@@ -110,14 +112,14 @@ class RunLogging:
 
 
 class Terminal(logging.Handler):
-    """Prints to the current `sys.stdout` or `sys.stderr`, which a progress bar may replace; no tracebacks."""
+    """Handler for the current `sys.stdout` or `sys.stderr`, which a progress bar may replace; without tracebacks."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message. If standard output fails, one warning says so, and the run continues."""
+        """Print one message. If standard output fails, log a warning and continue."""
         try:
             print_text(self.format(record), self._stream)
         except (BrokenPipeError, UserError) as error:
@@ -133,28 +135,28 @@ class _OneLine(logging.Formatter):
 
 
 def is_run_line(record: logging.LogRecord) -> bool:
-    """Whether a record is a run line, for standard output: INFO of `drawloom.run`."""
+    """Return whether a record is a line for standard output: an INFO message of `drawloom.run`."""
     return record.name == "drawloom.run" and record.levelno == logging.INFO
 
 
 def is_not_run_line(record: logging.LogRecord) -> bool:
-    """Whether a record is not a run line, and has not been printed by other means."""
+    """Return whether a record is neither a line for standard output nor printed already."""
     return not is_run_line(record) and not is_marked(record, PRINTED)
 
 
-def _file(path: Path, where: str) -> logging.Handler:
+def _file_handler(path: Path, prefix: str) -> logging.Handler:
     handler = LogFile(path)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {where}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"))
     return handler
 
 
-def _terminal(
-    stream: Stream, level: int, wanted: Callable[[logging.LogRecord], bool], form: str | None = None
+def _terminal_handler(
+    stream: Stream, level: int, accepts: Callable[[logging.LogRecord], bool], template: str | None = None
 ) -> logging.Handler:
     handler = Terminal(stream)
     handler.setLevel(level)
-    handler.addFilter(wanted)
-    handler.setFormatter(logging.Formatter(form) if form else _OneLine())
+    handler.addFilter(accepts)
+    handler.setFormatter(logging.Formatter(template) if template else _OneLine())
     return handler
 
 

@@ -1,4 +1,4 @@
-"""Memory by kind at the start of a run, and a message with remedies where there is not enough of it."""
+"""Memory by kind at the start of a run, and an out-of-memory message with remedies."""
 
 import logging
 import re
@@ -19,18 +19,18 @@ from drawloom.graph import Every, UserError, component
 
 log = logging.getLogger("drawloom.run")
 
-# torch's message of a CUDA allocation, and that of an allocation on the CPU
-WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-ON_CPU = "can't allocate memory"
+# torch's messages when an allocation fails, on a GPU and on the CPU
+ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+CPU_MESSAGE = "can't allocate memory"
 
 
 @component(impact="safe")
 class MemoryReport:
     """
-    Logs at the start how much memory this rank's parameters, gradients and optimizer state take.
+    Report of this rank's memory for parameters, gradients and optimizer state, logged at the start of the run.
 
-    When memory runs out, also while the run opens, the run ends with a message instead of a traceback: what was being
-    allocated, memory by kind, and the settings that would help with their present values.
+    If memory runs out, also while the run opens, the run ends with a message instead of a traceback. It shows the
+    failed allocation, the memory by kind, and the settings that would help, with their present values.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started",)
@@ -45,10 +45,10 @@ class MemoryReport:
     schedules: Every[Schedule] = attrs.field(factory=Every)
 
     def preview(self) -> str:
-        """One line with the sum first, then each kind."""
-        held = memory_by_kind(self.users.values())
-        parts = [f"{name(kind)} {byte_size(size)}" for kind, size in held.items()]
-        return "  ".join([f"memory  {byte_size(sum(held.values()))}", *parts])
+        """Return one line with the total first, then every kind."""
+        sizes = memory_by_kind(self.users.values())
+        parts = [f"{name(kind)} {byte_size(size)}" for kind, size in sizes.items()]
+        return "  ".join([f"memory  {byte_size(sum(sizes.values()))}", *parts])
 
     def on_event(self, event: Event) -> None:
         """Log one line when the run starts."""
@@ -56,14 +56,15 @@ class MemoryReport:
             log.info("%s", self.preview())
 
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """A UserError in place of an error of allocation."""
+        """Return a UserError in place of a failed allocation's error."""
         if not is_out_of_memory(error):
             return None
         peak = self.device.memory()
         sizes = {name(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
         table = [f"  {kind:25}  {byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
         remedies = [f"  {remedy}" for remedy in self._remedies()]
-        lines = [f"{self.device.device} is out of memory: {_wanted(error)}", *table, "what would help:", *remedies]
+        allocation = _describe_allocation(error)
+        lines = [f"{self.device.device} is out of memory: {allocation}", *table, "what would help:", *remedies]
         return UserError("\n".join(lines))
 
     def _remedies(self) -> Iterator[str]:
@@ -72,11 +73,11 @@ class MemoryReport:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
         for node, rows in self.data.items():
             yield f"rows of {rows.length:,} tokens in [{node}]: with shorter ones, activations take less"
-        choosing = [node for node, schedule in self.schedules.items() if chooses_recompute(schedule)]
-        for node in choosing:
+        planned = [node for node, schedule in self.schedules.items() if chooses_recompute(schedule)]
+        for node in planned:
             yield f"{node}.memory: with less, stages keep fewer activations, and compute more of them again"
         for node, stages in self.stages.items():
-            if not choosing and any(stage.recompute == "none" for stage in stages.local):
+            if not planned and any(stage.recompute == "none" for stage in stages.local):
                 yield f'{node}.recompute = "none": with "selective" or "blocks", fewer activations are kept'
         for node, precision in self.precision.items():
             if precision.compute.itemsize > 2:
@@ -92,26 +93,26 @@ class MemoryReport:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is that of an allocation on the device or on the host."""
-    # torch raises a plain RuntimeError where the CPU's allocator fails.
+    """Return whether an exception is a failed allocation on the device or the host."""
+    # torch raises a plain RuntimeError if the CPU's allocator fails
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and ON_CPU in str(error)
+        isinstance(error, RuntimeError) and CPU_MESSAGE in str(error)
     )
 
 
 def name(kind: str) -> str:
-    """A kind of memory in words."""
+    """Return the words for a kind of memory."""
     return "activations and workspace" if kind == "workspace" else kind.replace("_", " ")
 
 
-def _wanted(error: BaseException) -> str:
-    """What could not be allocated, and where if a note of the pipeline says so."""
-    found = WANTED.search(str(error))
-    size = "an allocation failed" if found is None else f"{_readable(found[1])} could not be allocated"
-    return " ".join([size, *getattr(error, "__notes__", ())])
+def _describe_allocation(error: BaseException) -> str:
+    """Return the size of the failed allocation, and the pipeline's note on where it failed, if there is one."""
+    match = ALLOCATION.search(str(error))
+    text = "an allocation failed" if match is None else f"{_format_amount(match[1])} could not be allocated"
+    return " ".join([text, *getattr(error, "__notes__", ())])
 
 
-def _readable(amount: str) -> str:
+def _format_amount(amount: str) -> str:
     number, unit = amount.split()
     return byte_size(int(number)) if unit == "bytes" else amount
 

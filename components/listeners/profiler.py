@@ -1,4 +1,4 @@
-"""torch.profiler traces of some steps, with a range for each step, phase, action of the pipeline, and layer."""
+"""torch.profiler traces of some steps, with ranges for steps, phases, pipeline actions and layers."""
 
 import gzip
 import json
@@ -24,29 +24,30 @@ log = logging.getLogger("drawloom.run")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 MEMORY_EVENTS = 200_000
-"""Allocations that a snapshot goes back to at most, each with its stack; about as many megabytes as thousands."""
+"""Largest number of allocations in a snapshot, which include their stacks: about 1 MB per 1000 allocations."""
 
 
 @component(impact="safe")
 class Profiler:
     """
-    `traces/steps-A-B-rank-R.json.gz` in the run folder, for ui.perfetto.dev or chrome://tracing.
+    Profiler that writes `traces/steps-A-B-rank-R.json.gz` in the run folder, for ui.perfetto.dev or chrome://tracing.
 
-    Steps of the process pass in cycles: `wait` of them are left alone, `warmup` are profiled and thrown away, for the
-    first ones are slower, and `active` are traced into one file. With `memory` the trace has allocations and a graph of
-    what is allocated, and on a GPU there is `traces/steps-A-B-rank-R.pickle` for docs.pytorch.org/memory_viz, too.
+    The steps of the process form cycles: `wait` steps run without the profiler, `warmup` steps are profiled and
+    discarded because the first profiled steps are slower, and `active` steps are traced into one file. With `memory`
+    the trace also contains allocations and a graph of allocated memory, and on a GPU the profiler also writes
+    `traces/steps-A-B-rank-R.pickle` for docs.pytorch.org/memory_viz.
 
-    A profiler that fails is turned off, with one warning.
+    If the profiler fails, it is turned off with a warning.
     """
 
     folder: RunFolder
     mesh: Mesh
     device: Device
     stages: Every[Stages]
-    wait: int = setting(default=3, check=at_least(0), doc="steps of a cycle before it, with nothing of the profiler")
-    warmup: int = setting(default=1, check=at_least(1), doc="steps that are profiled and not kept")
+    wait: int = setting(default=3, check=at_least(0), doc="steps without the profiler at the start of a cycle")
+    warmup: int = setting(default=1, check=at_least(1), doc="steps that are profiled and discarded")
     active: int = setting(default=2, check=at_least(1), doc="steps in one trace")
-    repeat: int = setting(default=1, check=at_least(0), doc="traces of a process; 0 is one after the other to the end")
+    repeat: int = setting(default=1, check=at_least(0), doc="number of traces per process; 0: traces until the end")
     memory: bool = setting(default=False, doc="whether to trace allocations, which makes steps slower")
 
     _running: profile | None = attrs.field(init=False, default=None)
@@ -64,47 +65,47 @@ class Profiler:
         self._end()
 
     def on_event(self, event: Event) -> None:
-        """Begin and end ranges, and go on by a step."""
+        """Begin or end a range, and advance the profiler at the end of a step."""
         if self._off or event.step is None:
             return
         try:
-            self._follow(event, event.step)
+            self._handle(event, event.step)
         except Exception as error:
             self._off = True
             self._end()
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
-    def _follow(self, event: Event, step: Step) -> None:
+    def _handle(self, event: Event, step: Step) -> None:
         if event.kind == "step_started":
             self._begin_step(step)
-        elif event.kind == "phase_started" and self._recording:
+        elif event.kind == "phase_started" and self._is_recording:
             self._enter(event.phase)
-        elif event.kind == "phase_ended" and self._recording:
+        elif event.kind == "phase_ended" and self._is_recording:
             self._leave()
         elif event.kind == "step_ended" and self._running is not None:
             self._end_step(self._running)
 
     @property
-    def _recording(self) -> bool:
+    def _is_recording(self) -> bool:
         return self._running is not None and self._running.current_action in RECORDING
 
     def _begin_step(self, step: Step) -> None:
         if self._running is None:
             self._start()
         self._step = step.index
-        if self._recording:
+        if self._is_recording:
             if not self._hooks:
                 self._first = step.index
                 self._hooks = [*self._observe_layers()]
             self._enter(f"step {step.index}")
 
     def _end_step(self, running: profile) -> None:
-        if self._recording:
+        if self._is_recording:
             self._leave()
-        running.step()  # writes a trace that is complete
+        running.step()  # writes the trace if it is complete
         if self._failure is not None:
             raise self._failure
-        if not self._recording:
+        if not self._is_recording:
             self._unhook()
         if self.repeat and self._written == self.repeat:
             self._off = True
@@ -146,8 +147,8 @@ class Profiler:
         for stages in self.stages.values():
             for stage in stages.local:
                 for name, module in stage.module.named_modules():
-                    if found := LAYER.search(name):
-                        yield from self._observe(module, f"layer {found[1]}")
+                    if match := LAYER.search(name):
+                        yield from self._observe(module, f"layer {match[1]}")
 
     def _observe(self, module: nn.Module, name: str) -> Iterator[Any]:
         def enter(_module: nn.Module, _inputs: Any) -> None:
@@ -165,8 +166,8 @@ class Profiler:
 
     def _on_trace_ready(self, done: profile) -> None:
         if self._off:
-            return  # it was cut off
-        # An error that passes through torch 2.13's profiler leaves it in a state in which its end kills the process.
+            return  # an unfinished trace
+        # An error that passes through torch 2.13's profiler makes the profiler kill the process when it stops.
         try:
             self._write(done)
         except Exception as error:
@@ -176,7 +177,7 @@ class Profiler:
         self._written += 1
         name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
         path = make_folder(self.folder.folder / "traces") / f"{name}.json.gz"
-        path.unlink(missing_ok=True)  # torch would write through a link
+        path.unlink(missing_ok=True)  # torch would follow a link
         done.export_chrome_trace(str(path))
         if self.memory:
             add_memory_counters(path)
@@ -187,7 +188,7 @@ class Profiler:
 
 
 def add_memory_counters(path: Path) -> None:
-    """Add to a trace a graph of each device's memory, which Perfetto draws; torch writes single allocations alone."""
+    """Add a graph of every device's memory, which Perfetto draws, to a trace; torch writes only allocations."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace: dict[str, Any] = json.load(file)
     trace["traceEvents"] += [_counter(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"]
@@ -196,7 +197,7 @@ def add_memory_counters(path: Path) -> None:
 
 
 def _counter(event: Mapping[str, Any]) -> dict[str, Any]:
-    given = event["args"]
-    device = "CPU" if given["Device Id"] < 0 else f"GPU {given['Device Id']}"
-    args = {key: given[key] for key in ("Total Allocated", "Total Reserved") if key in given}
+    values = event["args"]
+    device = "CPU" if values["Device Id"] < 0 else f"GPU {values['Device Id']}"
+    args = {key: values[key] for key in ("Total Allocated", "Total Reserved") if key in values}
     return {"ph": "C", "name": f"memory of the {device}", "pid": event["pid"], "ts": event["ts"], "args": args}

@@ -16,18 +16,16 @@ from drawloom.components.ports.run import Event, EventKind, Step
 from drawloom.graph import component
 
 COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[values]}"
-REFRESH = 0.1  # seconds between two refreshes: one takes milliseconds, as long as a small step
+REFRESH_INTERVAL = 0.1  # seconds between refreshes, because a refresh takes milliseconds, as long as a small step
 
 
 @component(impact="safe")
 class ProgressBar:
     """
-    Step, loss, last validation loss, learning rate, peak memory, speed and time remaining, on rank 0 of a terminal.
+    Progress bar with step, loss, validation loss, learning rate, peak memory, speed and time left, on a terminal.
 
-    On a GPU, loss and speed are those of the step before.
-
-    While the bar is shown, step lines do not go to the terminal; warnings are printed above it. It is refreshed when
-    steps end, without a thread.
+    Rank 0 shows the bar. On a GPU, loss and speed are one step late. While the bar is shown, step lines are not printed
+    on the terminal, and warnings are printed above the bar. The bar is refreshed at the end of steps, without a thread.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "step_ended")
@@ -46,13 +44,13 @@ class ProgressBar:
     _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
 
     def open(self) -> None:
-        """Detect whether standard output is a terminal."""
+        """Create the console, and detect whether standard output is a terminal."""
         self.console = self.console or Console(force_terminal=sys.stdout.isatty())
 
     def close(self) -> None:
         """Stop the bar, and show step lines again."""
         for handler in self._filtered:
-            handler.removeFilter(_is_no_step_line)
+            handler.removeFilter(_is_not_step_line)
         self._filtered = []
         if self._bar is not None:
             self._show(self._bar)
@@ -60,7 +58,7 @@ class ProgressBar:
             self._bar = None
 
     def on_event(self, event: Event) -> None:
-        """Start the bar at the first step, update it after each, stop it after the last."""
+        """Start the bar at the first step, update it after every step, and stop it after the last."""
         if event.kind == "step_started" and event.step and self._bar is None:
             self._start(event.step)
         elif event.kind == "step_ended" and event.step:
@@ -75,7 +73,7 @@ class ProgressBar:
         self._task = self._bar.add_task("", total=step.total, completed=step.index - 1, values="")
         self._filtered = list(logging.getLogger("drawloom.run").handlers)  # these write step lines to the terminal
         for handler in self._filtered:
-            handler.addFilter(_is_no_step_line)
+            handler.addFilter(_is_not_step_line)
         self._bar.start()
 
     def _update(self, step: Step) -> None:
@@ -83,12 +81,12 @@ class ProgressBar:
             return
         now = self.clock()
         before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
-        # On a GPU the host does not know this step's loss yet; it is no reason to wait.
+        # On a GPU the host does not know this step's loss yet, and does not wait for it.
         self._shown = self._ended if step.state.is_on_host or step.last else before
         if "validation_loss" in step.state:
             self._values["validation_loss"] = f"val {step.state.number('validation_loss'):.4f}"
         self._bar.update(self._task, completed=step.index)
-        if now - self._refreshed >= REFRESH:
+        if now - self._refreshed >= REFRESH_INTERVAL:
             self._refreshed = now
             self._show(self._bar)
             self._bar.refresh()
@@ -96,20 +94,20 @@ class ProgressBar:
             self.close()
 
     def _show(self, bar: Progress) -> None:
-        """Put the values of a step into the bar; only when it is refreshed, which is not after each fast step."""
+        """Put the values of a step into the bar; called only before a refresh."""
         if self._shown is not None:
             step, seconds = self._shown
             self._values |= values_of(step)
             self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
             self._values["memory"] = f"{self.device.memory() / 1e6:,.0f} MB"
-            bar.update(self._task, values="  ".join(self._values[name] for name in SHOWN if name in self._values))
+            bar.update(self._task, values="  ".join(self._values[name] for name in ORDER if name in self._values))
 
 
-SHOWN = ("loss", "validation_loss", "lr", "memory", "speed")
+ORDER = ("loss", "validation_loss", "lr", "memory", "speed")
 
 
 def values_of(step: Step) -> dict[str, str]:
-    """Loss and learning rate of a step, as far as it has them; what it lacks stays shown from an earlier one."""
+    """Return the loss and learning rate of a step; the bar keeps showing earlier values of missing ones."""
     state = step.state
     loss = {"loss": f"loss {state.number('loss'):.4f}"} if "loss" in state else {}
     skipped = {"loss": "loss skipped"} if step.skip_reason else {}
@@ -117,5 +115,5 @@ def values_of(step: Step) -> dict[str, str]:
     return {**loss, **skipped, **rate}
 
 
-def _is_no_step_line(record: logging.LogRecord) -> bool:
+def _is_not_step_line(record: logging.LogRecord) -> bool:
     return not is_marked(record, STEP_LINE)

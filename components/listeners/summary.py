@@ -1,4 +1,4 @@
-"""The header of a run, before its first step, and the summary after its last."""
+"""The header of a run before its first step, and the summary after its last step."""
 
 import logging
 import time
@@ -17,17 +17,17 @@ from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
 
-HIDDEN = {"run.lock", "export.workspace"}  # of no use to a person
-FULL = 0.99  # the last row of full ones may be padded
+HIDDEN_FILES = {"run.lock", "export.workspace"}  # of no use to a person
+MIN_FULL_RATE = 0.99  # packed rows are full except the last row
 
 
 @component(impact="safe")
 class RunSummary:
     """
-    Logs what a run consists of when it starts, and what has come of it when it ends.
+    Header with the parts of a run, logged when it starts, and summary of its results, logged when it ends.
 
-    `drawloom run --dry-run` prints the former without a run. The best validation loss is saved, so that the summary of
-    a run that was resumed is of the whole run; time and tokens are those of this process.
+    `drawloom run --dry-run` prints the header without a run. Checkpoints contain the best validation loss, so that the
+    summary of a resumed run covers the whole run; time and tokens count this process only.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "phase_ended", "step_ended", "run_ended")
@@ -51,15 +51,14 @@ class RunSummary:
     _best: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """`loss` and `step` of the best validation loss so far; empty without one."""
+        """Return `loss` and `step` of the best validation loss so far; empty without validation."""
         return dict(self._best)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved best."""
         self._best = {"loss": float(state["loss"]), "step": int(state["step"])} if state else {}
 
     def preview(self) -> str:
-        """The header, one subject a line."""
+        """Return the header, with one subject per line."""
         return "\n".join(f"{label:8}{text}" for label, text in self._header())
 
     def on_event(self, event: Event) -> None:
@@ -68,7 +67,7 @@ class RunSummary:
             self._began = self.clock()
             log.info("%s", self.preview())
         elif event.kind == "phase_ended" and event.step is not None:
-            # Not at the step's end: the phase that saves a checkpoint comes before it.
+            # at the end of phases, because a later phase of the step may save a checkpoint
             self._keep_best(event.step)
         elif event.kind == "step_ended" and event.step is not None:
             self._count(event.step)
@@ -78,9 +77,9 @@ class RunSummary:
     def _count(self, step: Step) -> None:
         self._first, self._last = self._first or step.index, step.index
         before, self._newest = self._newest, step
-        # On a GPU the host does not know this step's tokens yet; it is no reason to wait.
-        for each in (before, step if step.last else None):
-            self._tokens += each.tokens if each is not None else 0
+        # On a GPU the host does not know this step's tokens yet, and does not wait for them.
+        for ended in (before, step if step.last else None):
+            self._tokens += ended.tokens if ended is not None else 0
 
     def _keep_best(self, step: Step) -> None:
         if "validation_loss" in step.state:
@@ -91,29 +90,30 @@ class RunSummary:
     def _header(self) -> Iterator[tuple[str, str]]:
         yield "run", f"{self.job.name}, in {self.job.path}"
         for model in self.models.values():
-            yield "model", ", ".join([*_architecture(model), f"{_parameters(model):,} parameters", *self._dtypes()])
+            count = f"{_count_parameters(model):,} parameters"
+            yield "model", ", ".join([*_architecture(model), count, *self._dtypes()])
         for rows in self.data.values():
-            steps = (_in_a_step(rows, each) for each in self.batching.values())
-            evaluated = map(_evaluated, self.validation.values())
-            yield "data", "; ".join([f"{_tokens(rows):,} tokens to learn from", *steps, *evaluated])
-        yield "device", self._device()
+            steps = (_describe_step(rows, batching) for batching in self.batching.values())
+            validation = map(_describe_validation, self.validation.values())
+            yield "data", "; ".join([f"{_count_tokens(rows):,} tokens to learn from", *steps, *validation])
+        yield "device", self._describe_device()
 
     def _dtypes(self) -> Iterator[str]:
-        for each in self.precision.values():
-            kept, compute = (str(dtype).removeprefix("torch.") for dtype in (each.parameter, each.compute))
-            yield kept if kept == compute else f"{kept}, computed in {compute}"
+        for precision in self.precision.values():
+            stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
+            yield stored if stored == compute else f"{stored}, computed in {compute}"
 
-    def _device(self) -> str:
+    def _describe_device(self) -> str:
         device = self.device.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         sizes = [f"{name} {size}" for name, size in self.mesh.sizes.settings().items() if size > 1]
         processes = f"{self.mesh.world.size} process{'es' * (self.mesh.world.size > 1)}"
-        if (hosts := max((each.node_count for each in self.launches.values()), default=1)) > 1:
+        if (hosts := max((launch.node_count for launch in self.launches.values()), default=1)) > 1:
             processes += f" on {hosts} hosts"
         words = [kind, f"{processes}: {' x '.join(sizes)}" if sizes else processes]
-        return ", ".join([*words, *([self._threads()] if device.type == "cpu" else [])])
+        return ", ".join([*words, *([self._describe_threads()] if device.type == "cpu" else [])])
 
-    def _threads(self) -> str:
+    def _describe_threads(self) -> str:
         return f"CPU threads{' of each' * (self.mesh.world.size > 1)}: {torch.get_num_threads()}"
 
     def _summary(self) -> Iterator[tuple[str, str]]:
@@ -125,23 +125,23 @@ class RunSummary:
         if self._best:
             yield "best", f"validation loss {self._best['loss']:.4f} after step {self._best['step']}"
         folder = self.job.path
-        names = [path.name for path in folder.iterdir() if path.name not in HIDDEN] if folder.is_dir() else []
+        names = [path.name for path in folder.iterdir() if path.name not in HIDDEN_FILES] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
 
 
-def _tokens(rows: PackedDataset) -> int:
+def _count_tokens(rows: PackedDataset) -> int:
     return round(rows.fill_rate("train") * rows.count("train") * rows.length)
 
 
-def _evaluated(validation: ValidationData) -> str:
+def _describe_validation(validation: ValidationData) -> str:
     used, count = validation.row_counts()
     return f"validation: {used:,} of {count:,} rows"
 
 
-def _in_a_step(rows: PackedDataset, batching: Batching) -> str:
-    """The tokens of a step; of rows that are padded, by how full they are."""
+def _describe_step(rows: PackedDataset, batching: Batching) -> str:
+    """Return the tokens in a step, estimated from the fill rate if rows are padded."""
     fill = rows.fill_rate("train")
-    if fill > FULL:
+    if fill > MIN_FULL_RATE:
         return f"{batching.global_size * rows.length:,} in a step"
     tokens = round(fill * batching.global_size * rows.length)
     return f"about {tokens:,} in a step, whose rows of {rows.length:,} are {100 * fill:.1f} % full"
@@ -153,8 +153,8 @@ def _architecture(model: Model) -> list[str]:
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
 
 
-def _parameters(model: Model) -> int:
-    """How many numbers the whole model has, whatever this rank holds; tied ones count once."""
+def _count_parameters(model: Model) -> int:
+    """Count the parameters of the whole model, on all ranks; tied parameters count once."""
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     return sum(parameter.numel() for parameter in module.parameters())

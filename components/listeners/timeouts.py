@@ -1,4 +1,4 @@
-"""Timeouts of collectives and steps: longer ones for the first step and for saving; a process that hangs exits."""
+"""Timeouts of collectives and steps, longer for the first step and for saving; a process that hangs exits."""
 
 import faulthandler
 import logging
@@ -23,10 +23,10 @@ Clock = Callable[[], float]
 
 class Watchdog:
     """
-    Calls `expired(limit)` once when the limit is over, and `slow(limit)` once at an earlier time.
+    Thread that calls `expired(limit)` once when a time limit is over, and `slow(limit)` once at an earlier time.
 
-    The thread polls every `tick` seconds. Between two polls at most two ticks are counted, so that a process that was
-    suspended, or a machine that slept, does not expire.
+    It polls every `tick` seconds. At most two ticks count between two polls, so that a limit does not expire while the
+    process is suspended or the machine sleeps.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watchdog:
             self._thread.join()
 
     def allow(self, seconds: float | None, slow: float = math.inf) -> None:
-        """Start a limit of this many seconds, None for no limit; `slow` is called after `slow` seconds."""
+        """Start a limit in seconds, or remove it if None; the callback `slow` is called after `slow` seconds."""
         with self._lock:
             self._limit, self._left, self._polled = seconds, seconds or 0.0, self._clock()
             self._until_slow = self._left - slow
@@ -71,16 +71,16 @@ class Watchdog:
             self._left -= min(now - self._polled, 2 * self._tick)
             self._polled = now
             limit = self._limit or 0.0
-            expired = self._limit is not None and self._left <= 0
-            slow = self._limit is not None and self._left <= self._until_slow
-            if slow:
+            has_expired = self._limit is not None and self._left <= 0
+            is_slow = self._limit is not None and self._left <= self._until_slow
+            if is_slow:
                 self._until_slow = -math.inf
-            if expired:
+            if has_expired:
                 self._limit = None
-        # called without the lock: both may call allow
-        if expired:
+        # called without the lock, because both callbacks may call allow
+        if has_expired:
             self._expired(limit)
-        elif slow:
+        elif is_slow:
             self._slow(limit)
 
     def _watch(self) -> None:
@@ -91,14 +91,14 @@ class Watchdog:
 log = logging.getLogger("drawloom.run")
 
 WATCHDOG_MARGIN = 2.0  # seconds after the collective timeout, so that a blocked rank raises its own error first
-GUARD_MARGIN = 10.0  # seconds after the watchdog, whose report must be over when the guard kills this process
-SLOW_OPENING = 30.0  # seconds after which a component that opens or closes is named
+GUARD_MARGIN = 10.0  # seconds after the watchdog, so that its report is complete when the guard kills this process
+SLOW_OPENING = 30.0  # seconds until a warning names a component that opens or closes
 BEFORE = "before the first step"
 REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
 class _SignOfLife(logging.Handler):
-    """Calls a function at each message, except at those of this module's own logger."""
+    """Handler that calls a function for every log message, except for messages of this module."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
@@ -110,20 +110,20 @@ class _SignOfLife(logging.Handler):
             self._call()
 
 
-log_module = "timeouts"  # whose warning of a slow component is no sign that it lives
+log_module = "timeouts"  # its warning of a slow component does not show that the component makes progress
 
 
 @component(impact="safe")
 class Timeouts:
     """
-    Sets the timeout of collectives and of a whole step, by what the run is doing.
+    Timeouts of collectives and of whole steps, for every stage of the run.
 
     A collective that times out raises an error that names the rank it waited for. A process that exceeds the limit by
-    WATCHDOG_MARGIN hangs elsewhere: it reports its step and phase and the hang diagnosis, dumps the stacks of its
-    threads to its log, and exits with code 1. The guard kills a process that can't, because C code holds Python's lock.
+    WATCHDOG_MARGIN hangs elsewhere: it reports its step, its phase and the hang diagnosis, dumps the stacks of its
+    threads to its log, and exits with code 1. The guard kills a process that can't exit, because C code holds the GIL.
 
-    A component that is opened or closed has `opening` seconds, again after each message that it logs. Those that are
-    opened before this one, and closed after it, have no watchdog: the guard alone ends them.
+    A component has `opening` seconds to open or close, and the time starts again after every message that it logs.
+    Components that open before this one, and close after it, are ended by the guard alone, without the watchdog.
     """
 
     processes: Timed
@@ -132,13 +132,15 @@ class Timeouts:
     first_step: float = setting(
         default=1800.0, check=above(0), doc="seconds for the first step of a process, which compiles and connects"
     )
-    step: float = setting(default=600.0, check=above(0), doc="seconds for each later step")
+    step: float = setting(default=600.0, check=above(0), doc="seconds for every later step")
     saving: float = setting(
-        default=1800.0, check=above(0), doc="seconds to save, and for the final tasks after the last step"
+        default=1800.0, check=above(0), doc="seconds for saving, and for the final tasks after the last step"
     )
 
     opening: float = setting(
-        default=1800.0, check=above(0), doc="seconds for a component to open or close, counted from what it last logged"
+        default=1800.0,
+        check=above(0),
+        doc="seconds for a component to open or close, counted from its last log message",
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
@@ -167,17 +169,17 @@ class Timeouts:
 
     @contextmanager
     def stage_context(self, stage: str, node: str) -> Iterator[None]:
-        """Limit the time in which a node is opened or closed."""
+        """Limit the time for opening or closing a node."""
         before, phase = self._where, self._phase
         self._where, self._phase = f"{stage}() of [{node}]", ""
         self.processes.set_location(self._where)
-        alive = _SignOfLife(self._allow_opening)
-        logging.getLogger("drawloom").addHandler(alive)
+        handler = _SignOfLife(self._allow_opening)
+        logging.getLogger("drawloom").addHandler(handler)
         self._allow_opening()
         try:
             yield
         finally:
-            logging.getLogger("drawloom").removeHandler(alive)
+            logging.getLogger("drawloom").removeHandler(handler)
             self._where, self._phase = before, phase
             self.processes.set_location("" if before == BEFORE else self._location())
             self._allow(None)
@@ -186,7 +188,7 @@ class Timeouts:
         self._allow(self.opening, slow=min(self.opening / 2, SLOW_OPENING))
 
     def on_event(self, event: Event) -> None:
-        """Set the limit of what the run does next."""
+        """Set the time limit for the next part of the run."""
         try:
             self._set_location(event)
             match event.kind:
@@ -203,7 +205,7 @@ class Timeouts:
                 case "run_ended":
                     self._allow(None)
         except Exception:
-            # the dispatcher drops this listener then: a limit that no event lifts would end a healthy run
+            # the dispatcher drops this listener: without further events, an active limit would end a healthy run
             self._allow(None)
             raise
 
@@ -238,34 +240,35 @@ class Timeouts:
         limit = None if seconds is None else seconds + self.watchdog_margin
         if self._watchdog is not None:
             self._watchdog.allow(limit, slow=self._slow_after)
-        # The mesh, which knows the rank, may not be open.
-        text = f"rank {os.environ.get('RANK', '0')} hangs: {self._took()}"
+        # from the environment, because the mesh may not be open yet
+        text = f"rank {os.environ.get('RANK', '0')} hangs: {self._describe_delay()}"
         if self._watchdog is not None:
             text += ", and keeps Python's threads from running"
         guard.allow(None if limit is None else limit + GUARD_MARGIN, text)
 
-    def _took(self) -> str:
+    def _describe_delay(self) -> str:
         phase = f" in phase [{self._phase}]" if self._phase else ""
         return f"{self._where} took more than {self._allowed:g} s{phase}"
 
     def _slow(self, _limit: float) -> None:
-        """Warn, in the watchdog's thread, when a part of the limit is over."""
+        """Warn that a part of the limit is over. Runs in the watchdog's thread."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
         log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
     def _expired(self, _limit: float) -> None:
-        """Report the hang, in the watchdog's thread, and exit."""
-        reporting = threading.Thread(target=self._report, args=(self._took(),), name="hang report", daemon=True)
-        reporting.start()
-        reporting.join(REPORT_TIMEOUT)
+        """Report the hang, and exit. Runs in the watchdog's thread."""
+        delay = self._describe_delay()
+        reporter = threading.Thread(target=self._report, args=(delay,), name="hang report", daemon=True)
+        reporter.start()
+        reporter.join(REPORT_TIMEOUT)
         self.exit(1)
 
-    def _report(self, took: str) -> None:
+    def _report(self, delay: str) -> None:
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         diagnosis = self.processes.diagnose()
         why = f"; {diagnosis}" if diagnosis else ""
-        self.processes.fail(f"rank {rank} hangs: {took}{why}; stacks are in {path}")
+        self.processes.fail(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")

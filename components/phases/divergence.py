@@ -1,4 +1,4 @@
-"""Divergence: the end of a run whose steps teach the model nothing any more."""
+"""Divergence: the end of a run whose model has stopped learning."""
 
 import math
 from typing import Any
@@ -9,19 +9,19 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError, above, at_least, component, setting
 
 SMALLEST_SCALE = 1.5
-"""Nats; a loss that begins below it, as that of fine-tuning or of preferences, is compared as if it were this large."""
+"""Nats; a smaller first loss, as in fine-tuning or preference training, is replaced by this value in the limit."""
 
 
 @component(reads=("loss", "grad_norm"), impact="safe")
 class Divergence:
     """
-    Ends a run that has diverged, before it writes a checkpoint, an export and a sample of what is left.
+    Guard that ends a diverged run before it writes a checkpoint, an export and a sample of useless weights.
 
-    A step is lost if its loss is far above that of the run's first step, if its gradients are not finite, or if all of
-    them are 0. After `steps` lost steps in a row the run ends. A step without a token to learn from does not count.
+    A step is lost if its loss is far above the loss of the run's first step, or if its gradients are not finite or all
+    0. The run ends after `steps` lost steps in a row. A step without a token to learn from does not count.
     """
 
-    steps: int = setting(default=10, check=at_least(1), doc="lost steps in a row after which the run ends")
+    steps: int = setting(default=10, check=at_least(1), doc="consecutive lost steps after which the run ends")
     factor: float = setting(default=3.0, check=above(1), doc="multiple of the first loss above which a step is lost")
 
     _first: float | None = attrs.field(init=False, default=None)
@@ -29,7 +29,7 @@ class Divergence:
     _late: Step | None = attrs.field(init=False, default=None)
 
     def run_phase(self, step: Step) -> None:
-        """Judge the step, or the one before where a device computes the loss. Raises UserError on all ranks alike."""
+        """Judge the step, or the previous step if a device computes the loss. Raises UserError on all ranks alike."""
         late, self._late = self._late, None
         if late is not None:
             self._judge(late)
@@ -40,14 +40,13 @@ class Divergence:
             self._late = step
 
     def state_dict(self) -> dict[str, Any]:
-        """`first`, the loss of the run's first step, and `lost`, the steps in a row that are lost."""
+        """Return `first`, the loss of the run's first step, and `lost`, the number of consecutive lost steps."""
         if self._late is not None:
             self._judge(self._late)
             self._late = None
         return {"first": self._first, "lost": self._lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the counts of a checkpoint."""
         self._first = None if state["first"] is None else float(state["first"])
         self._lost = int(state["lost"])
         self._late = None
@@ -67,7 +66,7 @@ class Divergence:
 
     @property
     def _limit(self) -> float:
-        """The greatest loss of a step that is not lost."""
+        """Largest loss of a step that is not lost."""
         if self._first is None:
             return math.inf
         return self._first + (self.factor - 1) * max(abs(self._first), SMALLEST_SCALE)

@@ -18,15 +18,15 @@ from drawloom.graph import between, component, setting
 @component(reads=("weights", "skip?"))
 class WeightAverage:
     """
-    Keeps an average of the trained weights: `decay` times itself and 1 - `decay` times the weights, after each step.
+    Exponential moving average (EMA) of the trained weights: average = decay * average + (1 - decay) * weights.
 
-    It begins with the weights after the first step that it sees; a skipped step changes nothing. An average is of its
-    parameter's slice, in float32 at least. Nodes with `average = "@ema"` use it in place of the weights: [evaluate],
-    [export], [sample].
+    The average starts as the weights after the first step, and moves after every later step that is not
+    skipped. It has the shape of this rank's slice of a parameter, in float32 or wider. [evaluate], [export] and
+    [sample] use the average in place of the weights if they have the setting `average = "@ema"`.
     """
 
     parameters: Parameters
-    decay: float = setting(default=0.999, check=between(0, 1), doc="share of the average that a step keeps")
+    decay: float = setting(default=0.999, check=between(0, 1), doc="fraction of the average that a step keeps")
 
     _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
 
@@ -34,12 +34,12 @@ class WeightAverage:
     def run_phase(self, step: Step) -> None:
         """Move the average, unless the step is skipped."""
         if not self._averages:
-            self._averages = {name: _widened(part.detach().clone()) for name, part in self.parameters.named()}
+            self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named()}
         else:
             step.apply_update(self._move)
 
     def _move(self, skip: Tensor | None) -> None:
-        """Move the average; a flag `skip`, float32 () on the device, of 1 changes nothing."""
+        """Move the average, unless the flag `skip`, float32 () on the device, is 1."""
         for name, parameter in self.parameters.named():
             average = self._averages[name]
             share: Any = 1 - self.decay
@@ -48,15 +48,13 @@ class WeightAverage:
             average.lerp_(parameter.to(average.dtype), share)
 
     def averages(self) -> Mapping[str, Tensor]:
-        """The averages (any shape, at least float32) of this rank's slices by parameter; none before the first step."""
         return self._averages
 
     def swapped(self) -> AbstractContextManager[None]:
-        """Have the averages in place of the weights; afterwards the weights are what they were."""
-        return self._swapped()
+        return self._swap()
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
+    def _swap(self) -> Iterator[None]:
         weights = [(part, self._averages[name]) for name, part in self.parameters.named() if self._averages]
         before = [part.detach().clone() for part, _ in weights]
         try:
@@ -64,49 +62,48 @@ class WeightAverage:
                 _replace(part, average)
             yield
         finally:
-            for (part, _), kept in zip(weights, before, strict=True):
-                _replace(part, kept)
+            for (part, _), weight in zip(weights, before, strict=True):
+                _replace(part, weight)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of the averages."""
-        held = (part.numel() * _wide(part.dtype).itemsize for _, part in self.parameters.named())
-        return {"optimizer_state": sum(held)}
+        """Return the bytes of the averages as optimizer state."""
+        sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named())
+        return {"optimizer_state": sum(sizes)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """The parameters that this rank trains, and of which it has a slice."""
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """`average` of each parameter (its shape, float32 at least); an empty entry before the first step."""
-        every = self._averages
-        return {name: {"average": every[name]} if every else {} for name, _ in self.parameters.named()}
+        """Return the `average` of every parameter, in float32 or wider; an empty entry before the first step."""
+        averages = self._averages
+        return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named()}
 
     def forecast_state(self) -> dict[str, Any]:
         """Return the shapes and dtypes of the averages, on the meta device."""
         return {
-            name: {"average": torch.empty_like(part, dtype=_wide(part.dtype), device="meta")}
+            name: {"average": torch.empty_like(part, dtype=_wide_dtype(part.dtype), device="meta")}
             for name, part in self.parameters.named()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy saved averages; KeyError for those of other parameters."""
+        """Copy saved averages. Raises KeyError if their parameters are not this rank's."""
         named = dict(self.parameters.named())
         if state and named.keys() != state.keys():
             raise KeyError(f"averages differ for {sorted(named.keys() ^ state.keys())}")
         self._averages = {
-            name: _widened(parts["average"].to(named[name].device, copy=True)) for name, parts in state.items() if parts
+            name: _widen(entry["average"].to(named[name].device, copy=True)) for name, entry in state.items() if entry
         }
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(_wide(tensor.dtype))
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide_dtype(tensor.dtype))
 
 
 @torch.no_grad()
 def _replace(parameter: nn.Parameter, value: Tensor) -> None:
-    """Change a parameter in place, by which its casts are known to be old."""
+    """Copy a value into a parameter in place, so that its version counter marks its casts as outdated."""
     parameter.copy_(value)

@@ -15,9 +15,9 @@ from drawloom.graph import component, setting
 @component(reads=("weights",), writes=("validation_loss", "initial_validation_loss"), impact="safe")
 class Evaluate:
     """
-    Measures the mean loss per token over some rows of the validation split, equal on every rank and for every mesh.
+    Mean loss per token over some rows of the validation split, equal on every rank and for every mesh.
 
-    With an `average`, it is that of the averaged weights.
+    With an `average`, the loss of the averaged weights.
     """
 
     data: ValidationData
@@ -27,14 +27,14 @@ class Evaluate:
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
     at_start: bool = setting(
         default=False,
-        doc="whether a new run evaluates before its first step, too, unless `every` is never: the curve of the "
-        "validation loss then begins at step 0",
+        doc="whether a new run also evaluates before its first step, so that the curve of the validation loss begins "
+        "at step 0; not if `every` is never",
     )
 
     _initial: float | None = attrs.field(init=False, default=None)
 
     def after_restore(self, done: int) -> None:
-        """Evaluate the weights that a new run begins with."""
+        """Evaluate the initial weights of a new run."""
         if self.at_start and self.every != "never":
             self._initial = self._measure() if done == 0 else None
 
@@ -42,7 +42,7 @@ class Evaluate:
         """
         Write `validation_loss`, in nats per token, at the steps of `every`.
 
-        A new run's first step has the `initial_validation_loss`.
+        The first step of a new run also gets the `initial_validation_loss`.
         """
         if self._initial is not None:
             step.state["initial_validation_loss"], self._initial = self._initial, None
@@ -58,7 +58,7 @@ class Evaluate:
         with averaged(self.average):
             state = state_of_batches(self.data.batches())
             self.executor.evaluate(state)
-        # sums and not means are reduced: ranks may have different numbers of tokens
+        # sums are reduced, not means, because ranks may have different numbers of tokens
         sums = sum_losses(state)
         self.mesh.pipeline_group.sum(sums)
         self.mesh.data_group.sum(sums)

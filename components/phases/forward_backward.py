@@ -1,4 +1,4 @@
-"""The forward and backward pass of a step's microbatches."""
+"""The forward and backward pass of a step's microbatches, with gradient accumulation."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @component(writes=("local_gradients", "losses", "batches"))
 class ForwardBackward:
-    """Accumulates the gradients of a step's microbatches, and writes this rank's `losses` and `batches`."""
+    """Forward and backward pass that accumulates the gradients of all microbatches of a step."""
 
     data: TrainingData
     executor: Executor
@@ -19,7 +19,7 @@ class ForwardBackward:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Rows of pairs are for losses that compare them, and such losses need them."""
+        """Report rows of pairs without a loss that compares pairs, and the reverse."""
         data, executor = node.neighbour("data"), node.neighbour("executor")
         rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
         if not rows or not loss:
@@ -32,7 +32,7 @@ class ForwardBackward:
             yield rows.problem("use", text, 'write use = "data.packing.pairs"')
 
     def run_phase(self, step: Step) -> None:
-        """Load the step's microbatches, and run the pipeline program on them."""
+        """Load the microbatches, run the pipeline program on them, and write this rank's `losses` and `batches`."""
         microbatches = self.data.next_step()
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(microbatches), STEP_SPECS)

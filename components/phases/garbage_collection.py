@@ -1,4 +1,4 @@
-"""Python's garbage collection at the same steps on all ranks, so that no rank waits for another's."""
+"""Python's garbage collection at the same steps on all ranks, so that ranks do not wait for each other."""
 
 import gc
 from typing import ClassVar
@@ -11,13 +11,13 @@ from drawloom.graph import component, setting
 
 @component(impact="safe")
 class CollectGarbage:
-    """Turns automatic collection off while the run is open, and collects the young generations every few steps."""
+    """Garbage collection of the young generations every few steps, in place of Python's automatic collection."""
 
     every: Cadence = setting(default=50, check=check_cadence, doc='steps between collections, or "last" or "never"')
     before_saves: bool = setting(
         default=False,
-        doc="whether all ranks collect all generations before each checkpoint, so that no memory of cycles is held "
-        "while the state is copied; it takes seconds in a large process",
+        doc="whether all ranks collect all generations before saving a checkpoint, to free the memory of reference "
+        "cycles while the state is copied; takes seconds in a large process",
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = ("saving_started",)
@@ -25,13 +25,13 @@ class CollectGarbage:
     _was_on: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
-        """Collect everything once, and turn automatic collection off."""
+        """Turn automatic collection off, and collect all generations."""
         self._was_on = gc.isenabled()
         gc.disable()
         gc.collect()
 
     def close(self) -> None:
-        """Collect everything, and turn automatic collection on again if it was on."""
+        """Collect all generations, and turn automatic collection on again if it was on."""
         gc.collect()
         if self._was_on:
             gc.enable()
@@ -42,6 +42,6 @@ class CollectGarbage:
             gc.collect(1)  # a full collection of a large process takes seconds
 
     def on_event(self, event: Event) -> None:
-        """Collect all generations before a checkpoint is saved, which all ranks do at the same time."""
+        """Collect all generations before a checkpoint is saved; all ranks save at the same time."""
         if self.before_saves:
             gc.collect()

@@ -1,7 +1,7 @@
 """
-Spikes of the loss: a warning, or a way back to the last checkpoint and past the batches since.
+Loss spikes: a warning, or a return to the last checkpoint that skips the batches since then.
 
-Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches after another checkpoint did not spike.
+Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches did not spike after another checkpoint.
 """
 
 import logging
@@ -14,8 +14,8 @@ from drawloom.components.ports.data import MovableData
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError, above, at_least, component, setting
 
-LEAST_DEVIATION = 0.01
-"""The share of the mean below which a deviation is none, where losses hardly differ."""
+MIN_DEVIATION = 0.01
+"""Smallest standard deviation as a fraction of the mean; a smaller one counts as this large."""
 
 log = logging.getLogger("drawloom.run")
 
@@ -23,20 +23,23 @@ log = logging.getLogger("drawloom.run")
 @component(reads=("loss",), changes=("gradients", "skip"))
 class LossSpikes:
     """
-    Warns of a loss that is far above those of the steps before; with `go_back` the run returns to its last checkpoint.
+    Detector of loss spikes: it warns, or with `go_back` returns the run to its last checkpoint.
 
-    Such a step is skipped. The run then continues from its newest checkpoint, but with the rows after those of the
-    step, so that the batches since the checkpoint are not seen again. All ranks have the same loss, and go back alike.
-    The host then waits for the loss before each update; without `go_back` it does not, and warns a step late on a GPU.
+    A run that goes back skips the step, and continues from its newest checkpoint with the rows after the step's rows:
+    the batches since the checkpoint are not used again. All ranks compare the same loss and go back together. With
+    `go_back` the host waits for the loss before an update. Without it the host does not wait, and on a GPU the warning
+    comes one step late.
     """
 
     data: MovableData
-    window: int = setting(default=100, check=at_least(2), doc="steps before, with whose losses a loss is compared")
+    window: int = setting(default=100, check=at_least(2), doc="number of previous losses that a loss is compared with")
     deviations: float = setting(
-        default=8.0, check=above(0), doc="standard deviations above the mean from which on a loss is a spike"
+        default=8.0, check=above(0), doc="threshold of a spike: standard deviations above the mean of the window"
     )
     go_back: int = setting(
-        default=0, check=at_least(0), doc="how often the run may go back; a spike after that ends it; 0 only warns"
+        default=0,
+        check=at_least(0),
+        doc="how often the run may go back to a checkpoint, before a spike ends it; 0: only warn",
     )
 
     _losses: list[float] = attrs.field(init=False, factory=list)
@@ -45,7 +48,7 @@ class LossSpikes:
     _late: list[Step] = attrs.field(init=False, factory=list)
 
     def run_phase(self, step: Step) -> None:
-        """Compare the loss of the step. Raises UserError, on all ranks, for a spike after the run went back enough."""
+        """Compare the loss of the step. Raises UserError on all ranks for a spike if the run may not go back again."""
         if not self.go_back:
             self._late.append(step)
             self._warn(step.last)
@@ -61,34 +64,34 @@ class LossSpikes:
             step.skip(f"{spike}; the run goes back, time {self._times} of {self.go_back}")
 
     def after_restore(self, done: int) -> None:
-        """Where the run went back: have the data continue behind the step that spiked."""
+        """Continue the data after the rows of the step that spiked, if the run went back."""
         if self._position is not None:
             self.data.continue_at(self._position)
             self._position = None
 
     def state_dict(self) -> dict[str, Any]:
-        """`losses`, those of the last steps, and `times`, how often the run went back."""
+        """Return `losses`, the losses of the last steps, and `times`, how often the run went back."""
         self._warn(wait=True)
         return {"losses": list(self._losses), "times": self._times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with saved losses from now on; a run that goes back knows of more times than its checkpoint."""
+        # a run that goes back has counted more returns than its checkpoint
         self._losses = [float(loss) for loss in state["losses"]]
         self._times = max(self._times, int(state["times"]))
 
     def _warn(self, wait: bool) -> None:
-        """Compare the steps whose losses are on the host, or all with `wait`."""
+        """Compare the losses that are on the host, or all if `wait` is true, and warn of spikes."""
         while self._late and (wait or self._late[0].state.is_on_host):
             step = self._late.pop(0)
             if not step.skip_reason and (spike := self._spike(step)):
                 log.warning("step %d: %s", step.index, spike)
 
     def _spike(self, step: Step) -> str:
-        """The sentence for a step whose loss is a spike; empty for another loss, with which later ones are compared."""
+        """Return a sentence if the step's loss is a spike; otherwise add the loss to the window and return ""."""
         loss, spike = step.state.number("loss"), ""
         if len(self._losses) >= self.window:
             mean, deviation = fmean(self._losses), pstdev(self._losses)
-            if loss > mean + self.deviations * max(deviation, LEAST_DEVIATION * abs(mean)):
+            if loss > mean + self.deviations * max(deviation, MIN_DEVIATION * abs(mean)):
                 before = f"{mean:.4f} with a deviation of {deviation:.4f} in the {self.window} steps before"
                 spike = f"the loss {loss:.4f} is a spike: it was {before}"
         if not (spike and self.go_back):

@@ -1,4 +1,4 @@
-"""All metrics of a step, combined over ranks: packed into one reduction for each kind, read when they are needed."""
+"""All metrics of a step, combined over ranks with one reduction per op."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,8 +22,8 @@ class Measurements:
 
 
 def read_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
-    """Return what each metric computes from its totals of a measured step; waits until these are on the host."""
-    rest = {op: iter(_unpacked(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()}
+    """Compute the metrics of a measured step from their totals, after waiting until the totals are on the host."""
+    rest = {op: iter(_unpack(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()}
     values: dict[str, Value] = {}
     distributions: dict[str, Histogram] = {}
     for metric in metrics:
@@ -37,7 +37,7 @@ def read_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
 def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
     """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
     parts = [(metric.accumulators, metric.update(step)) for metric in metrics]
-    packed = {op: torch.cat(found) for op in OPS if (found := [*_packed(parts, op, mesh, device.device)])}
+    packed = {op: torch.cat(tensors) for op in OPS if (tensors := [*_pack(parts, op, mesh, device.device)])}
     for op, tensor in packed.items():
         if op == "sum":
             mesh.world.sum(tensor)
@@ -49,35 +49,35 @@ def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -
     step.state[METRIC_TOTALS] = packed
 
 
-def _packed(
+def _pack(
     parts: Sequence[tuple[Mapping[str, Accumulator], Mapping[str, Tensor]]],
     op: str,
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """This rank's parts of one op, flat: what changes nothing where it has none, or where another rank counts."""
-    first = mesh.indices.tensor == 0
+    """Yield this rank's flat parts for one op; the identity if it has no part, or if a sum counts another rank's."""
+    is_first = mesh.indices.tensor == 0
     counts = {
         "activations": True,
-        "data": first,
-        "rows": first and mesh.indices.context == 0,
+        "data": is_first,
+        "rows": is_first and mesh.indices.context == 0,
         "model": mesh.replicas.rank == 0,
     }
-    for accumulators, given in parts:
-        for name, each in accumulators.items():
-            if each.op == op:
-                has_part = name in given and (op != "sum" or counts[each.of])
-                part = given[name] if has_part else each.identity()
-                # Parts that are on the CPU, such as counts, wait for a GPU's queue unless they are copied like this.
+    for accumulators, update in parts:
+        for name, accumulator in accumulators.items():
+            if accumulator.op == op:
+                has_part = name in update and (op != "sum" or counts[accumulator.of])
+                part = update[name] if has_part else accumulator.identity()
+                # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
-                yield part.reshape(each.shape).flatten()
+                yield part.reshape(accumulator.shape).flatten()
 
 
-def _unpacked(metrics: Sequence[Metric], op: str, packed: Tensor) -> Iterator[Tensor]:
-    place = 0
+def _unpack(metrics: Sequence[Metric], op: str, packed: Tensor) -> Iterator[Tensor]:
+    offset = 0
     for metric in metrics:
-        for each in metric.accumulators.values():
-            if each.op == op:
-                size = torch.Size(each.shape).numel()
-                yield packed[place : place + size].view(each.shape)
-                place += size
+        for accumulator in metric.accumulators.values():
+            if accumulator.op == op:
+                size = torch.Size(accumulator.shape).numel()
+                yield packed[offset : offset + size].view(accumulator.shape)
+                offset += size

@@ -1,10 +1,11 @@
-"""Reports each step to the trackers, and logs the step line."""
+"""Reports of steps: metrics for the trackers, and step lines for the log."""
 
 import logging
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import attrs
 
@@ -52,13 +53,13 @@ log = logging.getLogger("drawloom.run")
 )
 class Report:
     """
-    Collects every metric of a step, hands them to every tracker, and logs step lines.
+    Reporter that passes the metrics of every step to the trackers and logs step lines.
 
-    There is a line for the steps of `every`, for the first step of a process, and for those with a validation loss.
-    What was evaluated before the first step is written down as step 0.
+    It logs a line for the steps of `every`, for the first step of a process, and for steps with a validation loss. An
+    evaluation before the first step is reported as step 0.
 
-    On a GPU a step is written down when the next one is measured, so that the host need not wait for its numbers; the
-    last one, and one after which a checkpoint is saved, at once.
+    On a GPU a step is reported when the next step is measured, so that the host does not wait for its numbers. The
+    last step, and a step before a checkpoint, are reported at once.
     """
 
     mesh: Mesh
@@ -81,23 +82,23 @@ class Report:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """A warning of metrics whose distributions no tracker takes."""
-        takers = [
+        """Warn of metrics with distributions if no tracker stores distributions."""
+        trackers = [
             tracker for tracker in node.neighbours("trackers") if issubclass(tracker.component, DistributionTracker)
         ]
-        for metric in [] if takers else filter(_gives_distributions, node.neighbours("metrics")):
+        for metric in [] if trackers else filter(_has_distributions, node.neighbours("metrics")):
             text = f"no tracker takes the distributions of [{metric.name}]"
             yield node.warning("trackers", text, 'add one that does, such as use = "trackers.tensorboard"')
 
     def run_phase(self, step: Step) -> None:
-        """Measure the step; where a process begins, or the run went back, take back what was written of later ones."""
+        """Measure the step; at the first step of a process, or after the run went back, rewind the trackers before."""
         self._write_waiting()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
-            self._each(lambda tracker: tracker.describe(properties) if isinstance(tracker, PropertyTracker) else None)
+            self._call_trackers(lambda tracker: _describe(tracker, properties))
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
-            self._each(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
+            self._call_trackers(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
         if self._first is None:
             self._first = step
         elif self._second is None:
@@ -110,21 +111,21 @@ class Report:
             self._write_waiting()
 
     def flush(self) -> None:
-        """Write down a step that waits, and return when trackers that keep files have it on the disk."""
+        """Report a waiting step, and return when the trackers' files are on disk."""
         self._write_waiting()
         for tracker in self.trackers:
             if isinstance(tracker, Durable):
                 tracker.flush()
 
     def close(self) -> None:
-        """Write down a step that waits: a run that was stopped ends with it."""
+        """Report a waiting step, which is the last step of a stopped run."""
         self._write_waiting()
 
     def _write_start(self, step: Step) -> None:
-        """Write down the evaluation before the first step, as step 0."""
+        """Report the evaluation before the first step, as step 0."""
         if "initial_validation_loss" in step.state:
             values = {"validation_loss": step.state.number("initial_validation_loss")}
-            self._each(lambda tracker: _track(tracker, 0, Measurements(values, {})))
+            self._call_trackers(lambda tracker: _track(tracker, 0, Measurements(values, {})))
             if isinstance(self.every, int):
                 log.info("%s", step_line(Step(0, step.total), values), extra={"step_line": True})
 
@@ -136,7 +137,7 @@ class Report:
 
     def _write(self, step: Step, measurements: Measurements) -> None:
         values = measurements.values
-        self._each(lambda tracker: _track(tracker, step.index, measurements))
+        self._call_trackers(lambda tracker: _track(tracker, step.index, measurements))
         if step.skip_reason:
             log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
         elif self._has_line(step, values):
@@ -149,23 +150,28 @@ class Report:
         return due(self.every, step) or (news and isinstance(self.every, int))
 
     def _seconds_left(self, step: Step) -> float:
-        """The time that the other steps will take, by those since the second: the first one compiles; 0 if unknown."""
-        since = self._second
-        if since is None or step.index <= since.index:
+        """Estimate the time of the remaining steps; 0 if unknown. The first step is left out, because it compiles."""
+        second = self._second
+        if second is None or step.index <= second.index:
             return 0.0
-        return (step.started - since.started) / (step.index - since.index) * (step.total - step.index)
+        return (step.started - second.started) / (step.index - second.index) * (step.total - step.index)
 
-    def _each(self, work: Callable[[Tracker], object]) -> None:
-        """Call `work` for every tracker; a tracker that raises is not called again."""
+    def _call_trackers(self, call: Callable[[Tracker], object]) -> None:
+        """Call a function with every tracker; a tracker that raises is not used again."""
         for index, tracker in enumerate(self.trackers):
             if index not in self._dropped:
                 try:
-                    work(tracker)
+                    call(tracker)
                 except Exception as error:
                     self._dropped.add(index)
                     why = f"{type(error).__name__}: {error}"
                     text = "%s failed and gets no more values, the run continues: %s"
                     log.exception(text, type(tracker).__name__, why)
+
+
+def _describe(tracker: Tracker, properties: Mapping[str, Any]) -> None:
+    if isinstance(tracker, PropertyTracker):
+        tracker.describe(properties)
 
 
 def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
@@ -178,18 +184,20 @@ def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
         tracker.track_distributions(step, measurements.distributions)
 
 
-def _gives_distributions(metric: NodeView) -> bool:
+def _has_distributions(metric: NodeView) -> bool:
     """Return whether a metric, or any member of a group of metrics, measures distributions."""
     members = metric.neighbours("members")
     if members:
-        return any(map(_gives_distributions, members))
+        return any(map(_has_distributions, members))
     return issubclass(metric.component, DistributionMetric)
 
 
 def step_line(step: Step, values: Mapping[str, Value]) -> str:
-    """`step 12/300  loss 2.3456  grad_norm 0.83 ...`, with the parts that have a value."""
-    parts = [part(number) for name, part in PARTS.items() if (number := values.get(name)) is not None]
-    times = [f"{label} {_short(number)}" for name, label in TIMES.items() if (number := values.get(name)) is not None]
+    """Return `step 12/300  loss 2.3456  grad_norm 0.83 ...`, without values that are missing."""
+    parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
+    times = [
+        f"{label} {_short(number)}" for name, label in TIME_LABELS.items() if (number := values.get(name)) is not None
+    ]
     return "  ".join([f"step {step.index}/{step.total}", *parts, *times]) + (" s" if times else "")
 
 
@@ -197,7 +205,7 @@ def _short(number: float) -> str:
     return f"{number:.2f}" if abs(number) >= 0.1 else f"{number:#.2g}"
 
 
-PARTS: Mapping[str, Callable[[float], str]] = {
+FORMATS: Mapping[str, Callable[[float], str]] = {
     "loss": lambda number: f"loss {number:.4f}",
     "validation_loss": lambda number: f"validation loss {number:.4f}",
     "grad_norm": lambda number: f"grad_norm {_short(number)}",
@@ -209,10 +217,10 @@ PARTS: Mapping[str, Callable[[float], str]] = {
     "memory": lambda number: f"{number / 1e6:,.0f} MB",
 }
 
-TIMES: Mapping[str, str] = {
+TIME_LABELS: Mapping[str, str] = {
     "seconds/data": "data",
     "seconds/forward_backward": "fwd-bwd",
     "seconds/sync": "sync",
     "seconds/update": "update",
 }
-"""The labels of times in the step line, by their metrics."""
+"""Labels of times in the step line, by metric."""

@@ -1,4 +1,4 @@
-"""The picture of a run's schedule, as far as it is small enough for a page."""
+"""The picture of a run's schedule, if it is small enough for a page."""
 
 from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -7,17 +7,17 @@ from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.ports.pipeline import Schedule
 
 FOLDER = "pipeline.schedules."
-MOST_WORK = 1500
-"""Ranks times microbatches times stages of a rank: a picture has about 700 bytes for each."""
+MAX_PASSES = 1500
+"""Largest product of stages and microbatches: a picture needs about 700 bytes per stage and microbatch."""
 
 
 def draw_schedule(use: str, schedule: Schedule, ranks: int, microbatches: int) -> str:
     """
-    The simulated timeline of a step as SVG.
+    Draw the simulated timeline of a step as SVG.
 
-    Empty for a single rank, on which microbatches follow one another, and for a schedule that is too large for a page.
+    Returns "" for a single rank, which runs one microbatch after another, and for a schedule too large for a page.
     """
-    if ranks < 2 or len(schedule.stage_to_rank(ranks)) * microbatches > MOST_WORK:
+    if ranks < 2 or len(schedule.stage_to_rank(ranks)) * microbatches > MAX_PASSES:
         return ""
     try:
         summary = Summary(use.removeprefix(FOLDER), simulate(schedule.program(ranks, microbatches), Costs(), "free"))

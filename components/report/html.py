@@ -9,7 +9,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
 from drawloom.components.report.drawings import draw_schedule
-from drawloom.components.report.ettr import TIME, ettr
+from drawloom.components.report.ettr import TIME_FORMAT, ettr
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run
 from drawloom.components.storage.durable_files import replace_file
@@ -22,10 +22,10 @@ log = logging.getLogger("drawloom.run")
 @component(impact="safe")
 class HtmlReport:
     """
-    Writes `report.html` in the run folder: curves, events, checkpoints, the sample and drawings of the run.
+    Final task that writes `report.html` in the run folder: curves, events, checkpoints, the sample and drawings.
 
-    `drawloom report` writes the same of any run, or of several. A report that can't be written is a warning. With it,
-    the share of the time that went into steps which the run has kept (its ETTR) is logged.
+    It also logs the run's effective training time ratio (ETTR). If the report can't be written, the task warns, and
+    the run continues. `drawloom report` writes the same report for any run, or for several runs.
     """
 
     folder: RunFolder
@@ -35,27 +35,27 @@ class HtmlReport:
     batching: Every[Batching]
 
     def is_finished(self, step: int) -> bool:
-        """Whether rank 0 finds a report of this step; equal on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, lambda: self._holds(step)))
+        """Return whether rank 0 has a report of this step. A collective, equal on all ranks."""
+        return bool(run_on_rank0(self.mesh.world, lambda: self._has_report(step)))
 
     def finish(self, step: int) -> None:
         """Write the report on rank 0."""
         if self.mesh.world.rank == 0:
             try:
                 self._write(step)
-            except Exception as error:  # the run is what counts
+            except Exception as error:  # a failed report must not fail the run
                 log.warning("the report can't be written: %s: %s", type(error).__name__, error)
 
     def _write(self, step: int) -> None:
         folder = self.folder.folder
-        run = read_run(folder, folder.resolve().name, self._drawings(step))
-        run.log.end(time.strftime(TIME), step)
+        run = read_run(folder, folder.resolve().name, self._draw(step))
+        run.log.end(time.strftime(TIME_FORMAT), step)
         replace_file(self._target, page([run], _heading(step)).encode())
         log.info("report in %s", self._target)
-        if (effective := ettr(run.log, run.metrics)) is not None:
-            log.info("time    %s", effective)
+        if (ratio := ettr(run.log, run.metrics)) is not None:
+            log.info("time    %s", ratio)
 
-    def _drawings(self, step: int) -> Drawings:
+    def _draw(self, step: int) -> Drawings:
         pictures = [
             draw_schedule(
                 type(schedule).__module__.rpartition(".")[2],
@@ -67,7 +67,7 @@ class HtmlReport:
         ]
         return Drawings(self.recipe.draw(False), self.recipe.draw(True), "\n".join(pictures))
 
-    def _holds(self, step: int) -> bool:
+    def _has_report(self, step: int) -> bool:
         beginning = f"<!doctype html><!-- {_heading(step)} -->".encode()
         try:
             with regular_file(self._target) as file:

@@ -1,8 +1,8 @@
 """
-The curves of a run: `metrics.jsonl`, thinned so that a page of any run is small.
+The curves of a run: `metrics.jsonl`, thinned so that the page of any run is small.
 
-A series of many points is cut into buckets of equal counts; of each the mean, the least and the greatest value are
-kept, so that no spike is lost.
+A long series is split into buckets of equal counts. A bucket keeps its mean, smallest and largest value, so that spikes
+remain visible.
 """
 
 import json
@@ -20,19 +20,19 @@ from numpy.typing import NDArray
 from drawloom.components.storage.regular_file import open_regular_file
 
 METRICS = "metrics.jsonl"
-NO_METRICS = {"step", "format", "tokens", "crc32"}
-MOST_SERIES = 64
-MOST_NUMBERS = 40_000
-"""Numbers in the curves of one run; the more series there are, the fewer points each keeps."""
-MOST_POINTS, LEAST_POINTS = 1000, 100
-LONGEST_LINE, LONGEST_NAME = 2**20, 200  # bytes and letters; a stranger's file may hold longer ones
-LONGEST_STEP = 1e9  # seconds; what a stranger's file says beyond is cut
-GREATEST = 1e300  # a greater value is left out: sums of such would overflow
+OTHER_KEYS = {"step", "format", "tokens", "crc32"}
+MAX_SERIES = 64
+MAX_NUMBERS = 40_000
+"""Largest count of numbers in the curves of one run; with more series, a series keeps fewer points."""
+MAX_POINTS, MIN_POINTS = 1000, 100
+MAX_LINE_BYTES, MAX_NAME_LENGTH = 2**20, 200  # a stranger's file may exceed them
+MAX_STEP_SECONDS = 1e9  # a stranger's file may exceed it
+MAX_VALUE = 1e300  # larger values are left out, because their sums would overflow
 
 
 @attrs.frozen
 class MetricCurve:
-    """A thinned series: `x` are steps; `low` and `high` are empty if every point is kept as it is."""
+    """A thinned series of values `y` at steps `x`; `low` and `high` are empty if all points are kept."""
 
     x: list[int]
     y: list[float]
@@ -47,8 +47,8 @@ class Column:
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
     values: "array[float]" = attrs.field(factory=lambda: array("d"))
 
-    def thinned(self, points: int) -> MetricCurve:
-        """At most this many points."""
+    def thin(self, points: int) -> MetricCurve:
+        """Return a curve of at most this many points."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)
         if len(steps) <= points:
             return MetricCurve(steps.tolist(), _short(values))
@@ -61,29 +61,29 @@ class Column:
 
 @attrs.define(eq=False)
 class Metrics:
-    """Every metric of every step of a run; those beyond MOST_SERIES are left out."""
+    """Values of all metrics at all steps of a run, without metrics beyond MAX_SERIES."""
 
     columns: dict[str, Column] = attrs.field(factory=dict)
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
     left_out: set[str] = attrs.field(factory=set)
-    _tokens: "array[float]" = attrs.field(factory=lambda: array("d"))  # so far, NaN where a row has none
-    _speeds: "array[float]" = attrs.field(factory=lambda: array("d"))  # tokens per second, NaN likewise
+    _tokens: "array[float]" = attrs.field(factory=lambda: array("d"))  # tokens up to a step; NaN if missing
+    _speeds: "array[float]" = attrs.field(factory=lambda: array("d"))  # tokens per second; NaN if missing
     _step: int = -1  # of the last row; 0 is before training
 
     def put(self, row: dict[str, Any]) -> None:
-        """Add a row; one that is not of a later step than those before is of no use in a curve, and left out."""
+        """Add a row, or leave it out if its step is not later than the previous step."""
         step = row.get("step")
         if type(step) is not int or not self._step < step < 2**53:
             return
         self._step = step
         self.steps.append(step)
-        # A run may have a million rows: what is done for each value is little.
+        # A run may have a million rows, so the work per value must be small.
         columns, tokens, speed = self.columns, math.nan, math.nan
         for name, value in row.items():
-            if (type(value) is float or type(value) is int) and -GREATEST < value < GREATEST:
+            if (type(value) is float or type(value) is int) and -MAX_VALUE < value < MAX_VALUE:
                 if name == "tokens":
                     tokens = value
-                elif name not in NO_METRICS and (column := columns.get(name) or self._column(name)) is not None:
+                elif name not in OTHER_KEYS and (column := columns.get(name) or self._add_column(name)) is not None:
                     column.steps.append(step)
                     column.values.append(value)
                     speed = value if name == "tokens_per_second" else speed
@@ -92,30 +92,30 @@ class Metrics:
 
     @cached_property
     def tokens(self) -> NDArray[np.float64]:
-        """The tokens up to each step, (steps,); zeros if they are not known."""
+        """Total tokens up to every step, (steps,); zeros if they are unknown."""
         known = np.nan_to_num(np.asarray(self._tokens), nan=0.0)
         return np.maximum.accumulate(known) if len(known) else known
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
-        """Seconds in steps up to each, (steps,), without evaluations and pauses: tokens by tokens per second."""
+        """Total seconds of steps up to every step, (steps,), from tokens and speeds: without evaluations and pauses."""
         speeds = np.asarray(self._speeds)
-        timed = speeds > 0  # NaN is not
-        taken = np.divide(np.diff(self.tokens, prepend=0.0), speeds, out=np.zeros_like(speeds), where=timed)
-        return np.cumsum(np.minimum(taken, LONGEST_STEP))
+        is_timed = speeds > 0  # false for NaN
+        seconds = np.divide(np.diff(self.tokens, prepend=0.0), speeds, out=np.zeros_like(speeds), where=is_timed)
+        return np.cumsum(np.minimum(seconds, MAX_STEP_SECONDS))
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric."""
+        """Return the last value of a metric."""
         column = self.columns.get(name)
         return column.values[-1] if column else None
 
-    def most(self, name: str) -> float | None:
-        """The greatest value of a metric."""
+    def largest(self, name: str) -> float | None:
+        """Return the largest value of a metric."""
         column = self.columns.get(name)
         return max(column.values) if column else None
 
-    def least(self, name: str) -> tuple[float, int] | None:
-        """The least value of a metric, and its first step."""
+    def smallest(self, name: str) -> tuple[float, int] | None:
+        """Return the smallest value of a metric, and its first step."""
         column = self.columns.get(name)
         if not column:
             return None
@@ -123,14 +123,14 @@ class Metrics:
         return column.values[index], column.steps[index]
 
     def curves(self) -> dict[str, MetricCurve]:
-        """Every series, thinned."""
-        points = MOST_NUMBERS // (4 * max(1, len(self.columns)))
-        points = min(MOST_POINTS, max(LEAST_POINTS, points))
-        return {name: column.thinned(points) for name, column in self.columns.items()}
+        """Return the thinned curves of all metrics, by name."""
+        points = MAX_NUMBERS // (4 * max(1, len(self.columns)))
+        points = min(MAX_POINTS, max(MIN_POINTS, points))
+        return {name: column.thin(points) for name, column in self.columns.items()}
 
     def axes(self) -> dict[str, list[float]]:
-        """Steps with the tokens and seconds up to each, at most MOST_POINTS; a page interpolates between them."""
-        count = min(MOST_POINTS, len(self.steps))
+        """Return at most MAX_POINTS steps with their total tokens and seconds; the page interpolates between them."""
+        count = min(MAX_POINTS, len(self.steps))
         chosen = np.linspace(0, len(self.steps) - 1, count).round().astype(np.int64)
         axes: dict[str, list[float]] = {"step": [self.steps[index] for index in chosen]}
         for name, numbers in (("tokens", self.tokens), ("seconds", self.seconds)):
@@ -138,21 +138,21 @@ class Metrics:
                 axes[name] = _short(numbers[chosen], digits=9)
         return axes
 
-    def _column(self, name: str) -> Column | None:
-        """A new column for a metric, if there is space for one more."""
-        if len(self.columns) >= MOST_SERIES or len(name) > LONGEST_NAME:
-            self.left_out.add(name[:LONGEST_NAME])
+    def _add_column(self, name: str) -> Column | None:
+        """Add a column for a metric; return None if there are too many or its name is too long."""
+        if len(self.columns) >= MAX_SERIES or len(name) > MAX_NAME_LENGTH:
+            self.left_out.add(name[:MAX_NAME_LENGTH])
             return None
         return self.columns.setdefault(name, Column())
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """The metrics of a run folder, none if it has none; UserError if the file is a link or not a regular file."""
+    """Read the metrics of a run folder. Raises UserError if the file is a link or not a regular file."""
     metrics = Metrics()
     for line in lines_of(folder / METRICS):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # a crash has left the line incomplete, or a stranger wrote it
+        except (ValueError, RecursionError):  # a crash left the line incomplete, or a stranger wrote the file
             continue
         if isinstance(row, dict):
             metrics.put(row)
@@ -160,14 +160,14 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a regular file, in pieces of at most LONGEST_LINE bytes; none if it is missing."""
+    """Yield the lines of a regular file, split after MAX_LINE_BYTES; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return
     with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
-        yield from iter(lambda: lines.readline(LONGEST_LINE), b"")
+        yield from iter(lambda: lines.readline(MAX_LINE_BYTES), b"")
 
 
 def _short(values: NDArray[np.float64], digits: int = 6) -> list[float]:
-    """Rounded to digits that can be seen; integers where they are whole, which take fewer letters."""
+    """Round values to visible digits; whole numbers become integers, which are shorter in JSON."""
     rounded = [float(f"{value:.{digits}g}") for value in values.tolist()]
     return [int(value) if value.is_integer() and abs(value) < 2**53 else value for value in rounded]

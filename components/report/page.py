@@ -1,8 +1,8 @@
 """
-The page: one HTML file that fetches nothing, with its curves as data that its script draws.
+The page: one HTML file that fetches nothing, whose script draws the curves from data in the file.
 
-Names, samples and recipes may come from a stranger. They are escaped; and the page's Content-Security-Policy lets only
-the script and the style run whose hashes it names, so that even markup that got through could not do anything.
+Names, samples and recipes may come from a stranger. They are escaped. In addition, the page's Content-Security-Policy
+allows only the script and the style with the hashes that it names, so that unescaped markup would have no effect.
 """
 
 import base64
@@ -18,11 +18,11 @@ from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord, differences
 from drawloom.components.storage.byte_size import byte_size
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
-MARKS = ("resumed", "killed", "stopped", "skipped")
-SAMPLE_START = 300  # letters of a sample that are shown at once
-LONGEST_VALUE = 300  # letters of a recipe's value in the table of differences
+MARKED_KINDS = ("resumed", "killed", "stopped", "skipped")
+MAX_SAMPLE_START = 300  # characters of a sample that are shown at once
+MAX_VALUE_LENGTH = 300  # characters of a recipe's value in the table of differences
 CURVES = {
     "loss": "loss",
     "validation_loss": "validation loss",
@@ -32,12 +32,12 @@ CURVES = {
     "mfu": "model FLOPs utilization",
     "memory": "memory in bytes",
 }
-"""The curves that come first, with their titles."""
+"""Titles of the curves that are shown first."""
 
 
 def page(runs: Sequence[RunRecord], heading: str = "") -> str:
-    """A report of these runs; `heading` is a comment's text on the first line, after the doctype."""
-    script, style = ((HERE / name).read_text("utf-8") for name in ("page.js", "page.css"))
+    """Return the report of runs as HTML; `heading` is a comment on the first line, after the doctype."""
+    script, style = ((FOLDER / name).read_text("utf-8") for name in ("page.js", "page.css"))
     allowed = f"script-src {_hash(script)}; style-src {_hash(style)}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
     title = ", ".join(run.name for run in runs)
@@ -52,7 +52,7 @@ def page(runs: Sequence[RunRecord], heading: str = "") -> str:
         *_overview(runs),
         *_differences(runs),
         *CONTROLS,
-        *(part for number, run in enumerate(runs) for part in _run(run, number)),
+        *(part for number, run in enumerate(runs) for part in _run_section(run, number)),
         "</main>",
         f'<script type="application/json" id="data">{_json(runs)}</script>',
         f"<script>{script}</script></body></html>",
@@ -73,7 +73,7 @@ CONTROLS = (
 
 
 def text(words: str) -> str:
-    """Text escaped for HTML; what is not printable, such as a mark that turns the direction of text, is U+FFFD."""
+    """Escape text for HTML, and replace unprintable characters, such as direction marks, by U+FFFD."""
     return html.escape(_printable(words))
 
 
@@ -86,9 +86,9 @@ def _hash(content: str) -> str:
 
 
 def _json(runs: Sequence[RunRecord]) -> str:
-    """The curves as JSON, in which nothing can end the element that holds it."""
+    """Return the curves as JSON, escaped so that it can't close its HTML element."""
     data = {"titles": CURVES, "runs": [_data(run) for run in runs]}
-    encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, so that no surrogate is left
+    encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, without surrogates
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -97,12 +97,12 @@ def _data(run: RunRecord) -> dict[str, object]:
         _printable(name): {"x": curve.x, "y": curve.y, **({"low": curve.low, "high": curve.high} if curve.low else {})}
         for name, curve in run.metrics.curves().items()
     }
-    marks = [[event.step, event.kind] for event in run.log.events if event.kind in MARKS]
+    marks = [[event.step, event.kind] for event in run.log.events if event.kind in MARKED_KINDS]
     return {"name": _printable(run.name), "axes": run.metrics.axes(), "curves": curves, "marks": marks}
 
 
 def _overview(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """A table: what was planned and what was measured, a column for each run."""
+    """Yield a table of planned and measured figures, with a column per run."""
     columns = [dict(_figures(run)) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
@@ -124,16 +124,16 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
             yield "mean speed", f"{metrics.tokens[-1] / seconds:,.0f} tokens/s"
     if (loss := metrics.last("loss")) is not None:
         yield "last loss", f"{loss:.4f}"
-    if (best := metrics.least("validation_loss")) is not None:
+    if (best := metrics.smallest("validation_loss")) is not None:
         yield "best validation loss", f"{best[0]:.4f} after step {best[1]:,}"
     if "memory" in log.header:
         yield "memory, planned", log.header["memory"]
-    if (memory := metrics.most("memory")) is not None:
+    if (memory := metrics.largest("memory")) is not None:
         yield "memory, measured", f"{byte_size(memory)} at most"
     if log.skipped:
         yield "skipped steps", f"{log.skipped:,}"
-    if (effective := ettr(log, metrics)) is not None:
-        yield "effective training time", str(effective)
+    if (ratio := ettr(log, metrics)) is not None:
+        yield "effective training time", str(ratio)
     if log.starts > 1:
         yield "processes", f"{log.starts}, one after another"
 
@@ -144,14 +144,14 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
     rows = differences([run.recipe for run in runs])
     yield '<section id="differences"><h2>Recipes</h2>'
     if rows:
-        short = [[key, *(value[:LONGEST_VALUE] for value in values)] for key, values in rows]
+        short = [[key, *(value[:MAX_VALUE_LENGTH] for value in values)] for key, values in rows]
         yield from _table(["differs in", *(run.name for run in runs)], short, coloured=True)
     else:
         yield "<p>The recipes do not differ.</p>"
     yield "</section>"
 
 
-def _run(run: RunRecord, number: int) -> Iterator[str]:
+def _run_section(run: RunRecord, number: int) -> Iterator[str]:
     yield f'<section class="run"><h2 class="c{number % COLOURS}">{text(run.name)}</h2>'
     yield from _events(run)
     yield from _checkpoints(run)
@@ -160,15 +160,15 @@ def _run(run: RunRecord, number: int) -> Iterator[str]:
     yield from _sample(run.sample)
     if run.drawings.missing:
         yield f"<p>The graph is not drawn: {text(run.drawings.missing)}</p>"
-    # the drawings are documents of drawloom's own, which have escaped what they name
-    for title, drawing, shown in (
+    # drawloom's own drawings are not escaped here, because they escape the names that they contain
+    for title, drawing, is_open in (
         ("One step", run.drawings.step, True),
         ("The schedule of a step, simulated", run.drawings.schedule, True),
         ("The graph", run.drawings.graph, False),
     ):
         if drawing:
-            open_ = " open" if shown else ""
-            yield f'<details{open_}><summary>{title}</summary><div class="drawing">{drawing}</div></details>'
+            attribute = " open" if is_open else ""
+            yield f'<details{attribute}><summary>{title}</summary><div class="drawing">{drawing}</div></details>'
     if run.recipe:
         yield f"<details><summary>The resolved recipe</summary><pre>{text(run.recipe)}</pre></details>"
     yield "</section>"
@@ -178,8 +178,8 @@ def _sample(sample: str) -> Iterator[str]:
     if not sample:
         return
     heading, line, words = sample.partition("\n")
-    short = f"{heading}{line}{words[:SAMPLE_START]}"
-    if len(words) <= SAMPLE_START + 1:  # a line's end
+    short = f"{heading}{line}{words[:MAX_SAMPLE_START]}"
+    if len(words) <= MAX_SAMPLE_START + 1:  # with the line's end
         yield f"<h3>Sample</h3><pre>{text(sample)}</pre>"
     else:
         yield f"<h3>Sample</h3><pre>{text(short)} ...</pre>"
@@ -209,24 +209,24 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
             rows.append([f"{step:,}", "corrupt, or of another version of drawloom", "", "", ""])
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
-        shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        rows.append([f"{step:,}", *shown, byte_size(manifest.bytes), f"{manifest.world_size}"])
-    head, rows, equal = _without_equal(["step", "loss", "validation loss", "size", "ranks"], rows)
+        cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+        rows.append([f"{step:,}", *cells, byte_size(manifest.bytes), f"{manifest.world_size}"])
+    head, rows, equal = _drop_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
     yield from _table(head, rows)
     if equal:
         yield f'<p class="equal">{text(equal)}</p>'
 
 
-def _without_equal(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
-    """Leave out columns whose cells are all equal, and return what they are in words; the first column stays."""
+def _drop_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
+    """Leave out columns of equal cells, except the first column; return the rest and a sentence about the cells."""
     if len(rows) < 2:
         return head, rows, ""
     equal = [number for number in range(1, len(head)) if len({row[number] for row in rows}) == 1]
-    kept = [number for number in range(len(head)) if number not in equal]
+    columns = [number for number in range(len(head)) if number not in equal]
     words = [f"{head[number]} {rows[0][number]}" for number in equal if rows[0][number]]
     return (
-        [head[number] for number in kept],
-        [[row[number] for number in kept] for row in rows],
+        [head[number] for number in columns],
+        [[row[number] for number in columns] for row in rows],
         f"The same in each: {', '.join(words)}." if words else "",
     )
 
@@ -235,13 +235,13 @@ def _table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, coloured: bool = False, prose: bool = False
 ) -> Iterator[str]:
     """
-    A table whose first column names its rows.
+    Yield a table whose first column names its rows.
 
-    With `coloured`, the other columns are runs in their colours, and a cell spans all runs if it is the same in each;
-    with `prose`, the last column is text.
+    With `coloured`, the other columns are runs in their colours, and a row of equal cells becomes one wide cell. With
+    `prose`, the last column is text.
     """
     classes = [f' class="c{number % COLOURS}"' if coloured else "" for number in range(len(head) - 1)]
-    cells = "".join(f"<th{each}>{text(cell)}</th>" for each, cell in zip(classes, head[1:], strict=True))
+    cells = "".join(f"<th{name}>{text(cell)}</th>" for name, cell in zip(classes, head[1:], strict=True))
     kind = f"table{' prose' if prose else ''}"
     yield f'<div class="{kind}" tabindex="0"><table><thead><tr><th>{text(head[0])}</th>{cells}</tr></thead><tbody>'
     for name, *values in rows:

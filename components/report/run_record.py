@@ -1,4 +1,4 @@
-"""What a run folder holds, for its report: metrics, events, checkpoints, recipe and sample; each may be missing."""
+"""The parts of a run folder for its report: metrics, events, checkpoints, recipe and sample; any may be missing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +18,13 @@ from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.parsing import parse
 
 SAMPLE, PLAN, REPORT = "sample.txt", "plan.txt", "report.html"
-LONGEST_SAMPLE, LONGEST_RECIPE = 20_000, 2**20  # bytes
-MOST_CHECKPOINTS = 100
+MAX_SAMPLE_BYTES, MAX_RECIPE_BYTES = 20_000, 2**20
+MAX_CHECKPOINTS = 100
 
 
 @attrs.frozen
 class Drawings:
-    """SVG documents of a run's graph, of its step and of its schedule; `missing` says why one is empty."""
+    """SVG documents of a run's graph, step and schedule; `missing` is the reason why the graph is empty."""
 
     graph: str = ""
     step: str = ""
@@ -34,7 +34,7 @@ class Drawings:
 
 @attrs.frozen(eq=False)
 class RunRecord:
-    """A run as its folder tells it; the name is unique in a report."""
+    """Record of a run, read from its folder; the name is unique in a report."""
 
     name: str
     metrics: Metrics
@@ -47,45 +47,45 @@ class RunRecord:
 
 
 def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
-    """The record of a run folder, which may be in use; UserError if one of its files can't be read."""
-    checkpoints = [(step_of(path), quick_check(path)) for path in committed(folder / FOLDER)[-MOST_CHECKPOINTS:]]
+    """Read a run folder, which may be in use. Raises UserError if a file can't be read."""
+    checkpoints = [(step_of(path), quick_check(path)) for path in committed(folder / FOLDER)[-MAX_CHECKPOINTS:]]
     return RunRecord(
         name=name,
         metrics=read_metrics(folder),
         log=read_log(folder),
         checkpoints=checkpoints,
-        recipe=_text(folder / LOCK, LONGEST_RECIPE),
-        sample=_text(folder / SAMPLE, LONGEST_SAMPLE),
+        recipe=_read_text(folder / LOCK, MAX_RECIPE_BYTES),
+        sample=_read_text(folder / SAMPLE, MAX_SAMPLE_BYTES),
         drawings=drawings,
-        plan=_text(folder / PLAN, LONGEST_SAMPLE),
+        plan=_read_text(folder / PLAN, MAX_SAMPLE_BYTES),
     )
 
 
 def check_is_run(folder: Path) -> None:
-    """Raise a UserError if a folder holds neither a recipe nor metrics of a run."""
+    """Raise UserError if a folder contains neither a recipe nor metrics of a run."""
     if not any((folder / file).exists() for file in (LOCK, METRICS)):
         raise UserError(f"{folder} is not a run folder; give one, such as runs/first_run", 2)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each run folder: its own, or its path if two have the same."""
-    own = [folder.resolve().name for folder in folders]
-    return [str(folder) if own.count(name) > 1 else name for folder, name in zip(folders, own, strict=True)]
+    """Return a unique name for every run folder: the folder's name, or its path if two folders have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
 def differences(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
     """
-    What differs between the resolved recipes of runs: `node.key`, and the value of each run, "" where it has none.
+    Return the settings that differ between the resolved recipes of runs: `node.key` and the values of all runs.
 
-    A recipe that can't be read counts as empty.
+    A missing value is "". A recipe that can't be read counts as empty.
     """
-    values = [_values(text) for text in recipes]
-    keys = dict.fromkeys(key for each in values for key in each)
-    rows = [(key, [each.get(key, "") for each in values]) for key in keys]
+    values = [_parse_values(text) for text in recipes]
+    keys = dict.fromkeys(key for settings in values for key in settings)
+    rows = [(key, [settings.get(key, "") for settings in values]) for key in keys]
     return [(key, row) for key, row in rows if len(set(row)) > 1]
 
 
-def _values(text: str) -> dict[str, str]:
+def _parse_values(text: str) -> dict[str, str]:
     try:
         nodes: Mapping[str, Mapping[str, Any]] = flatten(serialize_recipe(MergedRecipe.of(parse(text))))
     except (RecipeError, ValueError):
@@ -93,8 +93,8 @@ def _values(text: str) -> dict[str, str]:
     return {f"{name}.{key}": dumps(value) for name, node in nodes.items() for key, value in node.items()}
 
 
-def _text(path: Path, limit: int) -> str:
-    """The beginning of a file, "" if it is missing."""
+def _read_text(path: Path, limit: int) -> str:
+    """Read the beginning of a file; "" if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return ""
     with open_regular_file(path) as file:

@@ -1,4 +1,4 @@
-"""Global and micro batch size, and which rows each data-parallel rank sees: all arithmetic with batch sizes."""
+"""Batch sizes: the global and micro batch size, gradient accumulation, and the rows of every data-parallel rank."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -13,31 +13,32 @@ from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.wiring.node import NodeView
 
 MAX_ROWS = 1_000_000
-"""Rows of a step: many times those of the largest runs; a step holds the numbers of all its rows."""
+"""Largest batch size: many times that of the largest runs, because a step lists the positions of all its rows."""
 
 ROWS = between(1, MAX_ROWS + 1)
 
 
 @attrs.frozen(kw_only=True)
 class RampStage:
-    """Steps of another size at the beginning of a run: until a step is done, or until a number of tokens are seen."""
+    """A batch size for the first steps of a run, up to a step or a number of tokens."""
 
     size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
-    until_step: int | None = setting(default=None, check=at_least(1), doc="the last step of this size")
+    until_step: int | None = setting(default=None, check=at_least(1), doc="last step of this size")
     until_tokens: int | None = setting(
         default=None,
         check=at_least(1),
-        doc="the last step is the one that reaches this number of tokens, counted in full rows",
+        doc="number of tokens, counted in full rows; the step that reaches it is the last of this size",
     )
 
 
 @component
 class GlobalBatch:
     """
-    A fixed number of rows in each step, divided evenly among data-parallel ranks and then into microbatches.
+    A fixed batch size, divided evenly among data-parallel ranks and then into microbatches.
 
-    A step takes the next `global_size` positions of the endless order, and each data-parallel rank some of them: the
-    rows of a step do not depend on the number of ranks. With `ramp`, a run begins with steps of other sizes.
+    A step takes the next `global_size` positions of the endless order and splits them over the data-parallel ranks, so
+    its rows do not depend on the number of ranks. A rank with several microbatches accumulates their gradients
+    (gradient accumulation). With `ramp`, the first steps of a run have other sizes.
     """
 
     mesh: Mesh
@@ -45,54 +46,50 @@ class GlobalBatch:
     global_size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
     micro_size: int = setting(check=ROWS, impact="safe", doc="rows in a microbatch")
     ramp: list[RampStage] = setting(
-        factory=list, doc='sizes of earlier steps, in order; `until_tokens` takes rows = "@packing", for their length'
+        factory=list, doc='batch sizes of the first steps, in order; `until_tokens` needs rows = "@packing"'
     )
     deal: Literal["in_blocks", "in_turn"] = setting(
-        default="in_blocks", impact="safe", doc="whether a rank has consecutive rows of a step, or every nth"
+        default="in_blocks", impact="safe", doc="whether a rank gets consecutive rows of a step, or every nth row"
     )
 
     def open(self) -> None:
-        """Check the sizes against the mesh; a UserError if the rows of a step can't be divided evenly."""
+        """Check the sizes against the mesh. Raises UserError if the rows of a step can't be divided evenly."""
         for path, text, hint in _uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
     @cached_property
     def dp_size(self) -> int:
-        """Data-parallel size: the number of parts into which the rows of a step are divided."""
         # pipeline, context and tensor ranks work on the same rows
         return self.mesh.sizes.data_replicate * self.mesh.sizes.data_shard
 
     @cached_property
     def dp_rank(self) -> int:
-        """Data-parallel rank: the index of this rank's part."""
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
     def start(self, step: int) -> int:
-        """The position with which a step (from 1) begins."""
-        return self._at(step)[0]
+        return self._locate(step)[0]
 
     def positions(self, step: int) -> list[list[int]]:
-        """This rank's microbatches of a step (from 1), each as positions in the endless order of rows."""
-        first, size = self._at(step)
+        first, size = self._locate(step)
         share = size // self.dp_size
         if self.deal == "in_turn":
-            mine = range(first + self.dp_rank, first + size, self.dp_size)
+            local = range(first + self.dp_rank, first + size, self.dp_size)
         else:
-            mine = range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
-        return [list(mine[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
+            local = range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
+        return [list(local[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
 
-    def _at(self, step: int) -> tuple[int, int]:
-        """The first position of a step, and its size."""
+    def _locate(self, step: int) -> tuple[int, int]:
+        """Return the first position of a step, and the step's size."""
         done = position = 0
         for stage in self.ramp:
-            steps = self._end(stage, done, position) - done
+            steps = self._last_step(stage, done, position) - done
             if step - 1 < done + steps:
                 return position + (step - 1 - done) * stage.size, stage.size
             done, position = done + steps, position + steps * stage.size
         return position + (step - 1 - done) * self.global_size, self.global_size
 
-    def _end(self, stage: RampStage, done: int, position: int) -> int:
-        """The last step of a stage that begins after `done` steps."""
+    def _last_step(self, stage: RampStage, done: int, position: int) -> int:
+        """Return the last step of a stage that begins after `done` steps."""
         if stage.until_step is not None:
             return max(done, stage.until_step)
         assert stage.until_tokens is not None and self.rows is not None
@@ -101,8 +98,8 @@ class GlobalBatch:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Sizes that are uneven for any number of processes, and stages without an end."""
-        # a dimension of size "auto" counts as 1: the least that it can be, which divides every other
+        """Report sizes that are uneven for any number of processes, and stages without an end."""
+        # a dimension of size "auto" counts as 1, which is the smallest size and divides all others
         if mesh := node.neighbour("mesh"):
             sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
@@ -110,7 +107,7 @@ class GlobalBatch:
             yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
-                text = f"ramp[{number}] ends at a step or after tokens, one of both"
+                text = f"ramp[{number}] must set exactly one of until_step and until_tokens"
                 yield node.problem(("ramp", number), text, "write until_step = N or until_tokens = N")
             elif stage.until_tokens is not None and not node.neighbour("rows"):
                 text = f"ramp[{number}]: until_tokens needs the length of rows"
@@ -120,7 +117,7 @@ class GlobalBatch:
 def _uneven_sizes(
     global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
-    """Where a size is that can't be divided into whole microbatches, why, and what to write instead."""
+    """Yield the key of every size that can't be divided into whole microbatches, the reason, and the remedy."""
     if fault := uneven(global_size, micro_size, replicas):
         yield ("global_size",), *fault
     for number, stage in enumerate(ramp):
@@ -129,7 +126,7 @@ def _uneven_sizes(
 
 
 def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
-    """Why a step can't be divided into whole microbatches, and what to write instead; None if it can."""
+    """Return why a step can't be divided into whole microbatches, and the remedy; None if it can."""
     unit = micro_size * replicas
     if global_size % unit == 0:
         return None

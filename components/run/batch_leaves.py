@@ -1,4 +1,4 @@
-"""Comparison between the leaves that components read and the leaves that data sets write."""
+"""A check that data sets write every batch leaf that components read."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
-    """Yield a problem for every component that reads a leaf which the run's batches do not have."""
+    """Yield a problem for every component that reads a leaf missing from the run's batches."""
     writers = [*batch_types(trainer)]
     for reader in trainer.reachable():
         if isinstance(reader.component, ReadsLeaves):

@@ -16,7 +16,7 @@ KINDS = get_args(EventKind)
 
 @component(impact="safe")
 class EventDispatcher:
-    """Sends events to the listeners of the graph; a listener that raises gets no further events."""
+    """Dispatcher of events to the listeners of the graph; a listener that raises gets no further events."""
 
     listeners: Every[Listener]
 
@@ -24,12 +24,11 @@ class EventDispatcher:
 
     @cached_property
     def _observers(self) -> dict[EventKind, list[tuple[str, Listener]]]:
-        """By kind of event, the listeners that observe it, by name."""
-        named = [(item, observed_kinds(item[1])) for item in self.listeners.items()]
-        return {kind: [item for item, observed in named if kind in observed] for kind in KINDS}
+        """Name and listener of every observer, by kind of event."""
+        listeners = [(item, observed_kinds(item[1])) for item in self.listeners.items()]
+        return {kind: [item for item, observed in listeners if kind in observed] for kind in KINDS}
 
     def emit(self, event: Event) -> None:
-        """Send an event to the listeners that observe its kind, in order."""
         for name, listener in self._observers[event.kind]:
             if name in self._dropped:
                 continue

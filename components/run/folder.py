@@ -21,13 +21,13 @@ log = logging.getLogger("drawloom.run")
 
 REMEDY = "remove it, or use another run name"
 
-BEFORE_STEPS = {LOCK, FILES, "run.lock", "log"}
-"""What a run folder has before the first step; other files are empty until then."""
+INITIAL_FILES = {LOCK, FILES, "run.lock", "log"}
+"""Names in a run folder before the first step; other files are empty until then."""
 
 
 @component(impact="safe")
 class LockedFolder:
-    """A folder that rank 0 locks while the run is open."""
+    """A run folder that rank 0 locks while the run is open."""
 
     job: RunInfo
     mesh: Mesh
@@ -36,42 +36,42 @@ class LockedFolder:
 
     _lock: FolderLock | None = attrs.field(init=False, default=None)
     _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
-    _made: bool = attrs.field(init=False, default=False)  # the folder, by this run, which has not begun
-    _refused: bool = attrs.field(init=False, default=False)
+    # this run created the folder, and has not restored its state yet
+    _is_new: bool = attrs.field(init=False, default=False)
+    _was_refused: bool = attrs.field(init=False, default=False)
 
     @property
     def folder(self) -> Path:
-        """The path of the run folder."""
         return self.job.path
 
     def open(self) -> None:
-        """Make and lock the folder, and check that this recipe may continue there; a UserError on all ranks if not."""
+        """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
         try:
             self._compare_ranks()
-            self._made = run_on_rank0(self.mesh.world, self._acquire)
+            self._is_new = run_on_rank0(self.mesh.world, self._acquire)
         except BaseException:
             self.close()
             raise
 
     def after_restore(self, done: int) -> None:
-        """Write the recipe and the files that it names: only now, or a resume that fails would replace them."""
-        self._made = False
+        """Write the recipe and copy the files that it names; any earlier, a failed resume would replace them."""
+        self._is_new = False
         run_on_rank0(self.mesh.world, self._write)
 
     def on_failure(self, error: BaseException) -> None:
-        """Note whether the run is refused before it has begun."""
-        self._refused = self._made and isinstance(error, UserError)
+        """Record whether the run is refused before it has begun."""
+        self._was_refused = self._is_new and isinstance(error, UserError)
 
     def close(self) -> None:
-        """Release the lock, and remove a folder that was made for a run that is refused before it has begun."""
-        if self._refused:
+        """Release the lock, and remove the folder if it was created for a run that is refused before it has begun."""
+        if self._was_refused:
             self._remove()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _remove(self) -> None:
-        """Remove what is this rank's: others may still write to their logs, and the last one finds them empty."""
+        """Remove this rank's files, then the empty folders: the other ranks may still write to their logs."""
         logs = self.folder / "log"
         with suppress(OSError):
             for path in self.folder.iterdir() if self.mesh.world.rank == 0 else ():
@@ -85,12 +85,12 @@ class LockedFolder:
                 folder.rmdir()
 
     def _acquire(self) -> bool:
-        """Whether the folder was made for this run."""
-        made = not self.folder.exists()
+        """Create and lock the folder, check the recipe, and return whether the folder is new."""
+        is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
-        return made
+        return is_new
 
     def _write(self) -> None:
         write_recipe(self.folder, self.recipe, self._changes)
@@ -100,26 +100,27 @@ class LockedFolder:
 
     def _compare_ranks(self) -> None:
         hashes = self.mesh.world.gather_json(self.recipe.hash)
-        if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
+        if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
             raise UserError(
-                f"rank {other[0]} has a different recipe from rank 0; start all ranks with the same command and files",
+                f"rank {different[0]} has a different recipe from rank 0; "
+                "start all ranks with the same command and files",
                 exit_code=2,
             )
 
 
 def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
     """
-    The changes since the folder's recipe.lock.toml; none if there is no such file.
+    Return the changes since the folder's recipe.lock.toml; none if the file does not exist.
 
-    Raises UserError if any is not safe or if the file can't be read, unless changes are accepted.
+    Raises UserError if a change is not safe or the file can't be read, unless changes are accepted.
     """
     path = folder / LOCK
     if not path.exists():
         return []
     with open_regular_file(path, REMEDY) as file:
-        held = file.read(0, file.size)
+        recorded = file.read(0, file.size)
     try:
-        changes = recipe.changes(held.decode("utf-8"))
+        changes = recipe.changes(recorded.decode("utf-8"))
     except (RecipeError, ValueError) as error:
         if recipe.accept_changes:
             log.warning("%s can't be read and is replaced: %s", path, error)
@@ -135,31 +136,32 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
 
 
 def _has_steps(folder: Path) -> bool:
-    """Whether a folder holds anything that came of a step: without, its recipe binds no other."""
-    others = (path for path in folder.iterdir() if path.name not in BEFORE_STEPS)
-    return any(any(path.iterdir()) if path.is_dir() else path.lstat().st_size for path in others)
+    """Return whether a folder contains results of a step; without results, another recipe may use the folder."""
+    results = (path for path in folder.iterdir() if path.name not in INITIAL_FILES)
+    return any(any(path.iterdir()) if path.is_dir() else path.lstat().st_size for path in results)
 
 
 def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:
-    """Write recipe.lock.toml, unless the folder has the same already, and log what has changed in it."""
+    """Write recipe.lock.toml unless it is up to date, and log the changes."""
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
     path, text = folder / LOCK, recipe.text.encode()
-    if _content(path) != text:
+    if _read_content(path) != text:
         replace_file(path, text)
 
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
-    """Copy files into a folder, which the run folder keeps so that it can be used without the originals."""
+    """Copy files into the run folder, so that the run can be used without the originals."""
     make_folder(folder)
     for path in paths:
         content, copy = path.read_bytes(), folder / path.name
-        if _content(copy) != content:
+        if _read_content(copy) != content:
             replace_file(copy, content)
 
 
-def _content(path: Path) -> bytes | None:
-    """The bytes of a file in the run folder, which may have come from a stranger; None if it is missing."""
+def _read_content(path: Path) -> bytes | None:
+    """Return the bytes of a file in the run folder; None if the file is missing."""
+    # the folder may come from somebody else, with a link or a device under the name
     if not path.exists():
         return None
     with open_regular_file(path, REMEDY) as file:

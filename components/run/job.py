@@ -8,11 +8,11 @@ from typing import Any
 from drawloom.graph import UserError, between, component, setting
 
 
-def _plain_name(name: str) -> str | None:
+def _check_name(name: str) -> str | None:
     if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
         why = f"{name!r} is not a plain file name"
         last = name.rpartition("/")[2]
-        if last != name and _plain_name(last) is None:
+        if last != name and _check_name(last) is None:
             return f'{why}; write name = "{last}", and the path of the run folder as folder = "runs/{name}"'
         return f"{why}; write one without slashes and without a leading dot"
     return None
@@ -20,18 +20,18 @@ def _plain_name(name: str) -> str | None:
 
 @component
 class NamedRun:
-    """A name, a folder and a seed."""
+    """The name, folder and seed of a run."""
 
-    name: str = setting(impact="safe", check=_plain_name, doc="name of the run, and of its folder")
+    name: str = setting(impact="safe", check=_check_name, doc="name of the run, and of its folder")
     folder: Path | None = setting(
         default=None,
         impact="safe",
-        doc="the run folder; by default runs/ and the name, or the run folder that was given as the recipe",
+        doc="run folder; default: runs/NAME, or the run folder that the command names instead of a recipe",
     )
     seed: int = setting(default=0, check=between(0, 2**63), doc="seed of all random numbers of the run")
 
     def open(self) -> None:
-        """Check that the run folder can be one. Raises UserError if it is a file."""
+        """Raise UserError if the run folder is a file."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(
                 f"folder: {self.path} is a file; write the path of a folder, or one that does not exist yet",
@@ -40,12 +40,11 @@ class NamedRun:
 
     @property
     def path(self) -> Path:
-        """The path of the run folder."""
         return _path(self.name, self.folder)
 
     @classmethod
     def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> dict[str, Any]:
-        """A run folder is the folder of its run, also after a move; unless another folder or name is given."""
+        """Return the settings that keep a run in its folder after a move, unless `given` names a folder or a name."""
         if "folder" in given:
             return {}
         recorded = _path(settings["name"], settings.get("folder"))

@@ -1,9 +1,10 @@
 """
 The lock of a run folder: one run at a time.
 
-The run's lock is flock(2) on the folder and on a file in it, which stay open: the folder's lock lasts though the file
-is removed, and network file systems lock files only. A lock belongs to the open file description, which forked
-children share; a child closes its copy after the fork, or a worker that outlives a killed run would hold the lock.
+The lock is flock(2) on the folder and on a file in it, both of which stay open. The lock on the folder survives the
+removal of the file; the lock on the file is for network file systems, which can't lock folders. A lock belongs to the
+open file description, which forked children share. A child closes its copy after the fork: otherwise a worker that
+outlives a killed run would keep the lock.
 """
 
 import errno
@@ -18,15 +19,16 @@ from pathlib import Path
 from drawloom.components.storage.regular_file import open_to_append
 from drawloom.graph import UserError
 
-# What flock returns on file systems without locks, such as some network mounts; on NFS EBADF for a folder, because it
-# has to be open for writing (flock(2), "NFS details").
+# Errors of flock on file systems without locks, such as some network mounts. NFS returns EBADF for a folder, because
+# a folder can't be opened for writing (flock(2), "NFS details").
 NO_LOCKS = {errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 
 class FolderLock:
-    """Locks a folder until it is released or the process ends. Raises UserError if another process has locked it."""
+    """A lock on a folder until its release or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
+        """Lock the folder. Raises UserError if another process has locked it."""
         self._open = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
         try:
             self._open.append(open_to_append(folder / "run.lock"))
@@ -51,12 +53,12 @@ def _release(lock: FolderLock | None) -> None:
 
 
 def _lock(directory: int, file: int, folder: Path) -> None:
-    """Lock the folder, where its file system can, and the file in it. Raises UserError."""
+    """Lock the folder, if its file system can, and the file in it. Raises UserError."""
     try:
         _flock(directory)
         reason = _flock(file)
     except BlockingIOError:
-        raise UserError(f"{folder} is in use by {_holder(file)}; wait for it, or use another run name") from None
+        raise UserError(f"{folder} is in use by {_read_holder(file)}; wait for it, or use another run name") from None
     if reason:
         raise UserError(
             f"{folder} is on a file system without file locks ({reason}), where a second run could corrupt "
@@ -65,7 +67,11 @@ def _lock(directory: int, file: int, folder: Path) -> None:
 
 
 def _flock(descriptor: int) -> str:
-    """Lock an open file; returns why its file system can't. Raises BlockingIOError if another process has the lock."""
+    """
+    Lock an open file, and return an error message if its file system has no locks.
+
+    Raises BlockingIOError if another process has locked it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -76,7 +82,7 @@ def _flock(descriptor: int) -> str:
 
 
 def _write_holder(file: int, path: Path) -> None:
-    """Write the holder of the lock to its file, for the error message of a second run. Raises UserError."""
+    """Write this process's host and id to the lock file, for the error message of a second run. Raises UserError."""
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -85,11 +91,11 @@ def _write_holder(file: int, path: Path) -> None:
     try:
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
-    except OSError as error:  # of a descriptor, it has no path
+    except OSError as error:  # raised for a descriptor, so without a path
         raise UserError(f"{path} can't be written ({error.strerror}); free some space, or use another disk") from error
 
 
-def _holder(file: int) -> str:
+def _read_holder(file: int) -> str:
     try:
         holder = json.loads(os.pread(file, 4096, 0))
         return f"process {holder['pid']} on host {holder['host']} since {holder['started']}"

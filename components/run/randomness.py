@@ -1,11 +1,11 @@
 """
 The global random generators of a process: torch's, Python's and numpy's.
 
-With `deterministic` the process-wide settings of torch are those for bitwise reproducible results on a GPU. cuBLAS
-reads CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks it at every deterministic matmul. So it
-is set before the run's first matmul; nodes that open earlier only move and fill tensors. A process with earlier
-matmuls, such as a notebook, keeps its workspaces; torch has one for each stream, so that results do not depend on what
-other streams do.
+With `deterministic`, torch's process-wide settings make results on a GPU bitwise reproducible. cuBLAS reads
+CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks the variable at every deterministic matmul.
+So it is set before the run's first matmul; nodes that open earlier only move and fill tensors. A process with earlier
+matmuls, such as a notebook, keeps its workspaces. torch has one workspace for each stream, so results do not depend on
+other streams.
 """
 
 import os
@@ -22,8 +22,8 @@ from drawloom.components.ports.run import RunInfo
 from drawloom.graph import UserError, component, setting
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-FIXED = (":4096:8", ":16:8")
-"""Workspace configurations with which cuBLAS is deterministic; the first is the faster one."""
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+"""Workspace configurations that make cuBLAS deterministic; the first is faster."""
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Determinism:
 
     @classmethod
     def now(cls) -> "Determinism":
-        """The settings in force."""
+        """Return the settings in force."""
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -49,9 +49,11 @@ class Determinism:
 
     @classmethod
     def full(cls) -> "Determinism":
-        """Operations without a deterministic implementation raise; a deterministic workspace that is set is kept."""
-        chosen = os.environ.get(WORKSPACE)
-        return cls(True, False, True, False, chosen if chosen in FIXED else FIXED[0])
+        """Return settings that reject nondeterministic operations, with the workspace of the environment if it fits."""
+        workspace = os.environ.get(WORKSPACE)
+        if workspace not in DETERMINISTIC_WORKSPACES:
+            workspace = DETERMINISTIC_WORKSPACES[0]
+        return cls(True, False, True, False, workspace)
 
     def apply(self) -> None:
         """Put these settings into force."""
@@ -68,10 +70,10 @@ class Determinism:
 @component
 class ProcessRandomness:
     """
-    Seeds every global generator for this rank, saves their states in checkpoints, and restores them on close.
+    Owner of the global generators: seeds them for this rank, checkpoints their states, and restores them on close.
 
-    Random numbers, and all results on a CPU, are reproducible. On a GPU some operations sum in a different order each
-    time (atomic adds), unless `deterministic` is on.
+    Random numbers, and all results on a CPU, are reproducible. On a GPU some operations (atomic adds) sum in an order
+    that varies between runs, unless `deterministic` is on.
     """
 
     state_is_local: ClassVar[bool] = True
@@ -79,14 +81,15 @@ class ProcessRandomness:
     job: RunInfo
     mesh: Mesh
     deterministic: bool = setting(
-        default=False, doc="deterministic algorithms on GPUs: slower; operations without one raise an error"
+        default=False,
+        doc="whether GPUs use deterministic algorithms, which are slower; operations without one raise an error",
     )
 
     _before: dict[str, Any] | None = attrs.field(init=False, default=None)
     _determinism_before: Determinism | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Seed every generator, each differently, from the run's seed and the rank."""
+        """Seed every generator from the run's seed, the rank and the generator's name."""
         if self.deterministic:
             self._determinism_before = Determinism.now()
             Determinism.full().apply()
@@ -106,7 +109,7 @@ class ProcessRandomness:
             self._determinism_before = None
 
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """A UserError for an operation that torch refuses because it has no deterministic implementation."""
+        """Return a UserError for an operation that torch refuses for lack of a deterministic implementation."""
         # torch raises a plain RuntimeError for it; only its text tells it apart
         if not (self.deterministic and isinstance(error, RuntimeError) and "does not have a determ" in str(error)):
             return None
@@ -117,20 +120,19 @@ class ProcessRandomness:
         )
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """A CPU generator that depends only on the run's seed and this purpose."""
         return generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this rank's generators."""
+        """Return the states of this rank's generators."""
         return generators()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the states of this rank's generators; the GPU's is skipped if either side has none."""
+        """Set the states of this rank's generators; skip the GPU's if the state or this process has none."""
         set_generators(state)
 
 
 def generators() -> dict[str, Any]:
-    """The states of the process's generators, as tensors and plain values."""
+    """Return the states of the process's generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -141,7 +143,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any]) -> None:
-    """Set the states of the process's generators to those that `generators` returned."""
+    """Set the states of the process's generators to a result of `generators`."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -1,9 +1,9 @@
 """
-Signals that ask the run to end: it ends after the step, on all ranks, with its state saved.
+Signals that stop the run after its step, on all ranks, with its state saved.
 
-A Python signal handler runs only when the main thread returns to Python code, and not while it is blocked in a
-collective or a kernel. So the interpreter writes each signal's number to a socket at once (signal.set_wakeup_fd), and a
-thread reads it there.
+A Python signal handler runs only when the main thread returns to Python code, not while it is blocked in a collective
+or a kernel. So the interpreter writes the number of a signal to a socket at once (signal.set_wakeup_fd), and a thread
+reads the socket.
 """
 
 import logging
@@ -26,17 +26,22 @@ from drawloom.components.ports.run import StoppedError
 from drawloom.graph import above, component, setting
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-# seconds in which a repeated Ctrl-C is ignored: a terminal sends it to every process, and a launcher forwards it
+# seconds during which a repeated Ctrl-C is ignored: a terminal sends it to every process, and a launcher forwards it
 DEBOUNCE = 1.0
 NOTICE = b"\nstopping after this step; Ctrl-C ends at once\n"
-FINAL_GRACE = 5.0  # seconds to end in after training, when nothing has to be saved
+FINAL_GRACE = 5.0  # seconds until the process is killed after training, when nothing has to be saved
 ABANDONED = "the run did not end within %g s after signal %d, so it is killed; committed checkpoints are intact"
 
 log = logging.getLogger("drawloom.run")
 
 
 class _SignalReader:
-    """Reads signal numbers from the interpreter's wakeup socket in a thread, and calls `on_signal` and `on_expired`."""
+    """
+    Thread that reads signal numbers from the interpreter's wakeup socket.
+
+    It calls `on_signal` with the number and the count of signals so far, and `on_expired` with the number of the first
+    signal after the seconds that `on_signal` returned.
+    """
 
     def __init__(
         self,
@@ -50,13 +55,13 @@ class _SignalReader:
         self._on_signal = on_signal
         self._on_expired = on_expired
         self._reading, self._writing = socket.socketpair()
-        self._writing.setblocking(False)  # set_wakeup_fd demands it
+        self._writing.setblocking(False)  # set_wakeup_fd requires it
         self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Restore the wakeup descriptor, and end the thread."""
+        """Restore the earlier wakeup descriptor, and end the thread."""
         signal.set_wakeup_fd(self._before)
         self._writing.close()
         if self._thread is not threading.current_thread():
@@ -84,14 +89,14 @@ class _SignalReader:
 @component(impact="safe")
 class Signals:
     """
-    Handles SIGINT and SIGTERM while the run is open: the first stops the run after its step.
+    Handler of SIGINT and SIGTERM while the run is open: the first signal stops the run after its step.
 
-    Ctrl-C ends a run that is about to stop at once, and so does any signal after Ctrl-C. Other signals that repeat are
-    one: a cluster sends SIGTERM to a job's processes, and a script and a launcher may forward it seconds later.
+    A second signal ends the process at once if it or the first one is Ctrl-C. Other repeated signals count once: a
+    cluster sends SIGTERM to all processes of a job, and a script and a launcher may forward it seconds later.
 
     A process that has not ended after `grace` seconds exits without saving; the run resumes from its last checkpoint.
     After the last step, in a final task such as a sample or an export, a signal ends the run at once.
-    Outside the main thread, where Python can't set signal handlers, no signal is handled.
+    Outside the main thread, where Python can't set signal handlers, signals are not handled.
     """
 
     mesh: Mesh
@@ -128,7 +133,7 @@ class Signals:
             self._reader = None
 
     def agreed(self) -> int:
-        """The largest number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
+        """Return the largest number of a signal that any rank received, 0 without one. A collective."""
         largest = torch.tensor(self._received, dtype=torch.int64)
         self.mesh.world.max(largest)
         return int(largest)
@@ -148,7 +153,7 @@ class Signals:
             self._raises = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler: runs in the main thread, perhaps late."""
+        """Record a signal, and raise StoppedError after training. Runs in the main thread, perhaps late."""
         self._received = self._received or number
         if self._raises:
             self._raise(number)
@@ -159,7 +164,7 @@ class Signals:
         raise StoppedError(number)
 
     def _on_signal(self, number: int, count: int) -> float | None:
-        """Runs in the reader's thread, at once: the grace period at the first signal, None at later ones."""
+        """Return the grace period for the first signal, None for later ones. Runs in the reader's thread, at once."""
         if count > 1:
             if signal.SIGINT in (number, self._first):
                 self.exit(128 + number)
@@ -174,7 +179,7 @@ class Signals:
         return self.grace
 
     def _on_expired(self, number: int) -> None:
-        """Runs in the reader's thread, when the grace period is over."""
+        """Log that the grace period is over, and exit. Runs in the reader's thread."""
         logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
         logging_thread.start()
         logging_thread.join(1.0)  # the log may hang on the same disk as the run

@@ -1,4 +1,4 @@
-"""The limit on steps that are skipped in a row."""
+"""The limit on consecutive skipped steps."""
 
 import attrs
 
@@ -9,34 +9,34 @@ from drawloom.graph import UserError
 @attrs.define
 class SkippedSteps:
     """
-    Counter of steps that were skipped in a row; it reads a step when the host can do so without idling a GPU.
+    Counter of consecutive skipped steps, equal on all ranks.
 
-    All ranks skip the same steps.
+    It reads the numbers of a step once the host can do so without idling a GPU.
     """
 
-    most: int
+    limit: int
     _count: int = attrs.field(init=False, default=0)
     _last: Step | None = attrs.field(init=False, default=None)
     _unread: Step | None = attrs.field(init=False, default=None)
 
     def add(self, step: Step) -> None:
-        """Note a step that has ended."""
+        """Add a step that has ended."""
         self._unread = step
         if step.state.is_on_host or step.last:
             self.read()
 
     def read(self) -> None:
         """
-        Count the last step unless it is counted; waits for its numbers.
+        Count the last step unless it is counted already, and wait for its numbers.
 
-        Raises UserError after `most` skipped steps in a row, before a later step changes weights.
+        Raises UserError after `limit` skipped steps in a row, before a later step changes weights.
         """
         step, self._unread = self._unread, None
         if step is None:
             return
         self._last = step
         self._count = self._count + 1 if step.skip_reason else 0
-        if self._count >= self.most:
+        if self._count >= self.limit:
             raise UserError(
                 f"{self._count} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
                 "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
@@ -44,11 +44,11 @@ class SkippedSteps:
             )
 
     def fail_at_the_end(self) -> None:
-        """Raise UserError if the last step was skipped: the results were made from the weights of an earlier step."""
+        """Raise UserError if the last step was skipped, because the results come from an earlier step's weights."""
         if self._count and self._last is not None:
-            many = "step was" if self._count == 1 else f"{self._count} steps were"
+            skipped = "step was" if self._count == 1 else f"{self._count} steps were"
             raise UserError(
-                f"the last {many} skipped, at last step {self._last.index}: {self._last.skip_reason}; the results are "
-                "made from earlier weights; lower the learning rate or clip more, and start again under another run "
-                "name"
+                f"the last {skipped} skipped, at last step {self._last.index}: {self._last.skip_reason}; "
+                "the results are made from earlier weights; lower the learning rate or clip more, and start again "
+                "under another run name"
             )

@@ -39,7 +39,7 @@ log = logging.getLogger("drawloom.run")
 
 @component(opens_first="listeners")  # so that logs and timeouts cover the opening of the rest
 class Trainer:
-    """Runs the phases of every step, in order; then the final tasks."""
+    """The training loop: the phases of every step, in order, and then the final tasks."""
 
     phases: Ordered[Phase]
     listeners: list[Listener] = attrs.field(factory=list)
@@ -61,8 +61,8 @@ class Trainer:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """
-        Report leaves of batches that nothing writes, settings that name a number which no phase writes, and phases
-        whose plan does not fit the steps.
+        Report batch leaves without a writer, settings that name a number without a writer, and phases whose plan does
+        not fit the number of steps.
         """
         yield from missing_leaves(node)
         phases = node.neighbours("phases")
@@ -84,7 +84,7 @@ class Trainer:
                 if value is not None and value not in known:
                     yield phase.problem(key, text, did_you_mean(value, known))
                 elif value is not None and value not in written:
-                    # No error: the recipe that this one extends may have the setting.
+                    # Only a warning: the setting may come from a recipe that this one extends.
                     hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
                     yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
 
@@ -92,8 +92,8 @@ class Trainer:
         """
         Train from the newest checkpoint, or from the start, to the last step.
 
-        Returns 0, or the number of the signal that stopped the run, such as that of Ctrl-C: it is saved, and continues
-        when it is run again.
+        Returns 0, or the number of the signal that stopped the run, such as SIGINT for Ctrl-C. A stopped run is saved,
+        and the same command resumes it.
         """
         try:
             self._run()
@@ -130,8 +130,8 @@ class Trainer:
             node.after_restore(done)
 
     def _go_back(self, step: Step) -> int:
-        """Restore the newest checkpoint; the step that it is of, or this one if there is none."""
-        with self._saving(step):  # which has as much time
+        """Restore the newest checkpoint and return its step; return this step if there is no checkpoint."""
+        with self._saving(step):  # restoring may take as long as saving
             done = self.checkpointer.restore() if self.checkpointer else 0
             if done:
                 self._after_restore(done)
@@ -141,7 +141,7 @@ class Trainer:
         return done or step.index
 
     def _finish(self, last: int) -> None:
-        """Run the final tasks; the first error that all ranks have agreed on is raised after the last task."""
+        """Run the final tasks, then raise the first error that all ranks have agreed on."""
         errors = []
         for task in self.on_finish:
             try:
@@ -159,7 +159,7 @@ class Trainer:
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._saving(step) if saves else nullcontext():
                 phase.run_phase(step)
-            # The GPU has this step's first phase to compute while the host reads the numbers of the last step.
+            # The GPU computes this step's first phase while the host reads the numbers of the last step.
             self._skipped.read()
             self.events.emit(Event("phase_ended", step, name))
         step.state.copy_to_host()
@@ -171,7 +171,7 @@ class Trainer:
 
     @contextmanager
     def _saving(self, step: Step) -> Iterator[None]:
-        """Emit the events around a save, with which the timeouts listener allows more time."""
+        """Emit the events around a save, for which the timeouts listener allows more time."""
         self.events.emit(Event("saving_started", step))
         try:
             yield
@@ -179,7 +179,7 @@ class Trainer:
             self.events.emit(Event("saving_ended", step))
 
     def _stop(self, step: Step, signal: int) -> None:
-        if self.checkpointer and not step.goes_back:  # it resumes from the checkpoint that it would go back to
+        if self.checkpointer and not step.goes_back:  # a step that goes back resumes from its older checkpoint
             with self._saving(step):
                 self.checkpointer.save(step)
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
@@ -188,7 +188,7 @@ class Trainer:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
-        """A change of `steps` is free unless a phase derives something from it, such as a learning rate schedule."""
+        """Return "safe" for a change of `steps`, unless a phase such as a learning rate schedule derives from it."""
         if key != "steps":
             return None
         derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _derives(phase)]
@@ -197,5 +197,5 @@ class Trainer:
 
 
 def _derives(phase: Any) -> bool:
-    """Whether a phase's component declares that it derives something from the number of steps."""
+    """Return whether a phase's component declares that its values depend on the number of steps."""
     return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)

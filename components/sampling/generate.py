@@ -12,19 +12,19 @@ from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
 
-# As much as float32 can divide by: colder ones draw the most likely token, too.
-COLDEST = 1e-30
+# Smallest divisor of float32 logits; lower temperatures also draw the most likely token.
+MIN_TEMPERATURE = 1e-30
 
 BROKEN = -1
-"""What ranks agree on in place of an id if the logits are not numbers."""
+"""Value in place of an id, on all ranks, if the logits are not finite."""
 
 
 @attrs.frozen
 class Sampler:
     """
-    Continues prompts; all ranks of a pipeline call it, and all get the sampled tokens.
+    Sampler of continuations of a prompt. All ranks of a pipeline call it, and all get the sampled tokens.
 
-    The model sees the last `context` ids; up to so many, it computes each once, and keeps its keys and values.
+    The model sees the last `context` ids. Up to `context` ids it computes an id once, with a cache of keys and values.
     `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely tokens, and the id `end` ends a text.
     """
 
@@ -38,47 +38,47 @@ class Sampler:
 
     def continued(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """
-        Yield up to `tokens` ids after a prompt of at least one id, without the end.
+        Yield up to `tokens` ids after a prompt of at least one id, without the id `end`.
 
-        Raises UserError, on all ranks, if the model computes no finite numbers.
+        Raises UserError on all ranks if the logits are not finite.
         """
         ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
-            token = self._next(ids, cache)
+            token = self._sample(ids, cache)
             if token == self.end:
                 return
             ids.append(token)
             yield token
 
-    def _next(self, ids: list[int], cache: KeyValueCache) -> int:
-        # Once the text is longer, all that the model sees moves by one position with each token.
+    def _sample(self, ids: list[int], cache: KeyValueCache) -> int:
+        # A text that is longer than the context moves by one position per token, so cached keys would be wrong.
         fits = len(ids) <= self.context
         window, first = (ids[cache.length :], cache.length) if fits else (ids[-self.context :], 0)
         logits = self._logits(window, first, cache if fits else None)
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
-        agreed = torch.tensor([drawn, cache.layers])
-        self.pipeline.sum(agreed)  # only the last stage has logits, the other ranks have drawn 0
-        token, layers = agreed.tolist()
+        sums = torch.tensor([drawn, cache.layers])
+        self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
+        token, layers = sums.tolist()
         if token == BROKEN:
             raise UserError("no text can be sampled: the model's logits are not finite; take an earlier step")
-        if fits and layers:  # a model of a plugin may make no use of a cache
+        if fits and layers:  # a plugin's model may not use the cache
             cache.advance(len(window))
         return int(token)
 
     def _logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
-        """Logits (1, tokens, vocab_size) of ids that begin at position `first`."""
+        """Compute logits (1, tokens, vocab_size) of ids that begin at position `first`; None without the last stage."""
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Sample an id from logits: (vocab_size,), float32; BROKEN if they are not numbers."""
-    if not (largest := logits.max()).isfinite():  # nan if one of them is
+    """Sample an id from logits: (vocab_size,), float32; return BROKEN if they are not finite."""
+    if not (largest := logits.max()).isfinite():  # the maximum is NaN if any logit is
         return BROKEN
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    scaled = (logits - largest) / max(temperature, COLDEST)  # the greatest is 0: no overflow
+    scaled = (logits - largest) / max(temperature, MIN_TEMPERATURE)  # at most 0, so exp can't overflow
     return int(torch.multinomial(torch.softmax(scaled, dim=0), 1, generator=generator))

@@ -15,7 +15,7 @@ from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
-SHOWN_LETTERS = 300
+MAX_LOGGED = 300
 """Characters of a text that are logged; the rest is in the file."""
 
 log = logging.getLogger("drawloom.run")
@@ -24,9 +24,9 @@ log = logging.getLogger("drawloom.run")
 @component(impact="safe")
 class Sample:
     """
-    Continues a prompt, and writes the text below a line with the step to `<run folder>/sample.txt`.
+    Final task that continues a prompt, and writes `<run folder>/sample.txt`: a line with the step, then the text.
 
-    The beginning of the text is printed.
+    The beginning of the text is logged.
     """
 
     model: Predictor
@@ -35,26 +35,30 @@ class Sample:
     randomness: Randomness
     mesh: Mesh
     average: AveragedWeights | None = None
-    prompt: str = setting(default="", doc="the beginning of the text")
-    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="most tokens to sample")
+    prompt: str = setting(default="", doc="beginning of the text")
+    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="largest number of tokens to sample")
     context: int = setting(
         default=256, check=between(1, MAX_LENGTH + 1), doc="number of last tokens that the model sees"
     )
-    temperature: float = setting(default=0.8, check=at_least(0), doc="0 is greedy: the most likely token each time")
-    top_k: int | None = setting(default=None, check=above(0), doc="sample from this many most likely tokens only")
+    temperature: float = setting(
+        default=0.8, check=at_least(0), doc="sampling temperature; 0 is greedy: always the most likely token"
+    )
+    top_k: int | None = setting(
+        default=None, check=above(0), doc="number of most likely tokens to sample from; default: all"
+    )
 
     def is_finished(self, step: int) -> bool:
-        """Whether rank 0 finds a text of this step; equal on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, lambda: self._holds(step)))
+        """Return whether rank 0 has a text of this step. A collective, equal on all ranks."""
+        return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample(step)))
 
     def finish(self, step: int) -> None:
-        """Sample the text on the first pipeline, and write it on rank 0. A collective: all ranks call it."""
+        """Sample the text on the first pipeline, and write it on rank 0. A collective."""
         with averaged(self.average):
-            text = self._sampled() if self.mesh.replicas.rank == 0 else ""
+            text = self._sample() if self.mesh.replicas.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._write(step, text))
 
-    def _sampled(self) -> str:
-        """The text, or why there is none: training that has diverged still has its report and its summary."""
+    def _sample(self) -> str:
+        """Sample the text, or return an error as text, so that a diverged run still writes its report."""
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         try:
             ids = list(self._sampler().continued(prompt, self.tokens))
@@ -63,8 +67,8 @@ class Sample:
         return self.prompt + self.tokenizer.decode(ids)
 
     def _write(self, step: int, text: str) -> None:
-        more = f"\n... ({len(text):,} characters in {self._target})" if len(text) > SHOWN_LETTERS else ""
-        log.info("a sample:\n%s%s", text[:SHOWN_LETTERS], more)
+        more = f"\n... ({len(text):,} characters in {self._target})" if len(text) > MAX_LOGGED else ""
+        log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._target, f"{_heading(step)}{text}\n".encode())
 
     def _sampler(self) -> Sampler:
@@ -78,12 +82,12 @@ class Sample:
             top_k=self.top_k,
         )
 
-    def _holds(self, step: int) -> bool:
+    def _has_sample(self, step: int) -> bool:
         heading = _heading(step).encode()
         try:
             with regular_file(self._target) as file:
                 return file.read(0, min(file.size, len(heading))) == heading
-        except OSError:  # missing, or a stranger's pipe or link: it is replaced
+        except OSError:  # missing, or a stranger's pipe or link, which is replaced
             return False
 
     @property

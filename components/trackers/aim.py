@@ -1,4 +1,4 @@
-"""Tracks metrics in an Aim repository: in the run folder, in a shared folder, or on a server."""
+"""Tracker that writes to an Aim repository in the run folder, in a shared folder, or on a server."""
 
 import atexit
 import uuid
@@ -12,7 +12,7 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo, Value
 from drawloom.components.ports.tracking import Context, Histogram
-from drawloom.components.trackers.aim_repository import AimLocation, AimRun, refuse_link, run_in
+from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run, refuse_link
 from drawloom.components.trackers.background import Background, OneWarning, Task, finite_numbers
 from drawloom.components.trackers.remembered_run import remembered_run
 from drawloom.graph import UserError, above, at_least, component, setting
@@ -21,15 +21,15 @@ from drawloom.graph import UserError, above, at_least, component, setting
 @component(impact="safe", needs={"aim": "drawloom[aim]"})
 class AimTracker:
     """
-    Writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows, or into a `repository` of several runs.
+    Aim tracker: writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows, or a shared `repository`.
 
-    A run folder has one Aim run, which a resumed run continues. The settings of the recipe are its `hparams`. Values
-    have the context `{"phase": "train"}` or `{"phase": "validation"}`, in which `validation_loss` is `loss`.
+    A run folder has one Aim run, which a resumed run continues. The recipe's settings are its `hparams`. Values have
+    the context `{"phase": "train"}` or `{"phase": "validation"}`; in the latter, `validation_loss` is named `loss`.
 
-    A thread writes, so that Aim can neither delay a step nor end the run: values that Aim does not accept in time are
-    dropped, with one warning. Only before the first step does the run wait for Aim, because queued values are lost when
-    a process is killed. Without a server, Aim sends nothing over the network: 3.29 has no telemetry any more. Terminal
-    output and environment are not recorded; CPU, memory and GPU are, if `system_metrics` says how often.
+    A thread writes, so that Aim can't delay a step or end the run. Values that Aim does not accept in time are dropped,
+    with one warning. The run waits for Aim only before the first step, because a killed process loses queued values.
+    Without a server, Aim sends nothing over the network (3.29 has no telemetry). Terminal output and environment are
+    not recorded. CPU, memory and GPU are recorded if `system_metrics` is set.
     """
 
     folder: RunFolder
@@ -37,14 +37,14 @@ class AimTracker:
     job: RunInfo
     repository: str | None = setting(
         default=None,
-        doc="folder whose .aim several runs share, or a server, aim://host:port; default: the run folder",
+        doc="folder with an .aim that several runs share, or server aim://host:port; default: the run folder",
     )
-    experiment: str | None = setting(default=None, doc="name of the experiment that the run is in; default: Aim's")
+    experiment: str | None = setting(default=None, doc="name of the run's experiment; default: Aim's default")
     system_metrics: float | None = setting(
         default=None, check=above(0), doc="seconds between measurements of CPU, memory and GPU; default: none"
     )
-    queue_size: int = setting(default=1000, check=at_least(1), doc="most steps queued for writing")
-    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at start and end")
+    queue_size: int = setting(default=1000, check=at_least(1), doc="largest number of steps queued for writing")
+    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at the start and the end")
 
     _hash: str = attrs.field(init=False, default="")
     _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
@@ -54,14 +54,14 @@ class AimTracker:
 
     def open(self) -> None:
         """
-        Load Aim and prepare the repository, on rank 0.
+        Load Aim and prepare the repository on rank 0.
 
-        Raises UserError if Aim is not installed, or if the repository is a link, which may lead anywhere.
+        Raises UserError if Aim is not installed, or if the repository is a link.
         """
         if self.mesh.world.rank == 0:
             self._run = AimRun(load_aim(), self._location(), self.job.name, self.experiment, self.system_metrics)
-            self._hash = self._known_run()
-            self._background = Background("aim", self.queue_size, self._failed, self._run.close)
+            self._hash = self._recall_run()
+            self._background = Background("aim", self.queue_size, self._warn_of_error, self._run.close)
             self._wait_for(self._run.prepare)
 
     def close(self) -> None:
@@ -72,15 +72,15 @@ class AimTracker:
             atexit.unregister(load_aim().ext.cleanup.AutoClean.cleanup)  # it waits for Aim without a timeout
 
     def state_dict(self) -> dict[str, Any]:
-        """`run`: the hash of the Aim run; empty on ranks other than 0."""
+        """Return `run`, the hash of the Aim run; "" on ranks other than 0."""
         return {"run": self._hash}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the Aim run of this hash."""
+        """Continue the Aim run with the saved hash."""
         self._hash = state["run"] or self._hash
 
     def describe(self, properties: Mapping[str, Any]) -> None:
-        """Keep the properties for the Aim run that `rewind` opens."""
+        """Store the properties for the Aim run, which `rewind` opens."""
         self._properties = properties
 
     def rewind(self, step: int) -> None:
@@ -104,16 +104,16 @@ class AimTracker:
             self._put(partial(self._run.track_distributions, self._hash, step, distributions))
 
     def _location(self) -> "AimLocation":
-        """Return where the repository is. Raises UserError if that is a link in a run folder."""
+        """Return the location of the repository. Raises UserError if it is a link in the run folder."""
         if self.repository is None:
             refuse_link(self.folder.folder)
             return AimLocation(str(self.folder.folder))
         return AimLocation(self.repository, shared_by=self.folder.folder)
 
-    def _known_run(self) -> str:
-        """Return the hash of the run folder's Aim run; in a shared repository it is "" before there is one."""
+    def _recall_run(self) -> str:
+        """Return the hash of the run folder's Aim run; "" before its first run in a shared repository."""
         folder = self.folder.folder
-        return remembered_run(folder, "aim") if self.repository else run_in(folder) or uuid.uuid4().hex[:24]
+        return remembered_run(folder, "aim") if self.repository else find_run(folder) or uuid.uuid4().hex[:24]
 
     def _put(self, task: Task) -> None:
         if self._background is not None and not self._background.put(task):
@@ -123,14 +123,14 @@ class AimTracker:
         if self._background is not None and not self._background.run(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
-    def _failed(self, error: Exception) -> None:
-        usable = self._run is None or self._run.usable
-        what = "some steps will be missing there" if usable else "nothing is written to it"
-        self._warn(f"Aim failed, {what}: {type(error).__name__}: {error}")
+    def _warn_of_error(self, error: Exception) -> None:
+        is_usable = self._run is None or self._run.usable
+        effect = "some steps will be missing there" if is_usable else "nothing is written to it"
+        self._warn(f"Aim failed, {effect}: {type(error).__name__}: {error}")
 
 
 def load_aim() -> Any:
-    """The package `aim`. Raises UserError, with what to install, if it is missing."""
+    """Return the package `aim`. Raises UserError with the command to install it if it is missing."""
     try:
         with warnings.catch_warnings():
             # Aim imports declarative_base from its deprecated location in SQLAlchemy

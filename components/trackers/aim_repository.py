@@ -1,9 +1,9 @@
 """
-The Aim repository of a run folder or of several: created atomically, with one run of the folder, which can be rewound.
+An Aim repository: atomic creation, and one run per run folder, which can be rewound.
 
-Aim itself only overwrites: tracking a step again replaces its value, but steps that are not tracked again are kept. A
-sequence is four arrays (value, epoch, time, step) under keys that Aim hashes from the step, and a summary that the next
-`Run` object reads.
+Aim itself only overwrites: tracking a step again replaces its value, but later steps remain. A sequence is stored as
+four arrays (value, epoch, time, step), under keys that Aim hashes from the step, and a summary that the next `Run`
+object reads.
 """
 
 import tempfile
@@ -24,9 +24,9 @@ from drawloom.graph import UserError
 @attrs.frozen
 class AimLocation:
     """
-    Where a repository is: a folder, or a server such as aim://host:port.
+    Location of a repository: a folder, or a server such as aim://host:port.
 
-    `shared_by` is the run folder that shares the repository with others, and remembers which of its runs is its own.
+    `shared_by` is set for a shared repository: the run folder, which stores the hash of its own run.
     """
 
     address: str
@@ -34,18 +34,18 @@ class AimLocation:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is a server."""
+        """Whether the repository is on a server."""
         return "://" in self.address
 
     @property
     def folder(self) -> Path:
-        """The folder with the repository, which is not on a server."""
+        """The folder with the repository; only for a repository that is not on a server."""
         return Path(self.address)
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise UserError if the repository of a folder, which a stranger may have sent, is a symbolic link."""
-    path = folder / ".aim"
+    """Raise UserError if the repository of a folder is a symbolic link."""
+    path = folder / ".aim"  # the folder may come from a stranger
     if path.is_symlink():
         text = "it is a symbolic link, which may lead anywhere"
         raise UserError(f"{path} can't be written to ({text}); remove it, or use another run name")
@@ -53,20 +53,20 @@ def refuse_link(folder: Path) -> None:
 
 def open_repository(aim: Any, location: AimLocation) -> Any:
     """
-    Open the repository of a server, or `.aim` in a folder, where it is created if it is missing.
+    Open the repository of a server or a folder, and create `.aim` in the folder if it is missing.
 
-    Creating one takes Aim a second and a subprocess. Aim can't open a partial one that a kill leaves, so it is created
-    under a temporary name and renamed.
+    Creation takes a second and a subprocess. If it is killed, Aim can't open the partial repository, so the repository
+    is created under a temporary name and renamed.
     """
     if location.is_remote:
         return aim.Repo.from_path(location.address)
     folder = location.folder
     if not (folder / ".aim").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Of a shared folder, another run may be creating it.
-        for left in folder.glob(".aim-*") if location.shared_by is None else ():
+        # In a shared folder, a temporary repository may belong to another run that is starting.
+        for partial in folder.glob(".aim-*") if location.shared_by is None else ():
             with suppress(OSError):
-                remove_folder(left)
+                remove_folder(partial)
         temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
         aim.Repo.from_path(str(temporary), init=True)
         try:
@@ -78,9 +78,9 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
     return aim.Repo.from_path(str(folder))
 
 
-def run_in(folder: Path) -> str:
+def find_run(folder: Path) -> str:
     """
-    The hash of the repository's run, empty if there is none.
+    Return the hash of the repository's run; "" if there is no run.
 
     A run folder has one Aim run, even if the run is killed before its first checkpoint and starts again.
     """
@@ -89,16 +89,16 @@ def run_in(folder: Path) -> str:
 
 
 def has_run(folder: Path, run: str) -> bool:
-    """Whether the repository contains the run of this hash."""
+    """Return whether the repository contains the run with this hash."""
     return (_chunks(folder) / run).is_dir()
 
 
 def free_run(folder: Path, run: str) -> None:
     """
-    Make a run ready to be opened for writing: create its folder, by which Aim knows it, and remove a stale lock.
+    Prepare a run for writing: create the folder by which Aim finds it, and remove a stale lock.
 
-    The run folder is locked by this process, so an Aim lock is that of a killed process; Aim would trust its process
-    id, which may be in use again.
+    This process has locked the run folder, so an Aim lock is left from a killed process. Aim would trust the lock's
+    process id, which may be in use again.
     """
     (_chunks(folder) / run).mkdir(parents=True, exist_ok=True)
     (folder / ".aim" / "locks" / f"{run}.softlock").unlink(missing_ok=True)
@@ -108,17 +108,17 @@ def _chunks(folder: Path) -> Path:
     return folder / ".aim" / "meta" / "chunks"
 
 
-RECORD_NOTHING_ELSE = {"capture_terminal_logs": False, "log_system_params": False}
+METRICS_ONLY = {"capture_terminal_logs": False, "log_system_params": False}
 
-SYSTEM = "__system__"
-"""Begins the names of Aim's own measurements, whose steps are not the run's."""
+SYSTEM_PREFIX = "__system__"
+"""Prefix of Aim's own measurements, which count their own steps."""
 
 
 class AimRun:
     """
-    The calls to Aim, made by one thread. Aim may raise any exception, and may hang.
+    Calls of Aim, made by one thread. Aim may raise any exception, and may hang.
 
-    Opening a repository or a run is tried once; if it fails, `usable` is false and later calls do nothing.
+    A repository or a run is opened only once. If opening fails, `usable` is false, and later calls do nothing.
     """
 
     def __init__(
@@ -141,30 +141,30 @@ class AimRun:
 
     def prepare(self) -> None:
         """Open the repository, or create it if it is missing."""
-        with self._marked_unusable():
+        with self._unusable_on_error():
             self._repository = open_repository(self._aim, self._location)
 
     def rewind(self, run: str, step: int) -> None:
-        """Delete the later steps of the run of this hash, and open it."""
+        """Open the run with this hash, and delete its steps after `step`."""
         exists = self._location.is_remote or has_run(self._location.folder, run)
-        if run and exists and self._opened(run):
+        if run and exists and self._open(run):
             delete_after(self._run, step)
             self.close()
-        self._opened(run)
+        self._open(run)
 
     def track(self, run: str, step: int, numbers: Mapping[str, float], context: Mapping[str, str]) -> None:
-        """Write a step's values to the run of this hash."""
-        if self._opened(run):
+        """Write a step's values to the run with this hash."""
+        if self._open(run):
             for name, number in numbers.items():
                 self._run.track(number, name=name, step=step, context=dict(context))
 
     def track_distributions(self, run: str, step: int, distributions: Mapping[str, Histogram]) -> None:
-        """Write a step's histograms to the run of this hash."""
-        if self._opened(run):
+        """Write a step's histograms to the run with this hash."""
+        if self._open(run):
             for name, histogram in distributions.items():
                 bounds = (histogram.low, histogram.high)
-                drawn = self._aim.Distribution.from_histogram(histogram.counts, bounds)
-                self._run.track(drawn, name=name, step=step)
+                distribution = self._aim.Distribution.from_histogram(histogram.counts, bounds)
+                self._run.track(distribution, name=name, step=step)
 
     def close(self) -> None:
         """Close the run, so that Aim marks it as ended; it may be opened again."""
@@ -172,9 +172,10 @@ class AimRun:
         if run is not None:
             run.close()
 
-    def _opened(self, run: str) -> bool:
+    def _open(self, run: str) -> bool:
+        """Open the run unless it is open, and return whether it is usable."""
         if self._run is None and self.usable:
-            with self._marked_unusable():
+            with self._unusable_on_error():
                 self._run = self._open_run(run)
                 self._run.name = self._name
                 if self.properties:
@@ -182,54 +183,54 @@ class AimRun:
         return self.usable
 
     def _open_run(self, run: str) -> Any:
-        """Open the run of this hash; in a shared repository, the one that the run folder remembers, or a new one."""
+        """Open the run with this hash; in a shared repository, the run folder's own run, or a new one."""
         shared_by = self._location.shared_by
         if shared_by is not None:
             run = remembered_run(shared_by, "aim") or run
         if run and not self._location.is_remote:
             free_run(self._location.folder, run)
-        options = {**RECORD_NOTHING_ELSE, "system_tracking_interval": self._system_metrics}
+        options = {**METRICS_ONLY, "system_tracking_interval": self._system_metrics}
         opened = self._aim.Run(run or None, repo=self._repository, experiment=self._experiment, **options)
         if shared_by is not None and not run:
             remember_run(shared_by, "aim", opened.hash)
         return opened
 
     @contextmanager
-    def _marked_unusable(self) -> Iterator[None]:
+    def _unusable_on_error(self) -> Iterator[None]:
         self.usable = False
         yield
         self.usable = True
 
 
 COLUMNS = ("val", "epoch", "time", "step")
-NUMBERS = 2  # the version of Aim's layout for series of numbers
-OBJECTS = 1  # and for series of other values, such as distributions, whose keys are the steps
+NUMBERS_VERSION = 2  # of Aim's layout for series of numbers
+OBJECTS_VERSION = 1  # of Aim's layout for series of other values, such as distributions, whose keys are the steps
 
 
 def delete_after(run: Any, step: int) -> None:
-    """Delete every metric's values after a step. The run must be open for writing, and be closed before tracking."""
+    """Delete all values after a step. The run must be open for writing, and must be closed before tracking."""
     for context, names in run.meta_run_tree.get("traces", {}).items():
-        for name in (name for name in names if not name.startswith(SYSTEM)):
+        for name in (name for name in names if not name.startswith(SYSTEM_PREFIX)):
             _truncate(run, (context, name), step)
             _truncate_objects(run, (context, name), step)
 
 
 def _truncate(run: Any, metric: tuple[int, str], step: int) -> None:
-    """Delete later steps, and those that a killed process wrote only some columns of."""
-    series = run.series_run_trees[NUMBERS].subtree(metric)
+    """Delete later steps, and steps of which a killed process wrote only some columns."""
+    series = run.series_run_trees[NUMBERS_VERSION].subtree(metric)
     columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
     complete = set.intersection(*map(set, columns.values()))
-    kept = {key: number for key, number in columns["step"].items() if number <= step and key in complete}
-    deleted = set().union(*columns.values()) - kept.keys()
+    steps = {key: number for key, number in columns["step"].items() if number <= step and key in complete}
+    deleted = set().union(*columns.values()) - steps.keys()
     for name, key in product(COLUMNS, deleted):
         del series[name, key]
     if deleted:
-        _write_summary(run, metric, {number: columns["val"][key] for key, number in kept.items()})
+        _write_summary(run, metric, {number: columns["val"][key] for key, number in steps.items()})
 
 
 def _truncate_objects(run: Any, metric: tuple[int, str], step: int) -> None:
     """Delete later steps of a series of distributions."""
-    series = run.series_run_trees[OBJECTS].subtree(metric)
+    series = run.series_run_trees[OBJECTS_VERSION].subtree(metric)
     steps = series.array("time").sparse_list()[0]
     for name, key in product(COLUMNS[:-1], [key for key in steps if key > step]):
         del series[name, key]
@@ -238,11 +239,11 @@ def _truncate_objects(run: Any, metric: tuple[int, str], step: int) -> None:
 
 
 def _write_summary(run: Any, metric: tuple[int, str], values: dict[int, float]) -> None:
-    """Write the summary of the remaining values; without any, last_step -1 makes Aim treat the next as the first."""
+    """Write the summary of the remaining values; without values, last_step -1 makes Aim treat the next as the first."""
     summary: dict[str, Any] = {"last_step": -1, "max": float("-inf"), "min": float("inf")}
     if values:
         last = max(values)
-        most, least = max(values.values()), min(values.values())
-        summary = {"last_step": last, "last": values[last], "max": most, "min": least}
+        largest, smallest = max(values.values()), min(values.values())
+        summary = {"last_step": last, "last": values[last], "max": largest, "min": smallest}
     for name, value in summary.items():
         run.meta_run_tree[("traces", *metric, name)] = value

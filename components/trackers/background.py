@@ -1,4 +1,4 @@
-"""Shared by trackers of other programs: a background thread that runs queued tasks in order, and one warning."""
+"""The background thread of trackers of other programs, which runs queued tasks in order, and their warnings."""
 
 import logging
 import math
@@ -24,33 +24,33 @@ Task = Callable[[], None]
 
 @attrs.define
 class OneWarning:
-    """Logs the first warning that it is given: the others of a program in trouble say the same."""
+    """Logger of only the first warning, because later warnings of a failing program repeat it."""
 
-    _given: bool = False
+    _was_logged: bool = False
 
     def __call__(self, text: str) -> None:
-        if not self._given:
-            self._given = True
+        if not self._was_logged:
+            self._was_logged = True
             log.warning("%s", text)
 
 
 class Background:
     """
-    A daemon thread with a queue of at most `queue_size` tasks.
+    Daemon thread with a queue of at most `queue_size` tasks.
 
-    A task's exception is passed to `failed`, and the next task runs. `last` runs after all others.
+    The exception of a task is passed to `failed`, and the next task runs. The task `last` runs after all others.
     """
 
     def __init__(self, name: str, queue_size: int, failed: Callable[[Exception], None], last: Task) -> None:
         self._tasks: queue.Queue[Task | None] = queue.Queue(queue_size)
         self._failed = failed
         self._last = last
-        # daemon: a task that hangs does not keep the process alive
+        # a daemon, so that a task that hangs does not keep the process alive
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def put(self, task: Task) -> bool:
-        """Queue a task; False if the queue is full."""
+        """Queue a task; return False if the queue is full."""
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
@@ -58,7 +58,7 @@ class Background:
         return True
 
     def run(self, task: Task, seconds: float) -> bool:
-        """Queue a task and wait for it up to this many seconds; False if it is not done by then."""
+        """Queue a task and wait up to `seconds` for it; return False if it is not done by then."""
         done = threading.Event()
 
         def run_and_notify() -> None:
@@ -70,7 +70,7 @@ class Background:
         return self.put(run_and_notify) and done.wait(seconds)
 
     def close(self, seconds: float) -> bool:
-        """Wait up to this many seconds until all tasks are done; False if some are not."""
+        """Wait up to `seconds` until all tasks are done; return False if some are not done by then."""
         end = time.monotonic() + seconds
         try:
             self._tasks.put(None, timeout=seconds)
@@ -99,36 +99,36 @@ def finite_numbers(values: Mapping[str, Value]) -> dict[str, float]:
 @inherited
 class TrackerInBackground(ABC):
     """
-    Queues the finite values of steps for a thread, on rank 0, so that writing can neither delay a step nor end the run.
+    Tracker whose thread writes the finite values of steps on rank 0, so that writing can't delay a step or end the run.
 
-    Steps that are not written in time are dropped, with one warning, and so is what fails. Subclasses write, in the
-    order of the run; of theirs only `_prepare` runs in the thread of the run, and may raise UserError.
+    Steps that fail or are not written in time are dropped, with one warning. The methods of subclasses run in the
+    thread, in the order of the run, except `_prepare`, which may raise UserError.
     """
 
     called: ClassVar[str]
 
     mesh: Mesh
-    queue_size: int = setting(default=1000, check=at_least(1), doc="most steps queued for writing")
-    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for what is queued")
+    queue_size: int = setting(default=1000, check=at_least(1), doc="largest number of steps queued for writing")
+    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for queued steps")
 
     _background: Background | None = attrs.field(init=False, default=None)
     _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
 
     def open(self) -> None:
-        """Prepare, and start the thread, on rank 0. Raises UserError where what it writes with or into is missing."""
+        """Prepare, and start the thread on rank 0. Raises UserError if a package or folder is missing."""
         if self.mesh.world.rank == 0:
             self._prepare()
-            self._background = Background(self.called, self.queue_size, self._failed, self._end)
+            self._background = Background(self.called, self.queue_size, self._warn_of_error, self._end)
 
     def close(self) -> None:
-        """Write queued values, within `timeout` seconds."""
+        """Write queued values within `timeout` seconds."""
         background, self._background = self._background, None
         if background is not None and not background.close(self.timeout):
             text = f"{self.called} was not done within {self.timeout:g} s"
             self._warn(f"{text}; some of the last steps are missing there")
 
     def rewind(self, step: int) -> None:
-        """Begin to write the steps after this one."""
+        """Queue the start of writing after this step."""
         self._put(partial(self._begin, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
@@ -137,11 +137,11 @@ class TrackerInBackground(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Load what is needed, and refuse a folder that leads elsewhere."""
+        """Load the package and check the folder, which must not be a link. Raises UserError."""
 
     @abstractmethod
     def _begin(self, step: int) -> None:
-        """Have later steps follow this one; also in a run that writes already, and goes back."""
+        """Continue after this step, also if the tracker has already written later steps."""
 
     @abstractmethod
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -149,24 +149,24 @@ class TrackerInBackground(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """Finish what is written."""
+        """Finish writing."""
 
     def _put(self, task: Task) -> None:
         if self._background is not None and not self._background.put(task):
             self._warn(f"{self.called} does not keep up; some steps will be missing there")
 
-    def _failed(self, error: Exception) -> None:
+    def _warn_of_error(self, error: Exception) -> None:
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
 
 
 @inherited
 class ServiceTracker(TrackerInBackground):
-    """A tracker in the background of a program that shows runs with their histograms and properties."""
+    """Background tracker for a program that shows histograms and properties of runs."""
 
     _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
 
     def describe(self, properties: Mapping[str, Any]) -> None:
-        """Keep the properties for the beginning of the run there, which `rewind` queues."""
+        """Store the properties for the beginning of the run, which `rewind` queues."""
         self._properties = properties
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:

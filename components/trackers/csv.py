@@ -1,4 +1,4 @@
-"""Tracks metrics in a table, for spreadsheets."""
+"""Tracker that writes a CSV table, for spreadsheets."""
 
 import csv
 import io
@@ -21,10 +21,10 @@ log = logging.getLogger("drawloom.trackers")
 @component(impact="safe")
 class CsvTracker(TrackerInBackground):
     """
-    Writes `metrics.csv` in the run folder: a line for each step, a column for each metric.
+    CSV tracker: writes `metrics.csv` in the run folder, with a line per step and a column per metric.
 
-    The first line has the names. A metric that comes later adds a column, with empty fields in the lines before; one
-    without a finite value at a step leaves its field empty. Numbers round-trip exactly.
+    The first line contains the names. A metric that appears later adds a column, with empty fields in earlier lines.
+    A value that is missing or not finite leaves its field empty. Numbers round-trip exactly.
     """
 
     called: ClassVar[str] = "metrics.csv"
@@ -45,11 +45,11 @@ class CsvTracker(TrackerInBackground):
 
     def _begin(self, step: int) -> None:
         file = self._opened
-        content = file.read().rpartition(b"\n")[0]  # a line that a kill left incomplete is of a step done again
+        content = file.read().rpartition(b"\n")[0]  # drop a line that a kill left incomplete: its step is done again
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
         self._names = [STEP, *(name for name in names if name != STEP)]
-        rows, damaged = _readable(table, names)
+        rows, damaged = _read_rows(table, names)
         if damaged:
             log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
         self._replace(row for row in rows if int(row[STEP]) <= step)
@@ -63,7 +63,7 @@ class CsvTracker(TrackerInBackground):
             self._replace(rows)
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
         line = _lines([values])
-        while line:  # a disk that is nearly full accepts a part
+        while line:  # a disk that is nearly full accepts only a part
             line = line[self._opened.append(line) :]
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
@@ -76,8 +76,8 @@ class CsvTracker(TrackerInBackground):
             file.close()
 
 
-def _readable(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
-    """Return the lines of numbers with a step above that of the line before, and the number of other lines."""
+def _read_rows(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
+    """Return the lines of numbers whose steps increase, and the number of other lines."""
     rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:
         row = dict(zip(names, fields, strict=False))
@@ -92,7 +92,7 @@ def _readable(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[di
 
 
 def _is_number(field: str) -> bool:
-    """Whether a field is a number or empty."""
+    """Return whether a field is a number or empty."""
     try:
         float(field or "0")
     except ValueError:

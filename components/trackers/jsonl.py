@@ -1,4 +1,4 @@
-"""Tracks metrics in a file of JSON lines, truncated to the step that a run resumes from."""
+"""Tracker that writes JSON lines, truncated to the step that a run resumes from."""
 
 import logging
 import math
@@ -21,11 +21,10 @@ log = logging.getLogger("drawloom.trackers")
 @component(impact="safe")
 class JsonlTracker:
     """
-    Writes `metrics.jsonl` in the run folder on rank 0: an object for each step, and for step 0 before training.
+    JSON lines tracker: writes `metrics.jsonl` in the run folder, with an object per step; step 0 is before training.
 
-    Keys are `step`, then the metrics, then `format` and a checksum of the line. Floats round-trip exactly; those that
-    are not finite, which JSON does not have, are null. Where a line is damaged, what a checkpoint knows of its step
-    wins when the run resumes.
+    The keys are `step`, the metrics, `format` and a checksum of the line. Floats round-trip exactly; NaN and infinity,
+    which JSON lacks, are null. When the run resumes, a damaged line is replaced by the values of a checkpoint.
     """
 
     folder: RunFolder
@@ -35,7 +34,7 @@ class JsonlTracker:
     _log: StepLog | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Open the file for appending; a UserError if it is a link or not a regular file."""
+        """Open the file for appending on rank 0. Raises UserError if it is a link or not a regular file."""
         if self.mesh.world.rank == 0:
             self._log = StepLog.open(self._path)
 
@@ -46,17 +45,17 @@ class JsonlTracker:
             file.close()
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Append a line, and write it at once. If the disk does not accept it, it is written with the next line."""
+        """Append a line, and write it at once. If the disk refuses the line, it is written with the next line."""
         if self._log is not None:
             self._log.append(_row(step, values))
 
     def flush(self) -> None:
-        """Return when every line is on disk; OSError if the disk does not accept some."""
+        """Return when all lines are on disk. Raises OSError if the disk refuses a line."""
         if self._log is not None:
             self._log.flush()
 
     def rewind(self, step: int) -> None:
-        """Truncate the file to the lines up to this step; a line that a crash left incomplete is removed too."""
+        """Truncate the file to the lines up to this step, without a line that a crash left incomplete."""
         if self._log is not None:
             known = {number: values for node in self.checkpoints.values() for number, values in node.known_steps()}
             last = self._log.rewind(step, {number: _row(number, values) for number, values in known.items()})
@@ -69,8 +68,8 @@ class JsonlTracker:
 
 
 def _row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
-    return {"step": step} | {name: _plain(value) for name, value in values.items()} | {"format": FORMAT}
+    return {"step": step} | {name: _finite_or_none(value) for name, value in values.items()} | {"format": FORMAT}
 
 
-def _plain(value: Value) -> Value:
+def _finite_or_none(value: Value) -> Value:
     return value if value is None or math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Tracks metrics with MLflow, in a database in the run folder or on a tracking server."""
+"""Tracker that writes to MLflow, in a database in the run folder or on a tracking server."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ from drawloom.components.trackers.background import ServiceTracker
 from drawloom.components.trackers.remembered_run import remember_run, remembered_run
 from drawloom.graph import UserError, component, setting
 
-REFUSED = re.compile(r"[^\w\-. :/]")
+REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names."""
 
 MAX_PARAMS = 100
-"""Params that MLflow takes in one request."""
+"""Largest number of params in a request to MLflow."""
 
 MAX_PARAM_LENGTH = 6000
-"""Characters that MLflow takes as a param's value."""
+"""Largest number of characters of a param's value in MLflow."""
 
 log = logging.getLogger("drawloom.run")
 
@@ -30,23 +30,23 @@ log = logging.getLogger("drawloom.run")
 @component(impact="safe", needs={"mlflow": "drawloom[mlflow]"})
 class MlflowTracker(ServiceTracker):
     """
-    Writes a run of MLflow, into `mlflow.db` in the run folder or to a tracking server.
+    MLflow tracker: writes to `mlflow.db` in the run folder or to a tracking server.
 
-    `mlflow ui --backend-store-uri sqlite:///RUN_FOLDER/mlflow.db` shows the former, with the package `mlflow`. The
-    settings of the recipe are params, histograms are JSON artifacts `distributions/<name>/<step>.json`. A resumed run
-    continues its run, whose identifier is in `mlflow_run.txt`; MLflow can't change params, so settings that differ then
-    are tags of the same names. MLflow deletes nothing, so steps that are done again are there twice. Nothing but
-    metrics and settings is recorded, and MLflow's telemetry is off.
+    `mlflow ui --backend-store-uri sqlite:///RUN_FOLDER/mlflow.db` of the package `mlflow` shows the database. The
+    recipe's settings are params, and histograms are JSON artifacts `distributions/<name>/<step>.json`. A resumed run
+    continues its MLflow run, whose identifier is in `mlflow_run.txt`. MLflow can't change params, so settings that
+    differ after a resume become tags with the same names. MLflow can't delete steps, so steps that are done again
+    appear twice. Only metrics and settings are recorded, and MLflow's telemetry is off.
 
-    A thread writes, so that neither a disk nor the network can delay a step or end the run: steps that are not accepted
-    in time are dropped, with one warning.
+    A thread writes, so that a disk or the network can't delay a step or end the run. Steps that are not accepted in
+    time are dropped, with one warning.
     """
 
     called: ClassVar[str] = "MLflow"
 
     folder: RunFolder
     job: RunInfo
-    experiment: str = setting(default="drawloom", doc="the experiment that the run is in")
+    experiment: str = setting(default="drawloom", doc="name of the run's experiment")
     uri: str | None = setting(
         default=None, doc="tracking server, such as https://host:5000; default: a database in the run folder"
     )
@@ -64,13 +64,13 @@ class MlflowTracker(ServiceTracker):
     def _begin(self, step: int) -> None:
         if self._run:
             return
-        local = self.uri is None
-        self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database.resolve()}" if local else self.uri)
-        run = remembered_run(self.folder.folder, "mlflow") or self._created_run()
+        is_local = self.uri is None
+        self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database.resolve()}" if is_local else self.uri)
+        run = remembered_run(self.folder.folder, "mlflow") or self._create_run()
         self._client.update_run(run, status="RUNNING")
         self._log_properties(run)
         self._run = run
-        if not local:
+        if not is_local:
             log.info("MLflow: run %s of experiment %s at %s", run, self.experiment, self.uri)
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -98,8 +98,8 @@ class MlflowTracker(ServiceTracker):
     def _artifacts(self) -> Any:
         return self.folder.folder / "mlflow"
 
-    def _created_run(self) -> str:
-        """Create a run, and remember it in the run folder before anything is written to it."""
+    def _create_run(self) -> str:
+        """Create a run, and store its identifier in the run folder before writing to the run."""
         known = self._client.get_experiment_by_name(self.experiment)
         location = self._artifacts.resolve().as_uri() if self.uri is None else None
         experiment = known.experiment_id if known else self._client.create_experiment(self.experiment, location)
@@ -108,7 +108,7 @@ class MlflowTracker(ServiceTracker):
         return run
 
     def _log_properties(self, run: str) -> None:
-        """Log new settings as params, and settings with other values than their params as tags."""
+        """Log new settings as params, and settings that differ from their params as tags."""
         flat = {_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in flat_properties(self._properties).items()}
         params = self._client.get_run(run).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in flat.items() if key not in params]
@@ -120,13 +120,13 @@ class MlflowTracker(ServiceTracker):
 
 
 def _name(name: str) -> str:
-    """Return a name with _ in place of what MLflow refuses."""
-    return REFUSED.sub("_", name)
+    """Replace the characters that MLflow refuses in a name by _."""
+    return REFUSED_CHARACTERS.sub("_", name)
 
 
 def load_mlflow() -> Any:
-    """Return the package `mlflow`, without telemetry. Raises UserError, with what to install, if it is missing."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it is read at the import
+    """Return the package `mlflow` without telemetry. Raises UserError with the install command if it is missing."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it at import
     try:
         import mlflow
         import mlflow.entities

@@ -1,4 +1,4 @@
-"""The identifier of a run in another program, kept in the run folder: a run that starts again continues it."""
+"""The identifier of a run in another program, stored in the run folder so that a resumed run continues it."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ MAX_LENGTH = 200
 
 
 def remembered_run(folder: Path, program: str) -> str:
-    """Return the identifier that `remember_run` kept, or "" without one. Raises OSError for a link or a large file."""
+    """Return the identifier that `remember_run` stored, or "". Raises OSError if the file is a link or too large."""
     path = _path(folder, program)
     return read_file(path, MAX_LENGTH).decode("utf-8").strip() if path.exists() or path.is_symlink() else ""
 
 
 def remember_run(folder: Path, program: str, run: str) -> None:
-    """Keep the identifier of this run folder's run in a program, on the disk."""
+    """Store the identifier of the run folder's run in a program, on disk."""
     replace_file(_path(folder, program), f"{run}\n".encode())
 
 

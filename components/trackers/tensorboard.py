@@ -1,4 +1,4 @@
-"""Tracks metrics as event files of TensorBoard in the run folder."""
+"""Tracker that writes TensorBoard event files in the run folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,23 +12,23 @@ from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component
 
-PLAIN = str | bool | int | float
-"""What TensorBoard takes as hyperparameters."""
+HyperparameterValue = str | bool | int | float
+"""Types of hyperparameters that TensorBoard accepts."""
 
-SHOWN = ("loss", "validation_loss")
-"""The metrics beside them in TensorBoard's table."""
+TABLE_METRICS = ("loss", "validation_loss")
+"""Metrics beside the hyperparameters in TensorBoard's table."""
 
 
 @component(impact="safe", needs={"tensorboard": "drawloom[tensorboard]"})
 class TensorBoardTracker(ServiceTracker):
     """
-    Writes `tensorboard` in the run folder, which `tensorboard --logdir RUN_FOLDER` shows.
+    TensorBoard tracker: writes `tensorboard` in the run folder, which `tensorboard --logdir RUN_FOLDER` shows.
 
-    The settings of the recipe are its hyperparameters. A resumed run adds a file that purges the steps that it does
-    again: TensorBoard then shows one value for each.
+    The recipe's settings are the hyperparameters. A resumed run adds a file that purges the steps that are done again,
+    so that TensorBoard shows them once.
 
-    A thread writes, so that a slow disk can neither delay a step nor end the run: steps that are not written in time
-    are dropped, with one warning. What a step has measured is in the file as soon as the thread has written it.
+    A thread writes, so that a slow disk can't delay a step or end the run. Steps that are not written in time are
+    dropped, with one warning. The thread flushes the file after every step.
     """
 
     called: ClassVar[str] = "TensorBoard"
@@ -49,8 +49,8 @@ class TensorBoardTracker(ServiceTracker):
     def _begin(self, step: int) -> None:
         self._end()
         # an empty folder has nothing to purge
-        purged = step + 1 if any(self._folder.glob("events.*")) else None
-        self._writer = self._writer_class(str(self._folder), purge_step=purged)
+        first_purged = step + 1 if any(self._folder.glob("events.*")) else None
+        self._writer = self._writer_class(str(self._folder), purge_step=first_purged)
         if self._properties:
             self._write_properties()
 
@@ -80,12 +80,12 @@ class TensorBoardTracker(ServiceTracker):
         self._writer.flush()
 
     def _write_properties(self) -> None:
-        # The writer's own `add_hparams` would add a run to the folder for each call.
+        # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
 
         flat = flat_properties(self._properties)
-        plain = {name: value if isinstance(value, PLAIN) else str(value) for name, value in flat.items()}
-        for summary in hparams(plain, dict.fromkeys(SHOWN, 0.0)):  # type: ignore[no-untyped-call]
+        values = {name: value if isinstance(value, HyperparameterValue) else str(value) for name, value in flat.items()}
+        for summary in hparams(values, dict.fromkeys(TABLE_METRICS, 0.0)):  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary)
 
     def _end(self) -> None:
@@ -95,7 +95,7 @@ class TensorBoardTracker(ServiceTracker):
 
 
 def load_writer() -> Any:
-    """torch's writer of event files. Raises UserError, with what to install, if `tensorboard` is missing."""
+    """Return torch's writer class for event files. Raises UserError if the package `tensorboard` is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

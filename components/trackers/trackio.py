@@ -1,4 +1,4 @@
-"""Tracks metrics with Trackio, whose data are on this machine, or in a Space of Hugging Face."""
+"""Tracker that writes to Trackio, on this machine or in a Hugging Face Space."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,28 +10,28 @@ from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component, setting
 
-METRICS_ALONE = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+METRICS_ONLY = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 
 
 @component(impact="safe", needs={"trackio": "drawloom[trackio]"})
 class TrackioTracker(ServiceTracker):
     """
-    Writes a run of Trackio into its own database, which `trackio show --project PROJECT` shows.
+    Trackio tracker: writes to Trackio's own database, which `trackio show --project PROJECT` shows.
 
-    The database is where Trackio keeps it: $TRACKIO_DIR, or Hugging Face's cache. A resumed run continues the run of
-    its name. Trackio deletes nothing, so steps that are done again are there twice. Nothing but metrics and the
-    settings of the recipe is recorded.
+    The database is in $TRACKIO_DIR, or in the cache of Hugging Face. A resumed run continues the Trackio run with its
+    name. Trackio can't delete steps, so steps that are done again appear twice. Only metrics and the recipe's settings
+    are recorded.
 
-    A thread writes, so that neither a disk nor the network can delay a step or end the run: steps that are not accepted
-    in time are dropped, with one warning.
+    A thread writes, so that a disk or the network can't delay a step or end the run. Steps that are not accepted in
+    time are dropped, with one warning.
     """
 
     called: ClassVar[str] = "Trackio"
 
     job: RunInfo
-    project: str = setting(default="drawloom", doc="the project that the run is in")
+    project: str = setting(default="drawloom", doc="name of the run's project")
     space: str | None = setting(
-        default=None, doc="a Space of Hugging Face to send metrics to, as user/name; none if left out"
+        default=None, doc="Hugging Face Space that receives the metrics, as user/name; default: none"
     )
 
     _trackio: Any = attrs.field(init=False, default=None)
@@ -42,8 +42,8 @@ class TrackioTracker(ServiceTracker):
 
     def _begin(self, step: int) -> None:
         if self._run is None:
-            where: dict[str, Any] = {"project": self.project, "name": self.job.name, "space_id": self.space}
-            self._run = self._trackio.init(**where, resume="allow", config=dict(self._properties), **METRICS_ALONE)
+            target: dict[str, Any] = {"project": self.project, "name": self.job.name, "space_id": self.space}
+            self._run = self._trackio.init(**target, resume="allow", config=dict(self._properties), **METRICS_ONLY)
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._begin(step - 1)
@@ -51,11 +51,11 @@ class TrackioTracker(ServiceTracker):
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         self._begin(step - 1)
-        drawn = {
+        histograms = {
             name: self._trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in distributions.items()
         }
-        self._run.log(drawn, step=step)
+        self._run.log(histograms, step=step)
 
     def _end(self) -> None:
         run, self._run = self._run, None
@@ -64,7 +64,7 @@ class TrackioTracker(ServiceTracker):
 
 
 def load_trackio() -> Any:
-    """The package `trackio`. Raises UserError, with what to install, if it is missing."""
+    """Return the package `trackio`. Raises UserError with the command to install it if it is missing."""
     try:
         import trackio
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Tracks metrics with Weights & Biases."""
+"""Tracker that writes to Weights & Biases."""
 
 import logging
 import uuid
@@ -22,24 +22,24 @@ log = logging.getLogger("drawloom.run")
 @component(impact="safe", needs={"wandb": "drawloom[wandb]"})
 class WandbTracker(ServiceTracker):
     """
-    Writes a run of Weights & Biases, online or into `wandb` in the run folder, which `wandb sync` uploads later.
+    Weights & Biases tracker: writes online, or to `wandb` in the run folder, which `wandb sync` uploads later.
 
-    A resumed run continues it. Weights & Biases deletes nothing, so steps that are done again are there twice, at the
-    same `step`, which its charts have as their axis. Nothing but metrics and the settings of the recipe is
-    recorded: neither terminal output nor the environment, code and system metrics.
+    A resumed run continues its Weights & Biases run. Weights & Biases can't delete steps, so steps that are done again
+    appear twice, at the same `step`, which is the axis of the charts. Only metrics and the recipe's settings are
+    recorded: no terminal output, environment, code or system metrics.
 
-    A thread writes, so that the network can neither delay a step nor end the run: steps that are not accepted in time
-    are dropped, with one warning.
+    A thread writes, so that the network can't delay a step or end the run. Steps that are not accepted in time are
+    dropped, with one warning.
     """
 
     called: ClassVar[str] = "Weights & Biases"
 
     folder: RunFolder
     job: RunInfo
-    project: str = setting(default="drawloom", doc="the project that the run is in")
-    entity: str | None = setting(default=None, doc="the user or team of the project; the default one if left out")
+    project: str = setting(default="drawloom", doc="name of the run's project")
+    entity: str | None = setting(default=None, doc="user or team of the project; default: the account's default")
     mode: Literal["online", "offline"] = setting(
-        default="online", doc="offline writes into the run folder only; online takes `wandb login`, once"
+        default="online", doc='"online" needs `wandb login` once; "offline" writes to the run folder only'
     )
 
     _id: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex[:8])
@@ -47,11 +47,11 @@ class WandbTracker(ServiceTracker):
     _run: Any = attrs.field(init=False, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """`run`: the identifier of the run there."""
+        """Return `run`, the identifier of the Weights & Biases run."""
         return {"run": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the run of this identifier."""
+        """Continue the Weights & Biases run with the saved identifier."""
         self._id = state["run"]
 
     def _prepare(self) -> None:
@@ -70,7 +70,7 @@ class WandbTracker(ServiceTracker):
             mode=self.mode,
             dir=str(self.folder.folder),
             config=dict(self._properties),
-            settings=self._wandb.Settings(**METRICS_ALONE),
+            settings=self._wandb.Settings(**METRICS_ONLY),
         )
         if self.mode == "online":
             log.info("Weights & Biases: %s", self._run.url)
@@ -83,11 +83,11 @@ class WandbTracker(ServiceTracker):
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         self._begin(step - 1)
-        drawn = {
+        histograms = {
             name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in distributions.items()
         }
-        self._run.log({STEP: step, **drawn})
+        self._run.log({STEP: step, **histograms})
 
     def _end(self) -> None:
         run, self._run = self._run, None
@@ -96,7 +96,7 @@ class WandbTracker(ServiceTracker):
 
 
 def load_wandb() -> Any:
-    """The package `wandb`. Raises UserError, with what to install, if it is missing."""
+    """Return the package `wandb`. Raises UserError with the command to install it if it is missing."""
     try:
         import wandb
     except ImportError as error:

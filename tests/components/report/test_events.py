@@ -1,6 +1,6 @@
 """Events of a run, from its log; `tests/runs/test_report.py` reads the log of a run that was killed."""
 
-from drawloom.components.report.events import MOST_EVENTS, parse_log
+from drawloom.components.report.events import MAX_EVENTS, parse_log
 
 
 def line(text: str, level: str = "INFO", logger: str = "drawloom.run", second: int = 0) -> str:
@@ -53,5 +53,5 @@ def test_what_stops_a_run_is_an_event() -> None:
 def test_many_events_are_cut_in_the_middle() -> None:
     """The first and the last events are kept, and all skipped steps are counted."""
     log = parse_log(line(f"step {step}/99999 skipped: NaN", "WARNING") for step in range(1, 5001))
-    assert len(log.events) == MOST_EVENTS and log.omitted == 5000 - MOST_EVENTS and log.skipped == 5000
+    assert len(log.events) == MAX_EVENTS and log.omitted == 5000 - MAX_EVENTS and log.skipped == 5000
     assert log.events[0].step == 1 and log.events[-1].step == 5000

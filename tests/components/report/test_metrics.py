@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawloom.components.report.metrics import MOST_NUMBERS, MOST_SERIES, Metrics, read_metrics
+from drawloom.components.report.metrics import MAX_NUMBERS, MAX_SERIES, Metrics, read_metrics
 from drawloom.graph import UserError
 
 
@@ -43,11 +43,11 @@ def test_a_long_series_loses_no_spike() -> None:
 
 def test_many_series_share_the_space_of_a_few() -> None:
     """The curves of a run have a bounded number of numbers, and series beyond the limit are left out."""
-    names = [f"metric {number}" for number in range(MOST_SERIES + 5)]
+    names = [f"metric {number}" for number in range(MAX_SERIES + 5)]
     metrics = metrics_of(*({"step": step, **dict.fromkeys(names, 0.5)} for step in range(1, 1501)))
     curves = metrics.curves()
-    assert len(curves) == MOST_SERIES and metrics.left_out == set(names[MOST_SERIES:])
-    assert sum(4 * len(curve.x) for curve in curves.values()) <= MOST_NUMBERS
+    assert len(curves) == MAX_SERIES and metrics.left_out == set(names[MAX_SERIES:])
+    assert sum(4 * len(curve.x) for curve in curves.values()) <= MAX_NUMBERS
 
 
 def test_tokens_and_seconds_of_a_step_add_up() -> None:

@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from drawloom.components.checkpoint.manifest import Manifest
-from drawloom.components.report.page import HERE, page
+from drawloom.components.report.page import FOLDER, page
 from drawloom.components.report.run_record import Drawings, RunRecord, read_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e\ud800"
@@ -147,4 +147,4 @@ def test_a_long_sample_shows_its_beginning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["page.js", "page.css"])
 def test_the_page_can_hold_its_parts(name: str) -> None:
     """Neither script nor style ends its own element."""
-    assert "</" not in (HERE / name).read_text("utf-8")
+    assert "</" not in (FOLDER / name).read_text("utf-8")

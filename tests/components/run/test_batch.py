@@ -157,7 +157,7 @@ def test_check_reports_stages_without_one_end() -> None:
         ),
         (
             ("ramp", 0),
-            "ramp[0] ends at a step or after tokens, one of both",
+            "ramp[0] must set exactly one of until_step and until_tokens",
             "write until_step = N or until_tokens = N",
         ),
         (("ramp", 1), "ramp[1]: until_tokens needs the length of rows", 'write rows = "@packing"'),

@@ -10,7 +10,7 @@ from drawloom.components.trackers.aim_repository import (
     has_run,
     open_repository,
     refuse_link,
-    run_in,
+    find_run,
 )
 from drawloom.graph import UserError
 
@@ -76,13 +76,13 @@ def test_a_shared_repository_may_be_created_by_another_run_meanwhile(
 
 def test_a_folder_has_the_run_that_was_freed(tmp_path: Path) -> None:
     """There is no run before, and that run afterwards, without its stale lock."""
-    assert (run_in(tmp_path), has_run(tmp_path, "abc")) == ("", False)
+    assert (find_run(tmp_path), has_run(tmp_path, "abc")) == ("", False)
     locks = tmp_path / ".aim" / "locks"
     locks.mkdir(parents=True)
     (locks / "abc.softlock").write_text("1-2-3")
     for _ in range(2):
         free_run(tmp_path, "abc")
-        assert (run_in(tmp_path), has_run(tmp_path, "abc"), has_run(tmp_path, "ab")) == ("abc", True, False)
+        assert (find_run(tmp_path), has_run(tmp_path, "abc"), has_run(tmp_path, "ab")) == ("abc", True, False)
     assert not list(locks.iterdir())
 
 
