@@ -14,10 +14,10 @@ from torch import Tensor
 from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
 
 PER_DRAW = 2
-"""Elements per draw: one of its four words rounds two weights, one their exp_avg, one their exp_avg_sq."""
+"""Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
 ALL = 2**62
-"""Width of a row that no weight exceeds."""
+"""Width of a row that is longer than any weight."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class ParamState:
     max_exp_avg_sq: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        kept = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-        dtypes = {name: tensor.dtype for name, tensor in kept.items() if tensor is not None}
+        moments = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+        dtypes = {name: tensor.dtype for name, tensor in moments.items() if tensor is not None}
         if len({*dtypes.values()}) > 1:
             text = " and ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
             raise ValueError(f"{text}; make them one dtype")
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The weight, and the two or three tensors of its state."""
-        greatest = [] if self.max_exp_avg_sq is None else [self.max_exp_avg_sq]
-        return [self.weight, self.exp_avg, self.exp_avg_sq, *greatest]
+        """Return the weight and the two or three tensors of its state."""
+        maxima = [] if self.max_exp_avg_sq is None else [self.max_exp_avg_sq]
+        return [self.weight, self.exp_avg, self.exp_avg_sq, *maxima]
 
     @property
     def is_contiguous(self) -> bool:
@@ -61,7 +61,7 @@ class ParamState:
 
     @property
     def has_pairs(self) -> bool:
-        """Return whether the elements of each draw are neighbours in the weight."""
+        """Return whether both elements of every random draw are neighbours in the weight."""
         return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
 
@@ -80,7 +80,7 @@ def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | 
 
 
 class AdamwEager:
-    """Optimizer step in plain torch, one weight at a time; with `maximize` it climbs the gradients."""
+    """Optimizer step in plain torch, one weight at a time; `maximize` turns descent into ascent."""
 
     def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
         self._params = params
@@ -111,7 +111,7 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
             results = [_round(*args) for args in zip(results, noise, values, strict=False)]
         if param.max_exp_avg_sq is not None:
-            # The stored mean is not rounded again: values that are rounded stochastically have a largest one already.
+            # The maximum is one of two values that are already in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
@@ -125,23 +125,23 @@ def _round(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
 
 
 def _update(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
-    """Return weight, exp_avg and exp_avg_sq after a step, in float32; with max_exp_avg_sq in values, it divides."""
+    """Return weight, exp_avg and exp_avg_sq after a step, in float32; a fourth value, max_exp_avg_sq, divides."""
     lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars.unbind()
-    weight, exp_avg, exp_avg_sq, *greatest = (value.float() for value in values)
+    weight, exp_avg, exp_avg_sq, *maxima = (value.float() for value in values)
     grad = grad.float()
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * one_minus_beta2
     weight = weight - weight * (lr * weight_decay)
-    divisor = torch.maximum(greatest[0], exp_avg_sq) if greatest else exp_avg_sq
+    divisor = torch.maximum(maxima[0], exp_avg_sq) if maxima else exp_avg_sq
     root = divisor.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded on CPUs
     return [weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq]
 
 
 def _noise(param: ParamState, elements: Tensor, counter: int) -> Iterator[Tensor]:
     """
-    Return 16 random bits for each of the weight's elements, int64 (n,) from an even one on.
+    Yield 16 random bits per element, int64 (n,): first for the weight, then for exp_avg, then for exp_avg_sq.
 
-    The first result is for the weight, the next for exp_avg, the next for exp_avg_sq.
+    `elements`, int64 (n,), are consecutive indices in the weight that begin with an even one.
     """
     offset = elements if param.is_contiguous else elements // param.width * param.stride + elements % param.width
     index = param.first + offset

@@ -1,1 +1,1 @@
-"""Adapters: LoRA, and full tuning of named parts of a model that is frozen otherwise."""
+"""Adapters of frozen models: LoRA, and full fine-tuning of named parts."""

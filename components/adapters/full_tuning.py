@@ -1,4 +1,4 @@
-"""Full tuning of named parts of a model that is frozen otherwise."""
+"""Full fine-tuning of named parts of an otherwise frozen model."""
 
 from collections.abc import Collection, Iterator
 from typing import ClassVar
@@ -14,37 +14,37 @@ from drawloom.graph import UserError, component, setting
 
 @component
 class FullTuning:
-    """Trains some of the model's own parameters, beside other adapters or alone."""
+    """Full fine-tuning of some of the model's parameters, alone or together with other adapters."""
 
     thaws: ClassVar[bool] = True
 
     targets: list[str] = setting(
         check=no_pattern,
         impact="incompatible",
-        doc='names of modules or parameters in transformers, or ends of names, as patterns: "norm", "layers.0", '
+        doc='patterns of module or parameter names in transformers, or of their ends: "norm", "layers.0", '
         '"*layernorm.weight"',
     )
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Thaw the parameters that a pattern matches. Raises UserError for one of a layer that has an adapter."""
-        found: set[str] = set()
+        """Thaw the parameters that match a pattern. Raises UserError for a parameter of a layer with an adapter."""
+        matched: set[str] = set()
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, AdaptedLayer)}
-        # The table of a tied head with factors is the embedding's.
+        # An adapter of a tied head adapts the embedding's table.
         tables = [EMBEDDING] if any(isinstance(layer, LoraTiedHead) for layer in layers.values()) else []
         adapted = tuple(f"{name}." for name in (*layers, *tables))
         for name, parameter in module.named_parameters():
-            targets = {target for each in _ends(name) for target in matching(each, self.targets)}
+            targets = {target for prefix in _prefixes(name) for target in matching(prefix, self.targets)}
             if targets and name.startswith(adapted):
                 owner = name.rpartition(".")[0]
                 raise UserError(f"adapters: {owner} is named by two adapters; name it in one of them", exit_code=2)
             if targets:
                 parameter.requires_grad_()
-                found |= targets
-        return found
+                matched |= targets
+        return matched
 
 
-def _ends(name: str) -> Iterator[str]:
-    """The name of a parameter, and those of all modules that hold it."""
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the name of a parameter and the names of all modules that contain it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -22,50 +22,54 @@ def _dropout(value: float) -> str | None:
 @component
 class Lora:
     """
-    Trains low-rank factors beside frozen weights: W computes as W + scale * B A, of which B begins as zeros.
+    LoRA: low-rank factors beside frozen weights. A weight W computes as W + scale * B A; B begins as zeros.
 
-    Linear layers, the embedding, the head and experts can be adapted. With dropout, losses depend on how rows are dealt
-    out over ranks. PEFT loads what `export.adapter` writes of it.
+    LoRA adapts linear layers, the embedding, the head and experts. With dropout, losses depend on the partition of rows
+    over ranks. PEFT loads the files that `export.adapter` writes.
     """
 
     targets: list[str] = setting(
         check=no_pattern,
         impact="incompatible",
-        doc='names of modules in transformers, or ends of names, as patterns: "q_proj", "layers.[0-3].mlp.*"; '
-        'of experts "experts", "experts.gate_up_proj" or "experts.down_proj"',
+        doc='patterns of module names in transformers, or of their ends: "q_proj", "layers.[0-3].mlp.*"; '
+        'for experts "experts", "experts.gate_up_proj" or "experts.down_proj"',
     )
-    rank: int = setting(check=between(1, 100_001), impact="incompatible", doc="rows of A and columns of B")
-    alpha: float = setting(check=above(0), doc="scale * rank, or with rslora scale * sqrt(rank)")
+    rank: int = setting(
+        check=between(1, 100_001), impact="incompatible", doc="rank of the factors: rows of A and columns of B"
+    )
+    alpha: float = setting(
+        check=above(0), doc="numerator of the scale, which is alpha / rank, or with rslora alpha / sqrt(rank)"
+    )
     rslora: bool = setting(default=False, doc="divide alpha by sqrt(rank), for high ranks (arXiv 2312.03732)")
     dora: bool = setting(
         default=False,
         impact="incompatible",
-        doc="train the lengths of the rows of W + scale * B A on their own (arXiv 2402.09353)",
+        doc="train the norms of the rows of W + scale * B A separately (DoRA, arXiv 2402.09353)",
     )
-    dropout: float = setting(default=0.0, check=_dropout, doc="share of inputs of A set to zero in training")
+    dropout: float = setting(default=0.0, check=_dropout, doc="dropout probability of the inputs of A")
 
     @property
     def form(self) -> LoraForm:
-        """What each adapted layer computes with."""
+        """The options of the adapted layers."""
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         return LoraForm(self.rank, scale, self.dropout, self.dora)
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Replace the layers that a pattern matches. Raises UserError for one that is trained already."""
-        found: set[str] = set()
+        """Replace the layers that match a pattern. Raises UserError for a layer that is trained already."""
+        matched: set[str] = set()
         for name, layer in list(module.named_modules()):
-            by_name = {each: matching(each, self.targets) for each in _names(name, layer)}
-            if adapted := [each for each, targets in by_name.items() if targets]:
-                found.update(*by_name.values())
+            targets_by_name = {target_name: matching(target_name, self.targets) for target_name in _names(name, layer)}
+            if adapted := [target_name for target_name, targets in targets_by_name.items() if targets]:
+                matched.update(*targets_by_name.values())
                 owner, _, leaf = name.rpartition(".")
-                setattr(module.get_submodule(owner), leaf, self._adapted(name, layer, adapted))
+                setattr(module.get_submodule(owner), leaf, self._adapt(name, layer, adapted))
         if isinstance(module, CausalLM) and module.tied and module.span.head and matching("lm_head", self.targets):
-            found.update(matching("lm_head", self.targets))
+            matched.update(matching("lm_head", self.targets))
             module.add_module("lm_head", self._tied_head(module))
-        return found
+        return matched
 
     def _tied_head(self, module: CausalLM) -> LoraTiedHead:
-        """Factors of a head without a weight of its own."""
+        """Return the adapter of a head that shares the embedding's weight."""
         table = module.model.embed_tokens
         if module.lm_head is not None:
             raise UserError("adapters: lm_head is named by two adapters; name it in one of them", exit_code=2)
@@ -75,8 +79,8 @@ class Lora:
             raise UserError("adapters: lm_head is tied to embed_tokens; adapt it without dora", exit_code=2)
         return LoraTiedHead(table, self.form)
 
-    def _adapted(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
-        """The layer with an adapter; `adapted` are the names by which it, or parameters of it, matched."""
+    def _adapt(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
+        """Return the layer with an adapter; `adapted` are the matching names of the layer or its parameters."""
         if any(parameter.requires_grad for parameter in layer.parameters()):
             raise UserError(f"adapters: {name} is named by two adapters; name it in one of them", exit_code=2)
         if isinstance(layer, Linear):
@@ -88,12 +92,12 @@ class Lora:
         if self.dropout:
             raise UserError(f"adapters: {name}: PEFT has no dropout for experts; adapt them without dropout", 2)
         assert isinstance(layer, Experts)
-        leaves = {each.rpartition(".")[2] for each in adapted}
+        leaves = {adapted_name.rpartition(".")[2] for adapted_name in adapted}
         return LoraExperts(layer, self.form, FUSED if name in adapted else sorted(leaves))
 
 
 def _names(name: str, layer: nn.Module) -> list[str]:
-    """The names by which a layer can be adapted: none if it is of another kind."""
+    """Return the names by which patterns can match a layer; [] for kinds of layers that LoRA does not adapt."""
     if isinstance(layer, Experts):
         return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
     return [name] if type(layer) in (Linear, Embedding) or isinstance(layer, AdaptedLayer) else []

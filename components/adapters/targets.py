@@ -1,22 +1,22 @@
-"""Patterns of the names of modules and parameters."""
+"""Patterns of module and parameter names."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a shell pattern matches a name, or the end of one after a dot: `q_proj`, `layers.[0-3].mlp.*`."""
+    """Return whether a shell pattern, such as `layers.[0-3].mlp.*`, matches a name or its end after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def matching(name: str, patterns: Iterable[str]) -> list[str]:
-    """The patterns that match a name."""
+    """Return the patterns that match a name."""
     return [pattern for pattern in patterns if matches(name, pattern)]
 
 
 def no_pattern(patterns: Iterable[str]) -> str | None:
-    """The reason why patterns are invalid, or None: there is at least one, and none is empty."""
-    given = list(patterns)
-    if not given:
+    """Return why patterns are invalid (there is none, or an empty one), or None if they are valid."""
+    listed = list(patterns)
+    if not listed:
         return "an empty list adapts nothing; name at least one module"
-    return None if all(given) else "an empty name matches nothing; write the name of a module"
+    return None if all(listed) else "an empty name matches nothing; write the name of a module"

@@ -1,4 +1,4 @@
-"""LoRA of a head that is tied to the embedding: its factors are the head's alone."""
+"""LoRA of a head that is tied to the embedding; the factors change only the head."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,15 +18,15 @@ from drawloom.components.weights.mapper_ops import rename
 
 class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     """
-    A head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
+    Head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
 
-    The table stays the embedding's parameter. With the factors merged the head is another matrix, so that an export has
-    one of its own.
+    The table remains the embedding's parameter. Merged factors make the head differ from the table, so that an export
+    contains a separate head.
     """
 
     def __init__(self, embedding: Embedding, form: LoraForm) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple: as a submodule its weight would have two names
+        self._embedding = (embedding,)  # a tuple, because the weight of a submodule would have a second name
         vocab_size, hidden_size = embedding.weight.shape
         self.form = form
         self.vocab_size = vocab_size
@@ -34,37 +34,36 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         self.lora_B = factor(vocab_size, form.rank, like=embedding.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size), of any floating dtype, to (..., vocab_size), in the table's dtype."""
+        """Map (..., hidden_size), of any floating dtype, to (..., vocab_size), in the table's dtype."""
         (embedding,) = self._embedding
         kernels, table = embedding.kernels, embedding.weight
         x = x.to(table.dtype)
         y = kernels.linear(x, table)
         if not self.active:
             return y
-        low = kernels.linear(self.form.dropped(x).to(self.lora_A.dtype), self.lora_A)
+        low = kernels.linear(self.form.drop(x).to(self.lora_A.dtype), self.lora_A)
         return y + (kernels.linear(low, self.lora_B) * self.form.scale).to(y.dtype)
 
     def head(self) -> Head:
-        """The layer as the head of a model."""
+        """Return the layer as the head of a model."""
         return ChunkedHead(self, self.vocab_size, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """The vocabulary, as of the table."""
+        """Split the vocabulary, as the table is split."""
         return {"lora_B": VOCABULARY}
 
     @property
     def adapter_names(self) -> list[str]:
-        """Both factors."""
         return ["lora_A", "lora_B"]
 
     def fill_adapter(self, name: str, fill: Fill) -> None:
-        """Random numbers for A and zeros for B, so that the layer begins as the tied head."""
+        """Fill A with random numbers and B with zeros, so that the layer begins like the tied head."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
-        """A head of its own, table + scale * B A, and the table as it is."""
+        """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
@@ -74,9 +73,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
 
     def peft_mapper(self, name: str) -> Mapper:
-        """The factors as weights of two linear layers."""
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_names})
 
     def low_ranks(self, name: str) -> list[LowRank]:
-        """One pair of factors."""
         return [self.form.low_rank(name)]

@@ -1,1 +1,1 @@
-"""What is learned."""
+"""Losses of language models."""

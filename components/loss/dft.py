@@ -1,9 +1,9 @@
 """
-Dynamic Fine-Tuning: each token's loss times the probability that its target already has.
+Dynamic Fine-Tuning: the loss of a token times the probability of its target.
 
 Wu et al. 2025, "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
-arXiv 2508.05629, equation 9. Plain fine-tuning weighs a token by the inverse of its probability, seen as a policy
-gradient; the factor, through which no gradient flows, takes that out.
+arXiv 2508.05629, equation 9. Seen as a policy gradient, plain fine-tuning weights a token by the inverse of its
+probability. The factor, which has no gradient, cancels that weight.
 """
 
 from torch import Tensor
@@ -17,13 +17,13 @@ from drawloom.graph import component
 @component
 class Dft(DecoderInputs):
     """
-    Cross entropy of the next token times the target's probability, each token's weighted by the batch.
+    Cross entropy of the next token times the target's probability, weighted by the batch's token weights.
 
-    The named sum `cross_entropy` is without that factor.
+    The named sum `cross_entropy` omits the factor.
     """
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
+        """Return the sum of losses, the sum of token weights, and named sums; hidden is (rows, length, hidden_size)."""
         losses, _ = head.token_losses(hidden, batch.targets)
         plain = losses.detach()  # a factor without a gradient: the probability is exp(-plain)
         total = (losses * (-plain).exp() * batch.weights).sum()

@@ -1,4 +1,4 @@
-"""The loss of a language model: each token predicted from those before it."""
+"""Next-token prediction, the loss of a language model."""
 
 from functools import partial
 
@@ -14,38 +14,40 @@ from drawloom.graph import at_least, between, component, setting
 @component
 class NextToken(DecoderInputs):
     """
-    Cross entropy of the next token, in nats, each token's weighted by the batch.
+    Cross entropy of the next token, in nats, weighted by the batch's token weights.
 
-    Named sums are `cross_entropy`, without smoothing and z-loss, and where they are on `z_loss`, `accuracy` and
+    Named sums are `cross_entropy`, without label smoothing and z-loss, and if enabled `z_loss`, `accuracy` and
     `top_k_accuracy`.
     """
 
     z_loss: float = setting(
-        default=0.0, check=at_least(0), doc="coefficient of log(sum(exp(logits)))^2, which keeps logits small; 0 is off"
+        default=0.0,
+        check=at_least(0),
+        doc="z-loss coefficient, of log(sum(exp(logits)))^2, to keep logits small; 0 is off",
     )
     label_smoothing: float = setting(
-        default=0.0, check=between(0, 1), doc="share of each target's probability that is spread over the vocabulary"
+        default=0.0, check=between(0, 1), doc="fraction of a target's probability that is spread over the vocabulary"
     )
     accuracy: bool = setting(
         default=False,
         impact="safe",
-        doc="whether to count the targets that are likeliest, for one more product with the head",
+        doc="report how many targets are the likeliest token; costs one more product with the head",
     )
 
     top_k: int | None = setting(
         default=None,
         impact="safe",
         check=at_least(1),
-        doc="count the targets that are among the k likeliest tokens, as `top_k_accuracy`; off if left out",
+        doc="report as `top_k_accuracy` how many targets are among the k likeliest tokens; default: off",
     )
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
+        """Return the sum of losses, the sum of token weights, and named sums; hidden is (rows, length, hidden_size)."""
         losses, lse = head.token_losses(hidden, batch.targets, batch.weights)
         total = losses.sum()
         sums = {"cross_entropy": total.detach()}
         if self.label_smoothing:
-            # torch's definition: the cross entropy with a mixture of the target and all words alike.
+            # As in torch, the target distribution is a mixture of the target and a uniform distribution.
             uniform = ((lse - head.mean_logits(hidden)) * batch.weights).sum()
             total = (1 - self.label_smoothing) * total + self.label_smoothing * uniform
         if self.z_loss:
@@ -64,13 +66,13 @@ class NextToken(DecoderInputs):
 
 
 def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:
-    """1.0 where the target int64 (tokens,) has the greatest of the logits (tokens, vocabulary), float32 (tokens,)."""
+    """Return 1.0 where a target int64 (tokens,) has the greatest logit (tokens, vocabulary), as float32 (tokens,)."""
     return (logits.argmax(-1) == targets).float()
 
 
 def _is_among_likeliest(logits: Tensor, targets: Tensor, k: int) -> Tensor:
     """Return 1.0 where a target int64 (tokens,) has one of the k greatest logits (tokens, vocabulary), as float32."""
-    # Of equal logits, which are common in bfloat16, the lower id comes first, as for argmax.
+    # Equal logits are common in bfloat16; the lower id comes first, as in argmax.
     target = targets.clamp(min=0).unsqueeze(-1)
     logit, ids = logits.gather(-1, target), torch.arange(logits.shape[-1], device=logits.device)
     return (((logits > logit) | ((logits == logit) & (ids < target))).sum(-1) < k).float()

@@ -1,4 +1,4 @@
-"""The component `model.auto`: a model as a Hugging Face folder has it, of whichever family."""
+"""The component `model.auto`: a model of any family, from a Hugging Face folder."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,34 +34,34 @@ from drawloom.graph.recipe.lockfile import LOCK
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     kind.family.model_type: kind for kind in (Dots1, Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
 }
-"""The components of all families, by `model_type`."""
+"""Model components by `model_type`."""
 
 
 @component(impact="incompatible")
 class AutoModel:
     """
-    The model of a Hugging Face folder, or of a run's `export/`: its family, its sizes and, for stages, its weights.
+    Model from a Hugging Face folder or a run's `export/`, which decides its family, sizes and initial weights.
 
-    `[stages] weights` may name other weights of the same sizes.
+    `[stages] weights` may replace the weights by others of the same sizes.
     """
 
     layers_keep_shapes: ClassVar[bool] = True
 
     kernels: ExpertKernels
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="a folder with a config.json, and with safetensors files if its weights are to be loaded")
+    path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
     new_tokens: NewTokens = setting(
         default=0,
         check=fault_of_new_tokens,
-        doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
-        "which the folder need not have; or, for several such splits, a table of names and numbers in the order of ids",
+        doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
+        "which the folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
     weights: bool = setting(
-        default=True, impact="changes_training", doc="start from the folder's weights; false for random ones"
+        default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
     )
 
     def check_machine(self) -> None:
-        """Raise UserError for a config that can't be built, a folder without weights, or a tokenizer of more ids."""
+        """Raise UserError for an invalid config, a folder without weights, or a tokenizer with too many ids."""
         try:
             self._check_path()
             read_config(_family(self.path).family, self.path)
@@ -69,14 +69,14 @@ class AutoModel:
                 raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
             if self.weights:
                 _check_weights(self.path, self.new_tokens)
-            _ = self.builder.architecture  # last: the tokenizer may be what can't be read
+            _ = self.builder.architecture  # last, so that an unreadable tokenizer does not hide other errors
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
     def _check_path(self) -> None:
         path = self.path
         if not path.exists():
-            # An absolute path, or one of several folders, is no name of a model on the hub.
+            # Names of models on the hub have two parts.
             on_hub = len(path.parts) == 2 and not path.is_absolute()
             download = f", such as `hf download {path} --local-dir {path.name}` makes" if on_hub else ""
             raise UserError(f"there is no folder {path}; write one with a config.json{download}")
@@ -87,7 +87,6 @@ class AutoModel:
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Why this number of ranks along `tensor` can't share the model; nothing if they can."""
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own
@@ -96,7 +95,6 @@ class AutoModel:
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
-        """The experts of a layer; 0 if the model has none."""
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
             return num_experts(read_config(_family(path).family, path))
@@ -104,24 +102,22 @@ class AutoModel:
 
     @classmethod
     def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
-        """All parameters by name, on the meta device; none if no model can be built of the folder's config."""
+        """Return all parameters by name, on the meta device; {} if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
             return _without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_parameters()
         return {}
 
     @cached_property
     def builder(self) -> DecoderBuilder:
-        """The component of the folder's family. Computed on first use, because the tokenizer must be open."""
+        """The component of the folder's family, created on first use, because the tokenizer must be open."""
         kind = _family(self.path)
         return kind(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path, new_tokens=self.new_tokens)
 
     @property
     def initial_weights(self) -> Path | None:
-        """The folder of the weights to start from, if stages name no others."""
         return self.path if self.weights else None
 
     def files_read(self) -> dict[str, list[Path]]:
-        """The config.json."""
         return {"path": [config_path(self.path)]}
 
     @property
@@ -143,11 +139,9 @@ class AutoModel:
         return self.builder.blocks(module)
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
-        """A function of seed, name and index alone, for parameters of any shape and slices of them."""
         self.builder.initialise(name, parameter, seed, part_of)
 
     def forward_flops(self) -> ForwardFlops:
-        """Floating-point operations of matrix products, by parameter, and of attention."""
         return self.builder.forward_flops()
 
     def hugging_face_config(self) -> dict[str, Any]:
@@ -158,7 +152,7 @@ class AutoModel:
 
 
 def _check_weights(path: Path, new_tokens: NewTokens) -> None:
-    """UserError if the tensors of a folder are not those of its config, by their names and shapes."""
+    """Raise UserError if names or shapes of a folder's tensors do not match its config."""
     builder = _without_kernels(path, new_tokens)
     with torch.device("meta"):
         module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
@@ -166,12 +160,12 @@ def _check_weights(path: Path, new_tokens: NewTokens) -> None:
 
 
 def _without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
-    kernels: Any = None  # only a forward pass would use them
+    kernels: Any = None  # only a forward pass needs kernels
     return _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
 
 
 def _family(path: Path) -> type[DecoderBuilder]:
-    """The component of the family of a `config.json`; UserError if it is of none."""
+    """Return the component for a `config.json`. Raises UserError for an unknown family."""
     file = config_path(path)
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:

@@ -20,7 +20,7 @@ from drawloom.graph import above, at_least, component, setting
 
 @attrs.frozen(kw_only=True)
 class Dots1Config(MoeConfig):
-    """Experts, of which some are shared, in all layers but the first; a window in the last layers, if any."""
+    """Config of dots.llm1: routed and shared experts in all but the first layers, and windows in the last layers."""
 
     qk_norm: ClassVar[bool] = True
 
@@ -36,7 +36,7 @@ class Dots1Config(MoeConfig):
 
     @property
     def routing(self) -> Routing:
-        """By sigmoid and bias."""
+        """Routing by sigmoid scores and a balancing bias."""
         return Routing(
             scoring_func="sigmoid",
             bias=True,
@@ -47,16 +47,14 @@ class Dots1Config(MoeConfig):
         )
 
     def has_experts(self, number: int) -> bool:
-        """All but the first layers."""
         return number >= self.first_k_dense_replace
 
     def window_of(self, layer: int) -> int | None:
-        """In the last layers alone."""
         return self.sliding_window if layer >= self.max_window_layers else None
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Groups that experts do not fill, or are too few; no layer with experts."""
+        """Yield the faults of expert groups, and of a config without a layer with experts."""
         yield from super().faults(given)
         layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
@@ -103,11 +101,11 @@ DOTS1 = Family(
 @component(impact="incompatible")
 class Dots1(DecoderBuilder):
     """
-    A dots.llm1 language model, of sizes given here or by a Hugging Face `config.json`.
+    A dots.llm1 language model, with sizes from this table or a Hugging Face `config.json`.
 
-    Its layers are Qwen3's, with the experts of DeepSeek-V3, of which all tokens visit some. The router scores each
-    expert by a sigmoid. The phase `phases.router_bias` keeps the experts in balance, by a bias of each; a
-    load-balancing loss over the tokens of each row and a z-loss are added if they have coefficients.
+    The layers are those of Qwen3, with the routed and shared experts of DeepSeek-V3. The router scores experts by a
+    sigmoid. The phase `phases.router_bias` balances the experts by a bias per expert. A load-balancing loss over the
+    tokens of a row and a z-loss are added if their coefficients are set.
     """
 
     family = DOTS1
@@ -116,60 +114,66 @@ class Dots1(DecoderBuilder):
     intermediate_size: int | None = setting(
         default=None,
         check=size("intermediate_size"),
-        doc="channels inside the feed-forward network of layers without experts",
+        doc="width of the feed-forward network in layers without experts",
     )
-    num_experts: int | None = setting(
-        default=None, check=size("num_experts"), doc="experts of a layer that tokens are sent to"
-    )
+    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of routed experts per layer")
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="experts that each token is sent to"
+        default=None, check=size("num_experts_per_tok"), doc="number of routed experts per token"
     )
     moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="channels inside an expert"
+        default=None, check=size("moe_intermediate_size"), doc="width of an expert"
     )
     n_shared_experts: int | None = setting(
-        default=None, check=size("n_shared_experts"), doc="experts of a layer that all tokens visit; 1 if left out"
+        default=None,
+        check=size("n_shared_experts"),
+        doc="number of shared experts per layer, which process all tokens; default: 1",
     )
     first_k_dense_replace: int | None = setting(
-        default=None, check=at_least(0), doc="how many layers, from the first, have no experts; 0 if left out"
+        default=None, check=at_least(0), doc="number of first layers without experts; default: 0"
     )
     norm_topk_prob: bool | None = setting(
         default=None,
         impact="changes_training",
-        doc="whether the scores of a token's experts are normalised to a sum of 1; true if left out",
+        doc="normalise the scores of a token's experts to a sum of 1; default: true",
     )
     routed_scaling_factor: float | None = setting(
-        default=None, check=above(0), impact="changes_training", doc="what these are multiplied by; 1 if left out"
+        default=None,
+        check=above(0),
+        impact="changes_training",
+        doc="multiplier of the scores of a token's experts; default: 1",
     )
     n_group: int | None = setting(
-        default=None, check=at_least(1), impact="changes_training", doc="groups of experts; 1 if left out"
+        default=None, check=at_least(1), impact="changes_training", doc="number of expert groups; default: 1"
     )
     topk_group: int | None = setting(
         default=None,
         check=at_least(1),
         impact="changes_training",
-        doc="groups whose experts a token is sent to at most; 1 if left out",
+        doc="maximum number of expert groups per token; default: 1",
     )
     router_aux_loss_coef: float | None = setting(
         default=None,
         check=at_least(0),
         impact="changes_training",
-        doc="coefficient of the load-balancing loss; the config's, or 0, if left out",
+        doc="load-balancing loss coefficient; default: the config's, or 0",
     )
     router_z_loss_coef: float | None = setting(
         default=None,
         check=at_least(0),
         impact="changes_training",
-        doc="coefficient of the router's z-loss, which keeps its logits small; the config's, or 0, if left out",
+        doc="router z-loss coefficient, to keep the router's logits small; default: the config's, or 0",
     )
     sliding_window: int | None = setting(
         default=None,
         check=at_least(1),
         impact="changes_training",
-        doc="how many tokens a token attends to in the last layers, itself included; all before it if left out",
+        doc="number of tokens that a token attends to in the last layers, including itself; default: all before it",
     )
     max_window_layers: int | None = setting(
-        default=None, check=at_least(0), impact="changes_training", doc="the first layer with a window; 62 if left out"
+        default=None,
+        check=at_least(0),
+        impact="changes_training",
+        doc="index of the first layer with a window; default: 62",
     )
 
     def mlp_of(self, number: int) -> nn.Module:

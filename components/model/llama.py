@@ -1,4 +1,4 @@
-"""The component `model.llama`: Llama 3 (Llama team 2024, arXiv 2407.21783) and those before it."""
+"""The component `model.llama`: Llama 3 (Llama team 2024, arXiv 2407.21783) and its predecessors."""
 
 import attrs
 
@@ -10,7 +10,7 @@ from drawloom.graph import component, setting
 
 @attrs.frozen(kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Llama: no norms of queries and keys, and biases only where a config asks for them."""
+    """Config of Llama: no norms of queries and keys, and optional biases."""
 
     max_position_embeddings: int = 8192
     rope_theta: float = 5e5
@@ -19,9 +19,8 @@ class LlamaConfig(DecoderConfig):
     mlp_bias: bool = False
 
     def has_bias(self, projection: str) -> bool:
-        """Of attention, or of the feed-forward network."""
-        of_mlp = projection in ("gate_proj", "up_proj", "down_proj")
-        return self.mlp_bias if of_mlp else self.attention_bias
+        is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
+        return self.mlp_bias if is_mlp else self.attention_bias
 
 
 LLAMA = Family(
@@ -36,13 +35,13 @@ LLAMA = Family(
 
 @component(impact="incompatible")
 class Llama(DecoderBuilder):
-    """A Llama language model, of sizes given here or by a Hugging Face `config.json`."""
+    """A Llama language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = LLAMA
 
     attention_bias: bool | None = setting(
-        default=None, doc="whether the linear layers of attention have biases; false if left out"
+        default=None, doc="add biases to the linear layers of attention; default: false"
     )
     mlp_bias: bool | None = setting(
-        default=None, doc="whether the linear layers of the feed-forward network have biases; false if left out"
+        default=None, doc="add biases to the linear layers of the feed-forward network; default: false"
     )

@@ -10,14 +10,13 @@ from drawloom.graph import at_least, component, setting
 
 @attrs.frozen(kw_only=True)
 class MistralConfig(DecoderConfig):
-    """Mistral: as Llama, with a window in all layers or in none."""
+    """Config of Mistral: like Llama, with an optional sliding window in all layers."""
 
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
 
     def window_of(self, layer: int) -> int | None:
-        """The same for all layers."""
         return self.sliding_window
 
 
@@ -40,7 +39,7 @@ MISTRAL = Family(
 
 @component(impact="incompatible")
 class Mistral(DecoderBuilder):
-    """A Mistral language model, of sizes given here or by a Hugging Face `config.json`."""
+    """A Mistral language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = MISTRAL
 
@@ -48,5 +47,5 @@ class Mistral(DecoderBuilder):
         default=None,
         check=at_least(1),
         impact="changes_training",
-        doc="how many tokens a token attends to, itself included; all before it if left out",
+        doc="number of tokens that a token attends to, including itself; default: all before it",
     )

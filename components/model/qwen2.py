@@ -10,18 +10,16 @@ from drawloom.graph import at_least, component, setting
 
 @attrs.frozen(kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """Qwen2: biases of queries, keys and values, and a window in the layers from `max_window_layers` on, if any."""
+    """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
     use_sliding_window: bool = False
     sliding_window: int = 4096
     max_window_layers: int = 28
 
     def has_bias(self, projection: str) -> bool:
-        """Those of queries, keys and values."""
         return projection in ("q_proj", "k_proj", "v_proj")
 
     def window_of(self, layer: int) -> int | None:
-        """In the last layers alone, and only if windows are used."""
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
 
 
@@ -37,19 +35,22 @@ QWEN2 = Family(
 
 @component(impact="incompatible")
 class Qwen2(DecoderBuilder):
-    """A Qwen2 or Qwen2.5 language model, of sizes given here or by a Hugging Face `config.json`."""
+    """A Qwen2 or Qwen2.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = QWEN2
 
     use_sliding_window: bool | None = setting(
-        default=None, impact="changes_training", doc="whether some layers have a window; false if left out"
+        default=None, impact="changes_training", doc="use a sliding window in the last layers; default: false"
     )
     sliding_window: int | None = setting(
         default=None,
         check=at_least(1),
         impact="changes_training",
-        doc="how many tokens a token attends to in these, itself included; 4096 if left out",
+        doc="number of tokens that a token attends to in layers with a window, including itself; default: 4096",
     )
     max_window_layers: int | None = setting(
-        default=None, check=at_least(0), impact="changes_training", doc="the first layer with a window; 28 if left out"
+        default=None,
+        check=at_least(0),
+        impact="changes_training",
+        doc="index of the first layer with a window; default: 28",
     )

@@ -1,7 +1,7 @@
 """
-Splits of the vocabulary: the rows of some token ids, of embedding and head, as parameters of their own.
+Splits of the vocabulary: separate parameters for the rows of some token ids in embedding and head.
 
-They can then be trained alone, while the table that a folder has stays frozen, and are one table with it in files.
+The rows can be trained while the table of a pretrained model stays frozen. In files, table and rows are one tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
 
 NewTokens = int | dict[str, int]
-"""How many of the last token ids have rows of their own, or how many by the name of the parameter with these rows."""
+"""Number of the last token ids with separate rows, or a table from parameter names to such numbers."""
 
 NEW = "new_tokens"
-"""The name of the parameter if a number alone is given."""
+"""Name of the parameter if `new_tokens` is a number."""
 
 LAYERS = ("embed_tokens", "lm_head")
 
@@ -40,28 +40,28 @@ def count_new_tokens(new_tokens: NewTokens) -> int:
 
 
 def fault_of_new_tokens(value: Any) -> str | None:
-    """Return why a setting `new_tokens` is invalid, None if it is valid."""
-    most = MAX_SIZES["vocab_size"]
+    """Return why a setting `new_tokens` is invalid, or None if it is valid."""
+    maximum = MAX_SIZES["vocab_size"]
     if isinstance(value, int):
-        return None if 0 <= value <= most else f"{value} is not from 0 to {most}"
+        return None if 0 <= value <= maximum else f"{value} is not from 0 to {maximum}"
     kernels: Any = None
     with torch.device("meta"):
         layers = Embedding(1, 1, kernels), Linear(1, 1, kernels)
     for name, size in value.items():
         if not name.isidentifier() or name == "split" or any(hasattr(layer, name) for layer in layers):
             return f"{name!r} can't be the name of a parameter of embedding and head; write another, such as {NEW}"
-        if not 1 <= size <= most:
-            return f"{name} = {size} is not from 1 to {most}"
+        if not 1 <= size <= maximum:
+            return f"{name} = {size} is not from 1 to {maximum}"
     return None
 
 
 @attrs.frozen
 class Split:
     """
-    Token ids from `first` on have rows of their own, beside a table of `rows` rows: consecutive ids of each name.
+    Split of a vocabulary: token ids from `first` on have separate rows, the others a table of `rows` rows.
 
-    `sizes` has the number of ids by name, in order. The table may have rows for them, too, which are not used, or may
-    end before them.
+    `sizes` maps parameter names to numbers of consecutive ids, in the order of ids. The table may contain unused rows
+    for these ids, or end before them.
     """
 
     first: int
@@ -70,7 +70,7 @@ class Split:
 
     @property
     def end(self) -> int:
-        """The id after the last one with a row of its own."""
+        """The id after the last one with a separate row."""
         return self.first + sum(self.sizes.values())
 
     @property
@@ -83,16 +83,16 @@ class Split:
         ends = accumulate(self.sizes.values(), initial=self.first)
         yield from ((name, end, end + size) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
 
-    def joined(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return one table (size, hidden_size) of the table (rows, hidden_size) and the rows of each split."""
+    def join(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Join the table (rows, hidden_size) and the separate rows to one table (size, hidden_size)."""
         table, *new = tensors
         return [torch.cat([table[: self.first], *new, table[self.end :]])]
 
-    def parted(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def part(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """
-        Return the table (rows, hidden_size) and the rows of each split of a table (rows, hidden_size).
+        Return the table (rows, hidden_size) and copies of its rows for the separate parameters.
 
-        Rows that it does not have are the mean of those before the splits, so that they begin as likely as others.
+        Missing rows become the mean of the rows before `first`, so that new tokens begin as likely as others.
         """
         (table,) = tensors
         known = table[self.first : self.end]
@@ -107,7 +107,7 @@ def _add_rows(layer: nn.Module, split: Split, width: int) -> None:
 
 
 class PartedEmbedding(Embedding):
-    """An embedding with a table, `weight` (rows, hidden_size), and a parameter (ids, hidden_size) of each split."""
+    """Embedding with a table `weight` (rows, hidden_size) and a parameter (ids, hidden_size) for every name."""
 
     def __init__(self, base: Embedding, split: Split) -> None:
         rows, width = base.weight.shape
@@ -116,22 +116,22 @@ class PartedEmbedding(Embedding):
         _add_rows(self, split, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
-        new = (tokens >= self.split.first) & (tokens < self.split.end)
-        vectors = self.kernels.embedding(tokens.masked_fill(new, 0), self.weight)
+        """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
+        is_new = (tokens >= self.split.first) & (tokens < self.split.end)
+        vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
         for name, first, end in self.split.ranges():
-            mine = (tokens >= first) & (tokens < end)
-            own = self.kernels.embedding((tokens - first).masked_fill(~mine, 0), self.get_parameter(name))
-            vectors = torch.where(mine[..., None], own.to(vectors.dtype), vectors)
+            is_named = (tokens >= first) & (tokens < end)
+            rows = self.kernels.embedding((tokens - first).masked_fill(~is_named, 0), self.get_parameter(name))
+            vectors = torch.where(is_named[..., None], rows.to(vectors.dtype), vectors)
         return vectors
 
     def head(self) -> Head:
-        """The head that is tied to the layer."""
+        """Return the head that is tied to the layer."""
         return ChunkedHead(partial(_logits, self), self.split.size)
 
 
 class PartedHead(Linear):
-    """A head with a table, `weight` (rows, hidden_size), and a parameter (ids, hidden_size) of each split."""
+    """Head with a table `weight` (rows, hidden_size) and a parameter (ids, hidden_size) for every name."""
 
     def __init__(self, base: Linear, split: Split) -> None:
         rows, width = base.weight.shape
@@ -140,25 +140,25 @@ class PartedHead(Linear):
         _add_rows(self, split, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size), of any floating dtype, to (..., size), in the weight's dtype."""
+        """Map (..., hidden_size), of any floating dtype, to logits (..., size) in the weight's dtype."""
         return _logits(self, x)
 
     def head(self) -> Head:
-        """The layer as the head of a model."""
+        """Return the layer as the head of a model."""
         return ChunkedHead(self, self.split.size)
 
 
 def _logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
-    """(..., hidden_size) to (..., size), in the dtype of the table."""
-    # Whole weights are multiplied, and not slices, so that operations can put their gradients off.
+    """Return the logits (..., size) of hidden (..., hidden_size), in the dtype of the table."""
+    # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
-    new = [layer.kernels.linear(hidden.to(each.dtype), each).to(table.dtype) for each in rows]
+    new = [layer.kernels.linear(hidden.to(weight.dtype), weight).to(table.dtype) for weight in rows]
     return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end :]], -1)
 
 
 def part(module: nn.Module, split: Split) -> nn.Module:
-    """A module whose embeddings and heads, which have as many rows as the split's table, get rows of its splits."""
+    """Split the embeddings and heads of a module in place, and return it. They must have `split.rows` rows."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if type(layer) is Embedding:
@@ -169,15 +169,15 @@ def part(module: nn.Module, split: Split) -> nn.Module:
 
 
 def join_mapper(names: Sequence[str], split: Split) -> Mapper:
-    """Maps tables and rows of splits, of the parameters of these names, to one table each."""
+    """Return a mapper that joins tables and separate rows, for the layers among the parameter names."""
     owners = (name.rpartition(".")[0] for name in names)
     layers = [owner for owner in dict.fromkeys(owners) if owner.rpartition(".")[2] in LAYERS]
     groups = [
         TensorGroup(
             (f"{layer}.weight", *(f"{layer}.{name}" for name in split.sizes)),
             (f"{layer}.weight",),
-            split.joined,
-            split.parted,
+            split.join,
+            split.part,
         )
         for layer in layers
     ]

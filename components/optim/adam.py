@@ -8,10 +8,10 @@ from drawloom.graph import at_least, component, setting
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class Adam(AdamSettings):
-    """Adam with weight decay as a part of the gradient (L2 regularization); norms and biases do not decay."""
+    """Adam with weight decay as part of the gradient (L2 regularization); norms and biases do not decay."""
 
     weight_decay: float = setting(
-        default=0.0, check=at_least(0), doc="coefficient of the weight that is added to the gradient"
+        default=0.0, check=at_least(0), doc="L2 weight decay coefficient: the gradient grows by this times the weight"
     )
 
     def open(self) -> None:

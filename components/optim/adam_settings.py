@@ -22,9 +22,11 @@ class AdamSettings(TorchOptimizer):
     mesh: Mesh
     lr: float = setting(check=above(0), doc="base learning rate")
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.999), check=check_betas, doc="decay of the running means of gradients and of their squares"
+        default=(0.9, 0.999),
+        check=check_betas,
+        doc="decay rates of the running means of gradients and their squares",
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="added to the denominator, which may be 0")
+    eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator for numerical stability")
     amsgrad: bool = setting(
         default=False,
         impact="incompatible",
@@ -35,11 +37,11 @@ class AdamSettings(TorchOptimizer):
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return the means of gradients and of their squares, and with `amsgrad` the largest of the latter."""
+        """Return the names of the two running means, and with `amsgrad` of the largest mean of squares."""
         names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
         return {name: names for name, _ in self.parameters.named()}
 
     def _options(self) -> dict[str, Any]:
-        """Return the settings as torch's optimizers call them, without weight decay, which each group has."""
+        """Return torch's options of the same names; the weight decay is an option of the parameter groups."""
         names = ("lr", "betas", "eps", "amsgrad", "maximize")
         return {name: getattr(self, name) for name in names}

@@ -8,10 +8,10 @@ from drawloom.graph import at_least, component, setting
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class AdamW(AdamSettings):
-    """AdamW; norms and biases do not decay."""
+    """AdamW with decoupled weight decay; norms and biases do not decay."""
 
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay of the running means of gradients and of their squares"
+        default=(0.9, 0.95), check=check_betas, doc="decay rates of the running means of gradients and their squares"
     )
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
 

@@ -1,4 +1,4 @@
-"""The steps of AdamW: torch's fused ones, or on GPUs those of a Triton kernel, which moves less memory."""
+"""AdamW steps by torch's fused kernels, or on GPUs by a Triton kernel that moves less memory."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,32 +10,32 @@ from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.operation import why_no_triton
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of Adam's running means of gradients and of their squares."""
+"""Names in torch of Adam's running means of gradients and of their squares."""
 
 AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
-"""The same, and the largest mean of squares so far."""
+"""Names in torch of Adam's running means and of the largest mean of squares so far."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""
 
 
 def adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
-    """Return the fastest AdamW for the parameters of torch's groups; its state is torch's, whichever it is."""
+    """Return the fastest AdamW for the parameter groups; its state has torch's format in either case."""
     groups = list(groups)
-    kind = AdamWTriton if all(_suits(part) for group in groups for part in group["params"]) else torch.optim.AdamW
-    return kind(groups, fused=True, **options)
+    use_triton = all(_fits_triton(part) for group in groups for part in group["params"])
+    return (AdamWTriton if use_triton else torch.optim.AdamW)(groups, fused=True, **options)
 
 
-def _suits(parameter: nn.Parameter) -> bool:
-    here = parameter.is_cuda and not why_no_triton(parameter.device)
-    return here and parameter.dtype in DTYPES and parameter.is_contiguous()
+def _fits_triton(parameter: nn.Parameter) -> bool:
+    has_triton = parameter.is_cuda and not why_no_triton(parameter.device)
+    return has_triton and parameter.dtype in DTYPES and parameter.is_contiguous()
 
 
 class WideGradientStep(torch.optim.Optimizer):
     """
-    A step for gradients in wider dtypes than the weights.
+    Optimizer that accepts gradients in wider dtypes than the weights.
 
-    A step with `found_inf`, float32 () on the device of the weights, that is not 0 changes nothing.
+    A step changes nothing if `found_inf`, float32 () on the device of the weights, is not 0.
     """
 
     found_inf: Tensor | None = None
@@ -43,10 +43,10 @@ class WideGradientStep(torch.optim.Optimizer):
 
 class AdamWTriton(torch.optim.AdamW, WideGradientStep):
     """
-    torch's AdamW, of contiguous weights in float32 or bfloat16, by one launch for those of a group.
+    torch's AdamW for contiguous weights in float32 or bfloat16, with one launch for each parameter group.
 
-    Gradients are of any float dtype; weights without one are left out. A step with `found_inf`, float32 () on the
-    device of the weights, that is not 0 changes nothing, and does not count; the host does not wait for it.
+    Gradients have any float dtype; weights without a gradient are left out. A step changes nothing and does not count
+    if `found_inf`, float32 () on the device of the weights, is not 0; the host does not wait for the flag.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
@@ -62,18 +62,18 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
                 self._update(parts, group, self._stepper(number, parts, group["weight_decay"]))
 
     def _update(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
-        # Steps are counted on the device, which alone knows at once which of them it skips.
+        # The device counts the steps, because the host learns too late which of them were skipped.
         steps = [self.state[part]["step"] for part in parts]
         scalars = step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
         stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf)
-        # A list of tensors: of one tensor without dimensions, torch would read the number.
+        # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 
     def _stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
-        """The kernel with the addresses of these weights and their state."""
+        """Return the kernel with the addresses of these weights and their state, built anew if the weights changed."""
         known, stepper = self._steppers.get(number, ((), None))
         if len(known) != len(parts) or any(a is not b for a, b in zip(known, parts, strict=True)):
-            # Triton is imported where it launches.
+            # Imported here, because Triton is not available on every machine.
             from drawloom.kernels.triton.adamw import AdamwTriton
 
             states = [self._state(part) for part in parts]
@@ -102,6 +102,6 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the state by a copy of one of `torch.optim.AdamW`."""
+        """Replace the state by a copy of the state of a `torch.optim.AdamW`."""
         super().load_state_dict(state_dict)
         self._steppers.clear()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, adamw
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, places_of
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, match_targets
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
@@ -25,84 +25,85 @@ class Muon(TorchOptimizer):
     """
     Muon for the matrices of layers, and AdamW for the rest: embeddings, the head, norms and biases.
 
-    The update of a matrix is its momentum, orthogonalised; a matrix that ranks have slices of is brought to one of them
-    for that. Stacked experts are a matrix each, and gate and up projections that are one parameter are one matrix.
+    The update of a matrix is its orthogonalised momentum. If ranks share a matrix, one of them gathers the slices,
+    orthogonalises the whole, and scatters the result. Every expert of a stack is a matrix; gate and up projections in
+    one parameter are one matrix.
     """
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="the base learning rate, of both")
+    lr: float = setting(check=above(0), doc="base learning rate of Muon and AdamW")
     targets: list[str] = setting(
         factory=lambda: ["*layers.*"],
         check=check_targets,
         impact="incompatible",
-        doc="patterns (fnmatch) of the names of the parameters whose matrices Muon trains",
+        doc="name patterns (fnmatch) of the matrices that Muon trains",
     )
     adjust_lr_fn: Adjustment = setting(
         default="match_rms_adamw",
-        doc="what the rate of a matrix is multiplied by: 0.2 * sqrt(max(rows, columns)), with which updates are as "
-        "large as AdamW's, or, in the original, sqrt(max(1, rows / columns))",
+        doc="learning-rate multiplier of a matrix: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for updates as "
+        "large as AdamW's; original is sqrt(max(1, rows / columns))",
     )
-    momentum: float = setting(default=0.95, check=between(0, 1), doc="decay of Muon's running mean of gradients")
-    nesterov: bool = setting(default=True, doc="whether the mean is taken one step further with the same gradient")
-    ns_steps: int = setting(default=5, check=between(1, 1001), doc="iterations of the orthogonalisation")
+    momentum: float = setting(default=0.95, check=between(0, 1), doc="decay rate of Muon's running mean of gradients")
+    nesterov: bool = setting(default=True, doc="mix the gradient into its running mean once more (Nesterov momentum)")
+    ns_steps: int = setting(default=5, check=between(1, 1001), doc="number of Newton-Schulz iterations")
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay of AdamW's two running means"
+        default=(0.9, 0.95), check=check_betas, doc="decay rates of AdamW's two running means"
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="keeps AdamW's denominator from zero")
+    eps: float = setting(default=1e-8, check=above(0), doc="constant added to AdamW's denominator")
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return the one mean of the matrices that Muon trains, and AdamW's two of other parameters."""
-        of_muon = self._of_muon()
+        """Return one name for the matrices that Muon trains, and AdamW's two names for other parameters."""
+        matrices = self._muon_matrices()
         return {
-            name: ("momentum_buffer",) if part in of_muon else ADAM_MOMENTS for name, part in self.parameters.named()
+            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS for name, part in self.parameters.named()
         }
 
     def update_flops(self) -> float:
-        """Those of Muon, of which ranks that have slices of the same matrices, or the same ones, have equal parts."""
-        places, of_muon = self.parameters.slices(), self._of_muon()
-        parts = ((places[name], part) for name, part in self.parameters.named() if part in of_muon)
-        shapes = (tuple(part.shape) if place is None else place.shape for place, part in parts)
+        """Return the FLOPs of the orthogonalisation on this rank. Ranks that share a matrix split the work."""
+        slices, matrices = self.parameters.slices(), self._muon_matrices()
+        parts = ((slices[name], part) for name, part in self.parameters.named() if part in matrices)
+        shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
         return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing.size
 
     @property
     def _sharing(self) -> Group:
-        """The ranks that differ in nothing but which slices they have of the same matrices."""
+        """The ranks that have slices or copies of the same matrices."""
         return self.mesh.data_tensor_group
 
     def open(self) -> None:
         """Create both optimizers, and plan which rank orthogonalises which matrices."""
-        of_muon, every = self._of_muon(), self._param_groups()
-        ours, theirs = (
-            [group | {"params": [part for part in group["params"] if (part in of_muon) == wanted]} for group in every]
+        chosen, groups = self._muon_matrices(), self._param_groups()
+        muon_groups, adamw_groups = (
+            [group | {"params": [part for part in group["params"] if (part in chosen) == wanted]} for group in groups]
             for wanted in (True, False)
         )
-        places = self.parameters.slices()
-        matrices = {name: part for name, part in self.parameters.named() if part in of_muon}
-        slices = {name: places[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
+        known = self.parameters.slices()
+        matrices = {name: part for name, part in self.parameters.named() if part in chosen}
+        slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing)
-        how = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
+        options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         self._optimizers = [
-            MuonStep(ours, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **how),
-            adamw(theirs, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
+            MuonStep(muon_groups, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **options),
+            adamw(adamw_groups, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
         ]
 
-    def _of_muon(self) -> set[nn.Parameter]:
-        """Matrices with a name among `targets`. Raises UserError for a pattern that is the name of none."""
+    def _muon_matrices(self) -> set[nn.Parameter]:
+        """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
         matrices = [(name, part) for name, part in self.parameters.named() if decays(part)]
-        places = places_of([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
-        return {part for (_, part), place in zip(matrices, places, strict=True) if place}
+        indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
+        return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 
 
 class MuonStep(WideGradientStep):
     """
-    The steps of `torch.optim.Muon`, on slices of matrices and stacks of them; a gradient that is None counts as zeros.
+    `torch.optim.Muon` for stacks and slices of matrices; a missing gradient counts as zeros.
 
-    A step with `found_inf`, float32 () on the device of the weights, that is not 0 changes nothing.
+    A step changes nothing if `found_inf`, float32 () on the device of the weights, is not 0.
     """
 
     def __init__(
@@ -124,18 +125,18 @@ class MuonStep(WideGradientStep):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights and means."""
         updates = {
-            self._names[part]: self._averaged(part, group) for group in self.param_groups for part in group["params"]
+            self._names[part]: self._average(part, group) for group in self.param_groups for part in group["params"]
         }
         directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:
             for part in group["params"]:
                 name = self._names[part]
-                rate = group["lr"] * _adjusted(self._adjust, self._slices[name].shape)
+                rate = group["lr"] * _lr_multiplier(self._adjust, self._slices[name].shape)
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._assign(part, updated.add_(directions[name], alpha=-rate))
 
-    def _averaged(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Add a gradient to its mean, and give what is to be orthogonalised."""
+    def _average(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """Add the gradient to its running mean, and return the tensor to orthogonalise."""
         state, gradient = self.state[parameter], gradient_of(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -147,7 +148,7 @@ class MuonStep(WideGradientStep):
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 
-def _adjusted(how: Adjustment, shape: tuple[int, ...]) -> float:
-    """The factor of the rate of whole matrices (..., rows, columns)."""
+def _lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
+    """Return the learning-rate multiplier of whole matrices (..., rows, columns)."""
     rows, columns = shape[-2:]
-    return math.sqrt(max(1, rows / columns)) if how == "original" else 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))

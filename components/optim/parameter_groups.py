@@ -1,4 +1,4 @@
-"""Parameter groups: names of parameters that an optimizer trains otherwise than the rest."""
+"""Parameter groups: parameters that an optimizer trains with options of their own."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,51 +15,51 @@ from drawloom.graph import Problem, UserError, at_least, between, setting
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.wiring.node import NodeView
 
-What = Literal["parameter", "matrix"]
-"""What patterns are compared with: all trained parameters, or those of two dimensions and more."""
+ParameterKind = Literal["parameter", "matrix"]
+"""Parameters that patterns are matched with: all trained parameters, or those with at least two dimensions."""
 
 
 def check_betas(value: tuple[float, float] | None) -> str | None:
-    """The reason why betas are invalid, or None: each is from 0 to below 1."""
+    """Return why betas are invalid (a beta is at least 0 and below 1), or None if they are valid."""
     return next((reason for beta in value or () if (reason := between(0, 1)(beta))), None)
 
 
 def check_targets(patterns: list[str]) -> str | None:
-    """The reason why patterns are invalid, or None: there is at least one."""
+    """Return why patterns are invalid (there is none), or None if they are valid."""
     return None if patterns else "an empty list names no parameter; write at least one pattern"
 
 
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
     """
-    Parameters by name, and what differs for them. What is left out is as the optimizer's settings say.
+    Parameters matched by name, with options that replace the optimizer's settings.
 
-    A parameter that several groups name belongs to the first of them.
+    A parameter that matches several groups belongs to the first of them.
     """
 
-    targets: list[str] = setting(check=check_targets, doc="patterns (fnmatch) of the names of the parameters")
+    targets: list[str] = setting(check=check_targets, doc="name patterns (fnmatch) of the parameters")
     lr_multiplier: float = setting(default=1.0, check=at_least(0), doc="learning-rate multiplier")
     weight_decay: float | None = setting(
-        default=None, check=at_least(0), doc="that of all parameters of the group, norms and biases included"
+        default=None, check=at_least(0), doc="weight decay coefficient of the group, for norms and biases, too"
     )
 
     def options(self) -> dict[str, Any]:
-        """What differs, as torch's parameter groups call it."""
-        given = attrs.asdict(self, recurse=False)
-        return {name: value for name, value in given.items() if name != "targets" and value is not None}
+        """Return the options that are set, by their names in torch's parameter groups."""
+        options = attrs.asdict(self, recurse=False)
+        return {name: value for name, value in options.items() if name != "targets" and value is not None}
 
 
 @attrs.frozen(kw_only=True)
 class AdamGroup(ParameterGroup):
-    """A group of an optimizer of the Adam kind."""
+    """Parameter group of an optimizer with Adam's two running means."""
 
     betas: tuple[float, float] | None = setting(
-        default=None, check=check_betas, doc="decay of the two running means of the group"
+        default=None, check=check_betas, doc="decay rates of the two running means"
     )
 
 
 def decays(parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases, which have one dimension."""
+    """Return whether weight decay applies to a parameter: to matrices, but not to norms and biases."""
     return parameter.ndim >= 2
 
 
@@ -67,49 +67,50 @@ def param_groups(
     parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh
 ) -> list[dict[str, Any]]:
     """
-    Every trained parameter once, in torch's form: `params`, `weight_decay`, `lr_multiplier`, and what a group sets.
+    Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, and the options that a group sets.
 
-    Of each group, and of the parameters in none, there are the matrices and, without weight decay, the vectors. They
-    exist even if they are empty: torch takes no empty list of groups, and a pipeline rank whose parameters are all
-    frozen has none to train. Raises UserError, on all ranks, for a pattern without a parameter.
+    Every trained parameter is in one group. The parameters without a group, and then those of every group, make two
+    groups of torch: matrices, and vectors without weight decay. Groups may be empty: torch rejects an empty list of
+    groups, but all parameters of a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern that
+    matches no parameter.
     """
     named = parameters.named()
-    places = places_of([name for name, _ in named], _targets(groups), mesh)
-    found: list[dict[str, Any]] = []
-    for place, group in enumerate([None, *groups]):
-        mine = [part for (_, part), where in zip(named, places, strict=True) if where == place]
+    indices = match_targets([name for name, _ in named], _targets(groups), mesh)
+    torch_groups: list[dict[str, Any]] = []
+    for number, group in enumerate([None, *groups]):
+        members = [part for (_, part), index in zip(named, indices, strict=True) if index == number]
         options = {"lr_multiplier": 1.0} if group is None else group.options()
-        matrices, vectors = ([part for part in mine if decays(part) == wanted] for wanted in (True, False))
-        found.append({"params": matrices, "weight_decay": weight_decay} | options)
-        found.append({"params": vectors, "weight_decay": 0.0} | options)
-    return found
+        matrices, vectors = ([part for part in members if decays(part) == wanted] for wanted in (True, False))
+        torch_groups.append({"params": matrices, "weight_decay": weight_decay} | options)
+        torch_groups.append({"params": vectors, "weight_decay": 0.0} | options)
+    return torch_groups
 
 
 def unmatched(node: NodeView) -> Iterator[Problem]:
     """
-    Warnings of patterns of an optimizer's groups, or of its `targets`, that no parameter of the model is left for.
+    Yield a warning for every pattern, in groups or the optimizer's `targets`, that selects no parameter of the model.
 
-    A model that has `KnownParameters` tells them; where adapters or transforms change them, or the loss is a
-    `TrainableLoss`, the run alone knows them all. Of `targets` only matrices count.
+    Only models with `KnownParameters` are checked, because adapters, transforms and a `TrainableLoss` change the
+    parameters when the run starts. `targets` select matrices only.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
-    kinds: list[tuple[What, dict[str, list[str]], list[KeyPath]]] = [
+    kinds: list[tuple[ParameterKind, dict[str, list[str]], list[KeyPath]]] = [
         ("parameter", _targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
     parameters = _declared_parameters(stages) if stages else {}
-    for what, targets, paths in kinds:
-        names = [name for name, part in parameters.items() if what == "parameter" or decays(part)]
-        for place, pattern, text in _faults(_placed(names, targets), targets, what):
-            yield node.warning(paths[place], f"the pattern {pattern!r} {text}")
+    for kind, targets, paths in kinds:
+        names = [name for name, part in parameters.items() if kind == "parameter" or decays(part)]
+        for index, pattern, text in _faults(_pair_with_index(names, targets), targets, kind):
+            yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 
 
 def _declared_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
     """Return the parameters that the stages' model declares; {} if another part of the stages changes them."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
-    own = loss and loss.implements(TrainableLoss)
-    if model is None or own or stages.neighbours("adapters") or stages.neighbours("transforms"):
+    trains_loss = loss and loss.implements(TrainableLoss)
+    if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
     return model.component.parameters_of(model) if issubclass(model.component, KnownParameters) else {}
 
@@ -118,27 +119,27 @@ def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:
     return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
 
 
-def places_of(
-    names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh, what: What = "parameter"
+def match_targets(
+    names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh, kind: ParameterKind = "parameter"
 ) -> list[int]:
     """
-    The number of each name's patterns, from 1: the first that match, of those that settings have; 0 if none do.
+    Return for each parameter name the 1-based index of the first matching group, or 0.
 
-    `targets` are the patterns by the name of their setting, `what` is what all names are of. Raises UserError, on all
-    ranks, for a pattern that no name of any rank is left for.
+    `targets` maps the name of a group's setting to its patterns; all names belong to parameters of `kind`. Raises
+    UserError, on all ranks, for a pattern that selects no parameter on any rank.
     """
-    placed = _placed(names, targets)
-    # Asked of no rank where there are no patterns, as in most runs.
+    pairs = _pair_with_index(names, targets)
+    # Most runs have no patterns and need no collective.
     if targets:
-        pairs = mesh.pipeline_group.gather_json(placed)
-        everywhere = [(str(name), int(place)) for each in pairs for name, place in each]
-        for number, pattern, text in _faults(everywhere, targets, what):
+        pairs_by_rank = mesh.pipeline_group.gather_json(pairs)
+        all_pairs = [(str(name), int(index)) for rank_pairs in pairs_by_rank for name, index in rank_pairs]
+        for number, pattern, text in _faults(all_pairs, targets, kind):
             raise UserError(f"{[*targets][number]} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
-    return [place for _, place in placed]
+    return [index for _, index in pairs]
 
 
-def _placed(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
-    """Each name with the number of its patterns, from 1, or 0."""
+def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
+    """Return each name with the 1-based index of its first matching group, or 0."""
     return [
         (name, next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0))
         for name in names
@@ -146,21 +147,21 @@ def _placed(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[
 
 
 def _faults(
-    placed: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], what: What
+    pairs: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], kind: ParameterKind
 ) -> Iterator[tuple[int, str, str]]:
-    """The number of a setting from 0, a pattern of it that no name is left for, and what it matches instead."""
-    # Nothing is trained at all: that is another fault, if it is one.
-    if not placed:
+    """Yield the 0-based index of a group, its pattern that selects no name, and the text of the fault."""
+    # A model without trained parameters is not a fault of the patterns.
+    if not pairs:
         return
     for number, (setting_name, patterns) in enumerate(targets.items()):
         for pattern in patterns:
-            matched = [(name, place) for name, place in placed if fnmatchcase(name, pattern)]
+            matched = [(name, index) for name, index in pairs if fnmatchcase(name, pattern)]
             if not matched:
-                # One in the middle is of a layer, where most that is trained otherwise is.
-                yield number, pattern, f"matches no trained {what}; one is called {placed[len(placed) // 2][0]!r}"
-            elif all(place != number + 1 for _, place in matched):
-                name, place = matched[0]
-                text = f"matches {name!r}, but that is in {[*targets][place - 1]}; write {setting_name} before it"
+                # The example comes from the middle, which is a layer: most patterns are for layers.
+                yield number, pattern, f"matches no trained {kind}; one is called {pairs[len(pairs) // 2][0]!r}"
+            elif all(index != number + 1 for _, index in matched):
+                name, index = matched[0]
+                text = f"matches {name!r}, but that is in {[*targets][index - 1]}; write {setting_name} before it"
                 yield number, pattern, text
 
 

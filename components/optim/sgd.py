@@ -23,12 +23,12 @@ class SGD(TorchOptimizer):
     lr: float = setting(check=above(0), doc="base learning rate")
     momentum: float = setting(default=0.9, check=between(0, 1), doc="decay of the momentum, a running sum of gradients")
     dampening: float = setting(
-        default=0.0, check=between(0, 1), doc="fraction of each gradient but the first that the momentum leaves out"
+        default=0.0, check=between(0, 1), doc="fraction of a gradient that momentum ignores, except for the first one"
     )
     nesterov: bool = setting(default=False, doc="add the gradient to its momentum once more (Nesterov momentum)")
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     weight_decay: float = setting(
-        default=0.0, check=at_least(0), doc="coefficient of the weight that is added to the gradient"
+        default=0.0, check=at_least(0), doc="L2 weight decay coefficient: the gradient grows by this times the weight"
     )
     groups: list[ParameterGroup] = setting(
         factory=list, doc="parameter groups with their own options; the first match wins"
@@ -36,13 +36,13 @@ class SGD(TorchOptimizer):
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return the mean of gradients for every parameter, if there is momentum."""
+        """Return `momentum_buffer` for every parameter, or no names without momentum."""
         names = ("momentum_buffer",) if self.momentum else ()
         return {name: names for name, _ in self.parameters.named()}
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Nesterov momentum takes momentum and no dampening; dampening takes momentum."""
+        """Require momentum without dampening for Nesterov momentum, and momentum for dampening."""
         yield from super().constraints(node)
         momentum, dampening = node.settings["momentum"], node.settings["dampening"]
         if node.settings["nesterov"] and (not momentum or dampening):
@@ -59,8 +59,8 @@ class SGD(TorchOptimizer):
     def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         has_begun = any("momentum_buffer" in state for state in optimizer.state.values())
         if skip is not None and self.dampening and not has_begun:
-            # With dampening, momentum begins as the whole first gradient, which must not be that of a skipped step:
-            # until there is momentum, the host waits for what the device decides.
+            # With dampening, momentum begins as the whole first gradient, which must not come from a skipped step.
+            # Until there is momentum, the host waits for the device to decide.
             if skip.item():
                 return
             skip = None
@@ -70,9 +70,9 @@ class SGD(TorchOptimizer):
 
     def _fill_buffers(self) -> None:
         """
-        Add zeros where torch has no momentum yet.
+        Fill missing momentum with zeros.
 
-        It would leave it unfilled in a first step that is skipped, and mixes no weights with and without momentum.
+        torch would leave it uninitialized if the first step is skipped, and rejects a mix of weights with and without.
         """
         for _, parameter in self.parameters.named():
             state = self._optimizers[0].state[parameter]

@@ -1,5 +1,5 @@
 """
-Orthogonalisation of matrices of which ranks have slices: each matrix is brought to one rank, and its result back.
+Orthogonalisation of matrices that ranks share: one rank gathers a matrix's slices and scatters the result.
 
 Jordan et al. 2024, "Muon", https://kellerjordan.github.io/posts/muon; Liu et al. 2025, "Muon is Scalable for LLM
 Training", arXiv 2502.16982, section 2.3, algorithm 1.
@@ -22,9 +22,9 @@ EPS = 1e-7
 
 def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
     """
-    Matrices with about the same singular vectors and singular values near 1: (..., rows, columns), in bfloat16.
+    Return matrices with about the same singular vectors and singular values near 1: (..., rows, columns), bfloat16.
 
-    A Newton-Schulz iteration of the fifth order, as `torch.optim.Muon` has it for one matrix.
+    The algorithm is a quintic Newton-Schulz iteration, as in `torch.optim.Muon`, for stacks of matrices.
     """
     if not matrices.numel():
         return matrices.bfloat16()
@@ -32,16 +32,16 @@ def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
     flat: Tensor = matrices.bfloat16() if matrices.ndim == 2 else matrices.bfloat16().flatten(0, -3)
     add_product = torch.addmm if flat.ndim == 2 else torch.baddbmm
     wide = flat.mT if flat.shape[-2] > flat.shape[-1] else flat
-    # So that no singular value is above 1.
-    found: Tensor = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    # The iteration converges if no singular value is above 1.
+    x: Tensor = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(ns_steps):
-        gram = found @ found.mT
-        found = add_product(found, add_product(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found if wide is flat else found.mT).reshape(matrices.shape)
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide is flat else x.mT).reshape(matrices.shape)
 
 
 def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
-    """Floating-point operations of `orthogonalize` for matrices of a shape."""
+    """Return the floating-point operations of `orthogonalize` for matrices of a shape."""
     *stack, small, large = *shape[:-2], *sorted(shape[-2:])
     return ns_steps * prod(stack) * (4.0 * small**2 * large + 2.0 * small**3)
 
@@ -49,9 +49,9 @@ def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
 @attrs.frozen(eq=False)
 class _Share:
     """
-    Matrices that one rank orthogonalises: the box `region` of a parameter, of which ranks have `parts`, by rank.
+    Matrices that the rank `owner` orthogonalises: the box `region` of a parameter.
 
-    `senders` have a part that the owner has not, each a different one.
+    `parts` are the overlaps of the region with each rank's slice, None without overlap.
     """
 
     name: str
@@ -61,7 +61,7 @@ class _Share:
 
     @property
     def senders(self) -> list[int]:
-        """The first rank of those that have the same part, for each part that the owner lacks."""
+        """Return one rank for every different part that the owner lacks: the first rank with that part."""
         first: dict[TensorSlice, int] = {}
         for rank, part in enumerate(self.parts):
             if part is not None:
@@ -71,138 +71,145 @@ class _Share:
 
 class SharedMatrices:
     """
-    Parameters of matrices, of which the ranks of a group have slices, or the same ones.
+    Matrices of which the ranks of a group have slices or copies.
 
-    The last two dimensions are those of a matrix, others number a stack of them, such as experts. A stack of which
-    ranks have whole matrices stays where it is, shared out between those that have the same ones. Any other is
-    orthogonalised on one rank, so that each has about the same work. Matrices travel in bfloat16, in which they are
-    orthogonalised anyway.
+    The last two dimensions of a parameter are rows and columns; other dimensions stack matrices, such as experts. If
+    every rank has whole matrices of a stack, they are not moved, and ranks with copies split them. Any other parameter
+    is orthogonalised on one rank, chosen to balance the work. Matrices are exchanged in bfloat16, the dtype of the
+    orthogonalisation.
     """
 
-    def __init__(self, places: Mapping[str, TensorSlice], ranks: Group) -> None:
-        """Plan the exchange; `places` are the slices of this rank. A collective."""
-        self._places = places
+    def __init__(self, slices: Mapping[str, TensorSlice], ranks: Group) -> None:
+        """Plan the exchange of this rank's slices with the other ranks. A collective."""
+        self._slices = slices
         self._ranks = ranks
-        fields = [[name, place.shape, place.offsets, place.size] for name, place in places.items()]
-        everywhere = [
-            {name: TensorSlice(tuple(shape), tuple(offsets), tuple(size)) for name, shape, offsets, size in each}
-            for each in ranks.gather_json(fields)
+        fields = [[name, own.shape, own.offsets, own.size] for name, own in slices.items()]
+        slices_by_rank = [
+            {name: TensorSlice(tuple(shape), tuple(offsets), tuple(size)) for name, shape, offsets, size in rank_fields}
+            for rank_fields in ranks.gather_json(fields)
         ]
-        self._shares = list(_shares_of(everywhere))
-        self._mine = [share for share in self._shares if share.owner == ranks.rank]
+        self._shares = list(_plan_shares(slices_by_rank))
+        self._owned_shares = [share for share in self._shares if share.owner == ranks.rank]
         self._exchanges = any(share.parts.count(None) < ranks.size - 1 for share in self._shares)
 
     def orthogonalize(self, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
-        """The slices of the results of slices, by name, in bfloat16 (their shapes); a collective."""
-        found = {name: torch.empty_like(update, dtype=torch.bfloat16) for name, update in updates.items()}
-        received = self._exchange(updates)
+        """Return the slices of the orthogonalised matrices by name, given the slices; bfloat16. A collective."""
+        outputs = {name: torch.empty_like(update, dtype=torch.bfloat16) for name, update in updates.items()}
+        received = self._send_to_owners(updates)
         results: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
-        for number, share in enumerate(self._mine):
+        for number, share in enumerate(self._owned_shares):
             parts = {rank: received[number, rank] for rank in share.senders}
-            result = orthogonalize(self._assembled(share, updates[share.name], parts), ns_steps)
+            result = orthogonalize(self._assemble(share, updates[share.name], parts), ns_steps)
             for rank, part in enumerate(share.parts):
                 if part is not None and rank == self._ranks.rank:
-                    found[share.name][part.index(self._places[share.name])] = result[part.index(share.region)]
+                    outputs[share.name][part.index(self._slices[share.name])] = result[part.index(share.region)]
                 elif part is not None:
                     results[rank].append(result[part.index(share.region)].reshape(-1))
-        self._give_back(results, found)
-        return found
+        self._return_results(results, outputs)
+        return outputs
 
-    def _exchange(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
-        """What the owners of matrices lack: the parts that came here, by their share's number and the sender."""
+    def _send_to_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
+        """Send parts to the owners that lack them, and return received ones by index of owned share and sender."""
         if not self._exchanges:
             return {}
-        mine = self._ranks.rank
+        this_rank = self._ranks.rank
         sent: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
         for share in self._shares:
-            part = share.parts[mine]
-            if part is not None and mine in share.senders:
-                piece = updates[share.name][part.index(self._places[share.name])]
+            part = share.parts[this_rank]
+            if part is not None and this_rank in share.senders:
+                piece = updates[share.name][part.index(self._slices[share.name])]
                 sent[share.owner].append(piece.bfloat16().reshape(-1))
         expected = [
-            [(number, rank, share.parts[rank]) for number, share in enumerate(self._mine) if rank in share.senders]
+            [
+                (number, rank, part)
+                for number, share in enumerate(self._owned_shares)
+                if rank in share.senders and (part := share.parts[rank])
+            ]
             for rank in range(self._ranks.size)
         ]
-        sizes = [[part.numel for _, _, part in each if part] for each in expected]
+        sizes = [[part.numel for _, _, part in rank_parts] for rank_parts in expected]
         pieces = iter(self._all_to_all(sent, sizes, updates))
         return {
-            (number, rank): next(pieces).view(part.size) for each in expected for number, rank, part in each if part
+            (number, rank): next(pieces).view(part.size) for rank_parts in expected for number, rank, part in rank_parts
         }
 
-    def _assembled(self, share: _Share, update: Tensor, received: Mapping[int, Tensor]) -> Tensor:
-        """All of a share's matrices, of this rank's slice of the parameter and what came from other ranks."""
-        own, place = share.parts[share.owner], self._places[share.name]
+    def _assemble(self, share: _Share, update: Tensor, received: Mapping[int, Tensor]) -> Tensor:
+        """Return the matrices of a share, given this rank's slice of the parameter and the received parts by rank."""
+        own, own_slice = share.parts[share.owner], self._slices[share.name]
         if own == share.region:
-            return update[own.index(place)].bfloat16()
+            return update[own.index(own_slice)].bfloat16()
         whole = torch.empty(share.region.size, dtype=torch.bfloat16, device=update.device)
         if own is not None:
-            whole[own.index(share.region)] = update[own.index(place)].bfloat16()
+            whole[own.index(share.region)] = update[own.index(own_slice)].bfloat16()
         for rank, piece in received.items():
             part = share.parts[rank]
             assert part is not None
             whole[part.index(share.region)] = piece
         return whole
 
-    def _give_back(self, results: Sequence[Sequence[Tensor]], found: dict[str, Tensor]) -> None:
-        """Bring results to the ranks that have slices of them, into `found`."""
+    def _return_results(self, results: Sequence[Sequence[Tensor]], outputs: dict[str, Tensor]) -> None:
+        """Send results to the ranks that have slices of them, and copy received ones to `outputs`."""
         if not self._exchanges:
             return
-        mine = self._ranks.rank
+        this_rank = self._ranks.rank
         parts = [
             [
                 (share.name, part)
                 for share in self._shares
-                if share.owner == rank != mine and (part := share.parts[mine])
+                if share.owner == rank != this_rank and (part := share.parts[this_rank])
             ]
             for rank in range(self._ranks.size)
         ]
-        pieces = iter(self._all_to_all(results, [[part.numel for _, part in each] for each in parts], found))
-        for name, part in (pair for each in parts for pair in each):
-            found[name][part.index(self._places[name])] = next(pieces).view(part.size)
+        sizes = [[part.numel for _, part in rank_parts] for rank_parts in parts]
+        pieces = iter(self._all_to_all(results, sizes, outputs))
+        for name, part in (pair for rank_parts in parts for pair in rank_parts):
+            outputs[name][part.index(self._slices[name])] = next(pieces).view(part.size)
 
     def _all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[int]], like: Mapping[str, Tensor]
     ) -> Sequence[Tensor]:
-        """Flat pieces (elements,) for each rank; gives those that came, of these sizes, by rank."""
+        """Send flat pieces (elements,) by rank, and return the received pieces, of sizes `received`, in rank order."""
         device = next(iter(like.values())).device
-        flat = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *(each for own in sent for each in own)])
-        counts = [sum(each.numel() for each in own) for own in sent]
+        empty = torch.empty(0, dtype=torch.bfloat16, device=device)
+        flat = torch.cat([empty, *(piece for pieces in sent for piece in pieces)])
+        counts = [sum(piece.numel() for piece in pieces) for pieces in sent]
         rows = self._ranks.all_to_all(flat, counts, [sum(sizes) for sizes in received])
         return torch.split(rows, [size for sizes in received for size in sizes])
 
 
-def _shares_of(everywhere: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
-    """The shares of all matrices; the same on every rank. `everywhere` is what ranks have, each of the same names."""
-    work = [0] * len(everywhere)
-    for name in sorted(everywhere[0], key=lambda name: (-_cost(everywhere[0][name].shape), name)):
-        places = [each[name] for each in everywhere]
-        if _is_stack_of_whole_matrices(places):
-            regions = list(_divided_among_holders(places))
+def _plan_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
+    """Yield the shares of all matrices, the same on every rank. All ranks have slices of the same names."""
+    work = [0] * len(slices_by_rank)
+    first_rank = slices_by_rank[0]
+    for name in sorted(first_rank, key=lambda name: (-_cost(first_rank[name].shape), name)):
+        slices = [rank_slices[name] for rank_slices in slices_by_rank]
+        if _are_stacks_of_whole_matrices(slices):
+            regions = list(_divide_among_copies(slices))
         else:
-            regions = [(TensorSlice.whole(places[0].shape), min(range(len(work)), key=work.__getitem__))]
+            regions = [(TensorSlice.whole(slices[0].shape), min(range(len(work)), key=work.__getitem__))]
         for region, owner in regions:
             work[owner] += _cost(region.size)
-            yield _Share(name, region, owner, [region.overlap(place) for place in places])
+            yield _Share(name, region, owner, [region.overlap(part) for part in slices])
 
 
 def _cost(shape: Sequence[int]) -> int:
-    """About the multiplications of an iteration."""
+    """Return about the number of multiplications of an iteration."""
     return prod(shape) * min(shape[-2:])
 
 
-def _is_stack_of_whole_matrices(places: Sequence[TensorSlice]) -> bool:
-    return len(places[0].shape) > 2 and all(place.size[-2:] == place.shape[-2:] for place in places)
+def _are_stacks_of_whole_matrices(slices: Sequence[TensorSlice]) -> bool:
+    return len(slices[0].shape) > 2 and all(part.size[-2:] == part.shape[-2:] for part in slices)
 
 
-def _divided_among_holders(places: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, int]]:
-    """Each different slice, cut along the first dimension for the ranks that have it."""
-    holders: dict[TensorSlice, list[int]] = {}
-    for rank, place in enumerate(places):
-        if place.numel:
-            holders.setdefault(place, []).append(rank)
-    for place, ranks in holders.items():
-        sizes = [place.size[0] // len(ranks) + (number < place.size[0] % len(ranks)) for number in range(len(ranks))]
+def _divide_among_copies(slices: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, int]]:
+    """Yield regions and their owners: every slice, divided along its first dimension among the ranks with a copy."""
+    ranks_by_slice: dict[TensorSlice, list[int]] = {}
+    for rank, part in enumerate(slices):
+        if part.numel:
+            ranks_by_slice.setdefault(part, []).append(rank)
+    for part, ranks in ranks_by_slice.items():
+        sizes = [part.size[0] // len(ranks) + (number < part.size[0] % len(ranks)) for number in range(len(ranks))]
         for (begin, end), rank in zip(pairwise(accumulate(sizes, initial=0)), ranks, strict=True):
             if end > begin:
-                offsets = (place.offsets[0] + begin, *place.offsets[1:])
-                yield TensorSlice(place.shape, offsets, (end - begin, *place.size[1:])), rank
+                offsets = (part.offsets[0] + begin, *part.offsets[1:])
+                yield TensorSlice(part.shape, offsets, (end - begin, *part.size[1:])), rank

@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @attrs.frozen
 class _Launch:
-    """Parameters that one step of the kernel updates, with a rate and betas of their own."""
+    """Parameters that one launch of the kernel updates, with their learning-rate multiplier and betas."""
 
     parameters: Sequence[nn.Parameter]
     stepper: Any
@@ -39,22 +39,24 @@ class _Launch:
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
-    AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
+    AdamW with stochastic rounding of bfloat16 weights, which needs no float32 master weights.
 
-    Groups with a rate or betas of their own take a launch each. With `amsgrad`, the largest mean of squares is taken of
-    the means as they are kept.
+    Norms and biases do not decay. One launch updates all weights; groups with their own learning rate or betas take
+    one more launch each. With `amsgrad`, the largest mean of squares is the maximum of the rounded means.
 
-    The noise depends on the run's seed, the parameter's name, the element's index in it and the number of the step: it
-    is the same for any layout of ranks, and resuming is bit-exact.
+    The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the number of
+    the step. It is the same for any layout of ranks, and resuming is bit-exact.
     """
 
     parameters: Parameters
     mesh: Mesh
     job: RunInfo
     device: Device
-    lr: float = setting(check=above(0), doc="the base learning rate")
-    betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
-    eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
+    lr: float = setting(check=above(0), doc="base learning rate")
+    betas: tuple[float, float] = setting(
+        default=(0.9, 0.95), check=check_betas, doc="decay rates of the two running means"
+    )
+    eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
     amsgrad: bool = setting(
         default=False,
@@ -78,7 +80,7 @@ class StochasticAdamW:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Groups without a parameter; and Triton needs a GPU."""
+        """Warn of groups without a parameter, and require a GPU for Triton."""
         yield from unmatched(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
@@ -87,12 +89,12 @@ class StochasticAdamW:
     def open(self) -> None:
         """Create the optimizer state of all parameters, filled with zeros."""
         slices = self.parameters.slices()
-        every = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
-        decay = {part: group["weight_decay"] for group in every for part in group["params"]}
+        groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+        decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
         for name, parameter in self.parameters.named():
             weight = parameter.detach()
             moments = {key: torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for key in self._moments.values()}
-            first, width, stride = rows_of(slices[name])
+            first, width, stride = slice_rows(slices[name])
             self._params[name] = ParamState(
                 weight,
                 weight_decay=decay[parameter],
@@ -103,7 +105,7 @@ class StochasticAdamW:
                 **moments,
             )
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
-        for group in every:
+        for group in groups:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
         implementation, states = self._implementation(), self._states()
         for (lr_multiplier, betas), parts in kinds.items():
@@ -129,7 +131,7 @@ class StochasticAdamW:
 
     @property
     def _moments(self) -> dict[str, str]:
-        """The fields of ParamState by their keys in the state."""
+        """Return the fields of ParamState by their keys in the state dict."""
         moments = {"mean": "exp_avg", "square": "exp_avg_sq"}
         return moments | ({"max_square": "max_exp_avg_sq"} if self.amsgrad else {})
 
@@ -137,23 +139,22 @@ class StochasticAdamW:
         return {parameter: self._params[name] for name, parameter in self.parameters.named()}
 
     def _steps_taken(self) -> int:
-        """The steps that were not skipped, which select the noise; of the last one the host may learn it only now."""
+        """Return the number of steps that were not skipped, after waiting to learn whether the last one was."""
         if self._last is not None:
             self._steps += not self._last.skip_reason
             self._last = None
         return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of the running means, and with `amsgrad` of the largest mean of squares."""
+        """Return the bytes of the running means, and with `amsgrad` of the largest mean of squares."""
         count = sum(parameter.numel() for _, parameter in self.parameters.named())
         return {"optimizer_state": len(self._moments) * count * DTYPES[self.state_dtype].itemsize}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """The parameters that this rank trains, and of which it has a slice."""
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """The running means of each parameter (its shape, `state_dtype`), and the number of steps."""
+        """Return the running means of each parameter (its shape, `state_dtype`), and the number of steps."""
         steps = self._steps_taken()
         return {
             name: {key: getattr(param, field) for key, field in self._moments.items()} | {"steps": steps}
@@ -161,7 +162,7 @@ class StochasticAdamW:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state into this optimizer; KeyError if it is of other parameters."""
+        """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
         if state.keys() != self._params.keys():
             raise KeyError(f"optimizer state differs for {sorted(state.keys() ^ self._params.keys())}")
         steps = {values["steps"] for values in state.values()}
@@ -173,7 +174,7 @@ class StochasticAdamW:
         self._steps, self._last = steps.pop() if steps else 0, None
 
     def _implementation(self) -> Any:
-        """The class that takes the steps; UserError if `implementation` is triton and the device can't run it."""
+        """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":
             wanted = "eager"
@@ -188,22 +189,21 @@ class StochasticAdamW:
         return AdamwTriton
 
 
-def rows_of(place: TensorSlice | None) -> tuple[int, int, int]:
+def slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
     """
-    Where the elements of a slice are among those of the whole tensor; None is the whole.
+    Return where a slice's elements are in the flat tensor: index of the first, row width, and row stride.
 
-    They are rows: the index of the first element, how many each row has, and how far the beginnings of two are apart.
-    Raises UserError for a slice whose rows are not equally far apart.
+    None is the whole tensor. Raises UserError for a slice whose rows are not equally far apart.
     """
-    if place is None or not place.numel:
+    if part is None or not part.numel:
         return 0, ALL, 0
-    strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
-    first = sum(offset * stride for offset, stride in zip(place.offsets, strides, strict=True))
-    last = max((dim for dim, size in enumerate(place.shape) if place.size[dim] != size), default=0)
-    numbers_rows = [dim for dim in range(last) if place.size[dim] > 1]
+    strides = [prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+    first = sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True))
+    last = max((dim for dim, size in enumerate(part.shape) if part.size[dim] != size), default=0)
+    numbers_rows = [dim for dim in range(last) if part.size[dim] > 1]
     if not numbers_rows:
         return first, ALL, 0
-    if any(strides[dim] != strides[inner] * place.size[inner] for dim, inner in pairwise(numbers_rows)):
-        text = f"a slice of shape {place.size} at {place.offsets} of a tensor of shape {place.shape}"
+    if any(strides[dim] != strides[inner] * part.size[inner] for dim, inner in pairwise(numbers_rows)):
+        text = f"a slice of shape {part.size} at {part.offsets} of a tensor of shape {part.shape}"
         raise UserError(f"optim.stochastic_adamw has no noise for {text}; take another mesh or optimizer")
-    return first, place.size[last] * strides[last], strides[numbers_rows[-1]]
+    return first, part.size[last] * strides[last], strides[numbers_rows[-1]]

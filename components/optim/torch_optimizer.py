@@ -1,4 +1,4 @@
-"""Shared by the optimizers: the step at a scheduled learning rate, and state by parameter name."""
+"""Base of torch's optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,60 +27,60 @@ KEEP_UPDATES = (
 
 
 def named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
-    """The optimizers' state of each parameter by name; empty before the first step in which it had a gradient."""
-    held = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    return {name: dict(held.get(parameter, {})) for name, parameter in named}
+    """Return the optimizer state of each parameter by name; {} before the parameter's first gradient."""
+    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+    return {name: dict(states.get(parameter, {})) for name, parameter in named}
 
 
 def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, state: dict[str, Any]) -> None:
     """
-    Replace optimizers' state by a copy of a saved one; an empty state is that of an optimizer before its first step.
+    Replace the optimizers' state by a copy of a saved state, which is empty before the first step.
 
-    Raises KeyError for state of other parameters.
+    Raises KeyError for the state of other parameters.
     """
     parameters = dict(named)
     if state and parameters.keys() != state.keys():
         raise KeyError(f"optimizer state differs for {sorted(parameters.keys() ^ state.keys())}")
     names = {parameter: name for name, parameter in named}
     for optimizer in optimizers:
-        every = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        values = {number: _copies(state[name]) for number, name in enumerate(every) if state.get(name)}
+        ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        values = {number: _copy_tensors(state[name]) for number, name in enumerate(ordered) if state.get(name)}
         # torch moves each tensor to its parameter's device: a fused optimizer counts its steps on the accelerator.
         optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _copies(parts: dict[str, Any]) -> dict[str, Any]:
-    """Copies of tensors, which the optimizer may change in place."""
+def _copy_tensors(parts: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors, because the optimizer changes its state in place."""
     return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
 
 
 def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
     """Return the shapes and dtypes of torch's state of a parameter."""
     state = {name: torch.empty_like(parameter, device="meta") for name in moments}
-    # torch's optimizers count the steps of each parameter for the bias correction of two means
+    # torch's optimizers with two means count the steps of each parameter for the bias correction
     return {"step": torch.empty((), device="meta"), **state} if {*ADAM_MOMENTS} <= {*moments} else state
 
 
 @contextmanager
 def _narrow_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Cast gradients of other dtypes than their parameters' to these."""
-    every = [part for group in optimizer.param_groups for part in group["params"]]
-    wide = [part for part in every if part.grad is not None and part.grad.dtype != part.dtype]
+    """Cast gradients to the dtypes of their parameters."""
+    parameters = [part for group in optimizer.param_groups for part in group["params"]]
+    wide = [part for part in parameters if part.grad is not None and part.grad.dtype != part.dtype]
     dtypes = [part.grad_dtype for part in wide]
     for part in wide:
         narrow, part.grad = part.grad.to(part.dtype), None
         part.grad_dtype = part.dtype
         part.grad = narrow
     yield
-    for part, dtype in zip(wide, dtypes, strict=True):  # autograd sums the next step's gradients in it again
+    for part, dtype in zip(wide, dtypes, strict=True):  # autograd sums the next step's gradients in the wide dtype
         part.grad, part.grad_dtype = None, dtype
 
 
 class TorchOptimizer:
     """
-    The phase and the state of optimizers of torch; subclasses create them in `open`.
+    Training phase and saved state of torch optimizers, which subclasses create in `open`.
 
-    Each trained parameter is in one of them.
+    Every trained parameter belongs to one of the optimizers.
     """
 
     parameters: Parameters
@@ -92,7 +92,7 @@ class TorchOptimizer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warnings of groups without a parameter, and of weights whose small updates are lost by rounding."""
+        """Warn of groups without a parameter, and of weights that lose small updates by rounding."""
         yield from unmatched(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
@@ -106,7 +106,7 @@ class TorchOptimizer:
         raise NotImplementedError
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of the moments; counters of steps, 4 bytes for a parameter, are left out."""
+        """Return the bytes of the moments, without the step counters, 4 bytes per parameter."""
         moments = self.moments()
         return {"optimizer_state": sum(len(moments[name]) * part.nbytes for name, part in self.parameters.named())}
 
@@ -130,24 +130,23 @@ class TorchOptimizer:
     def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        # GradScaler's name for the flag, which torch's fused optimizers read.
+        # torch's fused optimizers read the flag under this name, which GradScaler sets.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
-        # torch's fused optimizers take one dtype for weights and gradients; ours take others.
+        # torch's fused optimizers require gradients in the dtype of the weights; ours do not.
         with nullcontext() if isinstance(optimizer, WideGradientStep) else _narrow_gradients(optimizer):
             optimizer.step()
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, for torch."""
+        """Return the parameter groups in torch's form."""
         return param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """The parameters that this rank trains, and of which it has a slice."""
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name; tensors of any shape."""
+        """Return the optimizer's state by parameter name; tensors of any shape."""
         return named_state(self._optimizers, self.parameters.named())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state into this optimizer; KeyError if it is of other parameters."""
+        """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
         load_named_state(self._optimizers, self.parameters.named(), state)

@@ -1,10 +1,10 @@
 """
 AdamW in Triton, rounded to the nearest or stochastically: one launch for all weights of the same dtypes.
 
-A table on the device holds the addresses of each weight, its gradient and its state; another, which weight and which
-part of it each program updates. What changes by step is in two small tensors on the device, so that a launch can be
-captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division and root are rounded
-as IEEE 754 says, so the results are bitwise those of the eager implementation.
+A table on the device holds the addresses of every weight, its gradient and its state. A second table assigns a weight
+and a part of it to every program. Two small tensors on the device hold the values that change from step to step, so
+that a launch can be captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division
+and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation.
 """
 
 from collections.abc import Sequence
@@ -20,50 +20,51 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
 PART = 2**14
-"""Elements that a program updates."""
+"""Number of elements that a program updates."""
 
 BLOCK = 512
-"""Elements that a program holds at a time: 4 a thread, 8 bytes of bfloat16; larger blocks lower the occupancy."""
+"""Elements that a program processes at once: 4 per thread, 8 bytes of bfloat16; larger ones lower the occupancy."""
 
 ALIGNMENT = 16
-"""Bytes of a vectorized load; tensors that are not aligned to it are read element by element."""
+"""Bytes of a vectorized load; the kernel reads other tensors element by element."""
 
 TABLE_COLUMNS = 11
 """
-Numbers in a row of the table: four addresses, the count of elements, the place of the weight among all, of the noise
-the key, the first index, and the width and the stride of rows, and the address of the largest mean of squares, or 0.
+Numbers in a row of the table: four addresses, the number of elements, the index of the weight among all weights, the
+noise's key, first index, row width and row stride, and the address of max_exp_avg_sq, or 0.
 """
 
 
 class AdamwTriton:
-    """The optimizer step with one launch for each combination of dtypes; bitwise the same as AdamwEager."""
+    """Optimizer step with one launch for each combination of dtypes; bitwise equal to AdamwEager."""
 
     def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
-        filled = [place for place, param in enumerate(params) if param.weight.numel()]
-        kinds = sorted(filled, key=lambda place: _kind(params[place]))
-        groups = [list(group) for _, group in groupby(kinds, key=lambda place: _kind(params[place]))]
+        filled = [index for index, param in enumerate(params) if param.weight.numel()]
+        kinds = sorted(filled, key=lambda index: _kind(params[index]))
+        groups = [list(group) for _, group in groupby(kinds, key=lambda index: _kind(params[index]))]
         self._launches = [
-            (places, _FusedStep([params[place] for place in places], places, maximize)) for places in groups
+            (indices, _FusedStep([params[index] for index in indices], indices, maximize)) for indices in groups
         ]
 
     def step(
         self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Update all weights and their state in place; arguments as for AdamwEager.step (any shape)."""
-        for places, launch in self._launches:
-            launch.run([grads[place] for place in places], *launch.on_device(scalars, counter), found_inf)
+        """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
+        for indices, launch in self._launches:
+            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
-    """The key by which weights share a launch: dtypes, device, and what else the kernel is compiled for."""
-    what = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
-    return tuple(map(str, what))
+    """Return the dtypes, device and compile-time constants that weights of one launch share."""
+    kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
+    return tuple(map(str, kind))
 
 
 def _constants(param: ParamState) -> dict[str, bool]:
     """
-    The kernel's compile-time constants of a weight: whether loads are aligned, which noise belongs to which elements,
-    and whether the step divides by the largest mean of squares.
+    Return the kernel's compile-time constants for a weight.
+
+    They state whether loads are aligned, how elements map to the noise, and whether the step divides by max_exp_avg_sq.
     """
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.tensors)
     has_maximum = param.max_exp_avg_sq is not None
@@ -71,37 +72,37 @@ def _constants(param: ParamState) -> dict[str, bool]:
 
 
 class _FusedStep:
-    """Weights of one kind, none of them empty, and the tables of their addresses."""
+    """Launch for non-empty weights of one kind, with the tables of their addresses."""
 
-    def __init__(self, params: list[ParamState], places: list[int], maximize: bool) -> None:
+    def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
         if any(not tensor.is_contiguous() for param in params for tensor in param.tensors):
             raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
-        self._params, self._places = params, places
+        self._params, self._indices = params, indices
         self._device = params[0].weight.device
         self._constants = _constants(params[0]) | {"MAXIMIZE": maximize}
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
         self._weight_decays = upload(weight_decays, self._device)
-        # Their dtypes, and no memory, whose address would count.
+        # Empty tensors carry the dtypes; the address of a tensor with memory would matter to the launch.
         self._likes = [x.view(-1)[:0] for x in (params[0].weight, params[0].exp_avg)]
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
     def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
-        """The scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
-        noise_of = None if counter is None else upload(torch.tensor([counter]), self._device)
-        return upload(scalars, self._device), noise_of
+        """Return the scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
+        noise_step = None if counter is None else upload(torch.tensor([counter]), self._device)
+        return upload(scalars, self._device), noise_step
 
     def run(
         self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """
-        Launch the step with gradients (any shape) in the order of the weights, and what `on_device` gave.
+        Launch the step with gradients (any shape) in the order of the weights, and the tensors of `on_device`.
 
-        found_inf, not 0, leaves the weights as they are.
+        The weights do not change if `found_inf` is not 0.
         """
-        grads = [_readable(grad) for grad in grads]
+        grads = [_align(grad) for grad in grads]
         dtypes = {grad.dtype for grad in grads}
         # The kernel reads all gradients with one dtype; mixed ones are rare enough for a copy.
         if len(dtypes) > 1:
@@ -128,21 +129,21 @@ class _FusedStep:
 
     def _update_table(self, grads: list[Tensor]) -> None:
         addresses = [grad.data_ptr() for grad in grads]
-        # Gradients move when they are freed and allocated again; the other tensors stay where they are.
+        # Gradients move when they are freed and allocated again; the addresses of other tensors are constant.
         if addresses != self._addresses:
-            rows = [_row(*of) for of in zip(self._params, addresses, self._places, strict=True)]
+            rows = [_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table = upload(torch.tensor(rows), self._device)
             self._addresses = addresses
 
 
-def _row(param: ParamState, grad: int, place: int) -> list[int]:
-    weight, exp_avg, exp_avg_sq, *greatest = (tensor.data_ptr() for tensor in param.tensors)
+def _row(param: ParamState, grad: int, index: int) -> list[int]:
+    weight, exp_avg, exp_avg_sq, *maxima = (tensor.data_ptr() for tensor in param.tensors)
     noise = param.key, param.first, param.width, param.stride
-    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), place, *noise, *(greatest or [0])]
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *(maxima or [0])]
 
 
-def _readable(grad: Tensor) -> Tensor:
-    """The gradient, contiguous and aligned for vectorized loads."""
+def _align(grad: Tensor) -> Tensor:
+    """Return the gradient, contiguous and aligned for vectorized loads."""
     grad = grad.contiguous()
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
@@ -167,9 +168,9 @@ def _kernel(
     if ALIGNED:
         weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
-    greatest = tl.load(table + 10).to(exp_avg_like.dtype)
+    max_sq = tl.load(table + 10).to(exp_avg_like.dtype)
     if ALIGNED:
-        greatest = tl.multiple_of(greatest, 16)
+        max_sq = tl.multiple_of(max_sq, 16)
     count = tl.load(table + 4)
     if found_inf is not None:
         count = tl.where(tl.load(found_inf) == 0, count, 0)
@@ -179,42 +180,42 @@ def _kernel(
     lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     lr_decay = lr * tl.load(decays + row)
-    noise_of = None if counter is None else tl.load(counter)
+    noise_step = None if counter is None else tl.load(counter)
     # fmt: off
     for block in range(0, tl.minimum(PART, count - start), BLOCK):
-        place = start + block + tl.arange(0, BLOCK)
-        if PAIRS:  # a draw for two elements, which are neighbours
-            index = _index(start + block + 2 * tl.arange(0, BLOCK // 2), first, width, stride, ROWS)
+        element = start + block + tl.arange(0, BLOCK)
+        if PAIRS:  # one draw for two neighbouring elements
+            index = _parameter_index(start + block + 2 * tl.arange(0, BLOCK // 2), first, width, stride, ROWS)
         else:
-            index = _index(place, first, width, stride, ROWS)
+            index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, exp_avg, exp_avg_sq, greatest, place, None, key, index, noise_of, PAIRS, AMSGRAD,
+            _update(weight, grad, exp_avg, exp_avg_sq, max_sq, element, None, key, index, noise_step, PAIRS, AMSGRAD,
                     MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, exp_avg, exp_avg_sq, greatest, place, place < count, key, index, noise_of, PAIRS,
+            _update(weight, grad, exp_avg, exp_avg_sq, max_sq, element, element < count, key, index, noise_step, PAIRS,
                     AMSGRAD, MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
 
 
 @triton.jit
-def _index(place, first, width, stride, ROWS: tl.constexpr):
-    """Where elements at these places of a weight are in its parameter."""
+def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
+    """Return the indices in the whole parameter of elements of its part, the weight."""
     if ROWS:
-        place = place // width * stride + place % width
-    return first + place
+        element = element // width * stride + element % width
+    return first + element
 
 
 @triton.jit
 def _update(
-    weight, grad, exp_avg, exp_avg_sq, greatest, place, mask, key, index, counter, PAIRS: tl.constexpr,
+    weight, grad, exp_avg, exp_avg_sq, max_sq, element, mask, key, index, counter, PAIRS: tl.constexpr,
     AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
-    """The AdamW step of the elements at these places, with noise of these indices: of each, or of the even ones."""
-    old = tl.load(weight + place, mask=mask).to(tl.float32)
-    g = tl.load(grad + place, mask=mask).to(tl.float32)
-    m = tl.load(exp_avg + place, mask=mask).to(tl.float32)
-    s = tl.load(exp_avg_sq + place, mask=mask).to(tl.float32)
+    """Update elements by AdamW, with the noise of parameter indices `index` of all elements, or of the even ones."""
+    old = tl.load(weight + element, mask=mask).to(tl.float32)
+    g = tl.load(grad + element, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
+    s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:
         g = -g
     m = m + (g - m) * one_minus_beta1
@@ -222,26 +223,26 @@ def _update(
     old = old - old * lr_decay
     divisor = s
     if AMSGRAD:
-        most = tl.load(greatest + place, mask=mask).to(tl.float32)
-        divisor = tl.maximum(most, s, propagate_nan=tl.PropagateNan.ALL)
+        maximum = tl.load(max_sq + element, mask=mask).to(tl.float32)
+        divisor = tl.maximum(maximum, s, propagate_nan=tl.PropagateNan.ALL)
     new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(divisor) * sq_correction + eps)
     if counter is not None:
         for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
-        new = _rounded(new, for_weight, index, weight, PAIRS)
-        m = _rounded(m, for_mean, index, exp_avg, PAIRS)
-        s = _rounded(s, for_square, index, exp_avg_sq, PAIRS)
-    if AMSGRAD:  # of the mean as it is kept: of values that are rounded up and down, the largest needs no rounding
-        most = tl.maximum(most, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
-        tl.store(greatest + place, most.to(greatest.dtype.element_ty), mask=mask)
-    # What is not rounded yet is rounded to the nearest.
-    tl.store(weight + place, new.to(weight.dtype.element_ty), mask=mask)
-    tl.store(exp_avg + place, m.to(exp_avg.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq + place, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
+        new = _round(new, for_weight, index, weight, PAIRS)
+        m = _round(m, for_mean, index, exp_avg, PAIRS)
+        s = _round(s, for_square, index, exp_avg_sq, PAIRS)
+    if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
+        maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(max_sq + element, maximum.to(max_sq.dtype.element_ty), mask=mask)
+    # These casts round float32 values that have no noise to the nearest.
+    tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
+    tl.store(exp_avg + element, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + element, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _rounded(x, word, index, pointer, PAIRS: tl.constexpr):
-    """x in the pointer's dtype: float32 as it is, or stochastically rounded to bfloat16 with halves of the words."""
+def _round(x, word, index, pointer, PAIRS: tl.constexpr):
+    """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if PAIRS:
             x = round_stochastically(x, halves(word))

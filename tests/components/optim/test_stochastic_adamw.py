@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.optim.stochastic_adamw import StochasticAdamW, rows_of
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW, slice_rows
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
@@ -191,7 +191,7 @@ def test_rows_of_a_slice_are_where_it_is_in_the_whole(data: st.DataObject) -> No
     expected = torch.arange(prod(shape)).view(shape)[place.index()].flatten()
     elements = torch.arange(place.numel)
     try:
-        first, width, stride = rows_of(place)
+        first, width, stride = slice_rows(place)
     except UserError:
         begins = expected[torch.cat([torch.tensor([0]), (expected.diff() > 1).nonzero().flatten() + 1])]
         assert len({*begins.diff().tolist()}) > 1
