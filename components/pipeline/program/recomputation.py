@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 SELECTIVE = 0.06
 """
-What part of a forward "selective" repeats, about: Qwen3-0.6B keeps 98 % of its speed with it (docs/kernels.md).
+What part of a forward "selective" repeats, about: Qwen3-0.6B keeps 98 % of its speed with it (docs/benchmarks.md).
 """
 
 ONE_OF = (1, 2, 3, 4, 6, 8)
