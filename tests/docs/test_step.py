@@ -4,5 +4,5 @@ from generate.step import PICTURE, step_picture
 
 
 def test_the_picture_shows_the_step_of_the_first_run() -> None:
-    """The picture in the repository is the one that `drawloom draw first_run --step` prints."""
+    """The picture in the repository is the output of `drawloom draw first_run --step`."""
     assert PICTURE.read_text("utf-8") == step_picture()

@@ -59,13 +59,13 @@ def create_environment(folder: Path) -> Path:
 
 
 def install(environment: Path, *arguments: str) -> None:
-    """Install packages into a virtual environment that has no pip of its own."""
+    """Install packages into a virtual environment without pip of its own."""
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
     subprocess.run([*pip, *arguments], check=True)
 
 
 def link_dependencies(environment: Path) -> None:
-    """Link what the installed wheel depends on into a virtual environment, from the environment of the tests."""
+    """Link the dependencies of the installed wheel into a virtual environment, from the environment of the tests."""
     target = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     [drawloom] = Distribution.discover(name="drawloom", path=[str(target)])
     for dependency in dependencies(drawloom):
@@ -75,7 +75,7 @@ def link_dependencies(environment: Path) -> None:
 
 
 def dependencies(package: Distribution) -> list[Distribution]:
-    """Return the distributions that a package needs, directly or indirectly, without extras."""
+    """Return the distributions a package needs, directly or indirectly, without extras."""
     needed: dict[str, Distribution] = {}
     pending = [package]
     while pending:
