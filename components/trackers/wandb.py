@@ -14,7 +14,7 @@ from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component, setting
 
 STEP = "step"
-METRICS_ALONE = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
+METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
 
 log = logging.getLogger("drawloom.run")
 

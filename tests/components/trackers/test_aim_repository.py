@@ -6,11 +6,11 @@ import pytest
 
 from drawloom.components.trackers.aim_repository import (
     AimLocation,
+    find_run,
     free_run,
     has_run,
     open_repository,
     refuse_link,
-    find_run,
 )
 from drawloom.graph import UserError
 
