@@ -1,4 +1,4 @@
-"""Contract of the port of adapters."""
+"""Contract for the port of adapters."""
 
 import torch
 from torch import nn

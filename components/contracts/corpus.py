@@ -1,4 +1,4 @@
-"""Contracts of the ports of corpora: documents of text, tokenizers, and documents of token ids."""
+"""Contracts for ports of corpora: documents of text, tokenizers, and documents of token ids."""
 
 import tempfile
 from pathlib import Path
@@ -58,7 +58,7 @@ def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
 
 
 def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
-    """The byte counts of a text's ids add up to the bytes of the text; eos_id has none."""
+    """A text's ids have as many bytes as the text, and eos_id has none."""
     table = tokenizer.token_bytes()
     expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
     expect(table[tokenizer.eos_id] == 0, f"the end of a document has {table[tokenizer.eos_id]} bytes")

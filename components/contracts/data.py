@@ -1,4 +1,4 @@
-"""Contracts of the ports of training data: packed rows and batches."""
+"""Contracts for ports of training data: packed rows and batches."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Contracts of the ports of devices, meshes and processes."""
+"""Contracts for ports of devices, meshes and processes."""
 
 from math import prod
 
@@ -18,7 +18,7 @@ def tensors_can_be_made_on_the_device(device: Device) -> None:
 
 
 def sizes_multiply_to_the_world(mesh: Mesh) -> None:
-    """The product of the dimensions' sizes is the world size, and every index is below its size."""
+    """The dimension sizes multiply to the world size, and every index is below its size."""
     sizes, indices = attrs.asdict(mesh.sizes), attrs.asdict(mesh.indices)
     dense = mesh.sizes.dense()
     expect(prod(dense.values()) == mesh.world.size, f"{dense} are not {mesh.world.size} ranks")
@@ -27,7 +27,7 @@ def sizes_multiply_to_the_world(mesh: Mesh) -> None:
 
 
 def groups_match_dimensions(mesh: Mesh) -> None:
-    """The group of a dimension has the dimension's size, and this rank's index is the rank in the group."""
+    """A dimension's group has the dimension's size, and this rank's index is its rank in the group."""
     indices = mesh.indices.dense()
     for name, size in mesh.sizes.dense().items():
         group = mesh.group(name)

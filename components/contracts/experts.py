@@ -1,4 +1,4 @@
-"""Contracts of the ports of models with experts."""
+"""Contracts for ports of models with experts."""
 
 from itertools import pairwise
 

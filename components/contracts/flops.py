@@ -1,4 +1,4 @@
-"""Contract of the port of models that count their floating-point operations (FLOPs)."""
+"""Contract for the port of models that count their floating-point operations (FLOPs)."""
 
 import math
 

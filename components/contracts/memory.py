@@ -1,4 +1,4 @@
-"""Contract of the port of memory users."""
+"""Contract for the port of memory users."""
 
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser
 from drawloom.graph.testing import expect

@@ -1,4 +1,4 @@
-"""Contracts of the ports of models and their kernels."""
+"""Contracts for ports of models and their kernels."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Contracts of the ports of pipelines: schedules, losses and executors."""
+"""Contracts for ports of pipelines: schedules, losses and executors."""
 
 from collections.abc import Callable, Sequence
 
@@ -182,7 +182,7 @@ def losses_are_sums(loss: Loss) -> None:
 
 
 def rows_add_up(loss: Loss) -> None:
-    """The sums of microbatches add up to the sums of the whole batch."""
+    """Sums over microbatches add up to the sums over the whole batch."""
     hidden, head, batch = _hidden(), _Head(), _batch()
     whole = _sums(_compute(_prepare(loss), hidden, head, batch))
     parts = [_sums(_compute(loss, hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
@@ -244,7 +244,7 @@ def training_and_evaluation_measure_the_same(executor: Executor) -> None:
 
 
 def microbatches_add_up(executor: Executor) -> None:
-    """The sums of a batch do not depend on its division into microbatches."""
+    """Dividing a batch into microbatches does not change its sums."""
     whole, parts = [_batch()], [_rows(_batch(), row, row + 1) for row in range(4)]
     _expect_same_sums(_evaluate(executor, parts), _evaluate(executor, whole), "in four microbatches")
     _expect_same_sums(_train(executor, parts), _train(executor, whole), "trained in four microbatches")
@@ -270,7 +270,7 @@ def _logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = Non
 
 
 def later_tokens_do_not_matter(predictor: Predictor) -> None:
-    """The logits of a token depend on the token and on earlier tokens of its row, and not on later tokens."""
+    """Logits depend on the token and on earlier tokens in its row, and not on later tokens."""
     tokens = torch.arange(12).reshape(2, 6) % VOCAB
     changed = tokens.clone()
     changed[0, 3] = (tokens[0, 3] + 1) % VOCAB
@@ -282,7 +282,7 @@ def later_tokens_do_not_matter(predictor: Predictor) -> None:
 
 
 def other_documents_do_not_matter(predictor: Predictor) -> None:
-    """The logits of a token do not depend on other documents in its row."""
+    """Logits do not depend on other documents in the row."""
     tokens, documents = torch.arange(6)[None] % VOCAB, torch.tensor([[0, 0, 0, 1, 1, 1]])
     changed = torch.where(documents == 0, (tokens + 1) % VOCAB, tokens)
     before, after = _logits(predictor, tokens, documents), _logits(predictor, changed, documents)

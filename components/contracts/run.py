@@ -1,4 +1,4 @@
-"""Contracts of the ports of a run."""
+"""Contracts for ports of a run."""
 
 import math
 import threading
@@ -111,7 +111,7 @@ def leaves_the_number_of_the_step(phase: Phase) -> None:
 
 
 def microbatches_make_a_step(batching: Batching) -> None:
-    """The microbatches of all data-parallel ranks are exactly the rows of a step, and steps follow without gaps."""
+    """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
     expect(batching.start(1) == 0, f"the first step begins at position {batching.start(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
     for step in (1, 2, 3):
@@ -203,7 +203,7 @@ def _draw(randomness: Randomness, *purpose: str | int) -> list[float]:
 
 
 def streams_depend_only_on_the_purpose(one: Randomness, other: Randomness) -> None:
-    """The numbers of a purpose do not depend on earlier draws."""
+    """Earlier draws do not change the numbers for a purpose."""
     first = _draw(one, "dropout", 3)
     _draw(other, "something else")
     torch.rand(7)
@@ -276,7 +276,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def a_forecast_covers_the_state(node: GrowingState) -> None:
-    """A forecast has all entries of the present state, with the same shapes and dtypes."""
+    """A forecast has all entries in the present state, with the same shapes and dtypes."""
     _expect_covered(node.state_dict(), node.forecast_state(), "the state")
 
 
@@ -336,7 +336,7 @@ def steps_can_be_rewound(tracker: Tracker) -> None:
 
 
 def events_change_nothing(events: Events) -> None:
-    """All kinds of events can be emitted at any time, and do not change their step."""
+    """Events can be emitted at any time, and do not change their step."""
     for kind in reversed(typing.get_args(EventKind)):
         state = ObservedState({"tokens": 64.0, "loss": 1.5})
         step = Step(1, 2, state)

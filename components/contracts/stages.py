@@ -1,4 +1,4 @@
-"""Contracts of the ports of stages and their parameters."""
+"""Contracts for ports of stages and their parameters."""
 
 import torch
 from torch import nn

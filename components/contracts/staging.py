@@ -1,4 +1,4 @@
-"""Contract of the port of staging."""
+"""Contract for the port of staging."""
 
 import threading
 from concurrent.futures import Future

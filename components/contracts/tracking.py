@@ -1,4 +1,4 @@
-"""Contracts of the ports of trackers and metrics beyond numbers."""
+"""Contracts for ports of trackers and metrics beyond numbers."""
 
 import math
 
