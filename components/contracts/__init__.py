@@ -1,6 +1,6 @@
-"""What ports promise of behaviour: one module for each module of ports, one function for each property."""
+"""Contracts of ports: a module per module of ports, and a function per property that implementations must have."""
 
 FRAMEWORK_ONLY = {
-    "Timed": "it changes the timeouts of process groups, and ends processes: only what makes these can implement it",
+    "Timed": "it changes the timeouts of process groups and ends processes, so only the owner of both can implement it",
 }
-"""Ports without a contract, which no plugin implements, and why."""
+"""Ports that plugins can't implement and that have no contract, with the reason."""

@@ -1,4 +1,4 @@
-"""Contract of the port of adapters."""
+"""Contract for the port of adapters."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from drawloom.graph.testing import expect
 
 
 def a_module_without_targets_is_left_as_it_is(adapter: Adapter) -> None:
-    """Of a frozen module in which nothing has a target's name, nothing is found, added, renamed or trained."""
+    """An adapter matches, adds, renames and trains nothing in a frozen module without its targets."""
     expect(len(adapter.targets) > 0, "the adapter has no targets")
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)).requires_grad_(False)
@@ -16,4 +16,4 @@ def a_module_without_targets_is_left_as_it_is(adapter: Adapter) -> None:
     expect(not adapter.inject(module), "it finds targets in a module that has none")
     after = dict(module.named_parameters())
     expect(before.keys() == after.keys(), "it adds or renames parameters of a module without targets")
-    expect(not any(each.requires_grad for each in after.values()), "it trains parameters that are no targets")
+    expect(not any(param.requires_grad for param in after.values()), "it trains parameters that are not targets")

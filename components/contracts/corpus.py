@@ -1,4 +1,4 @@
-"""Contracts of the ports of corpora: documents of text, tokenizers, and documents of token ids."""
+"""Contracts for ports of corpora: documents of text, tokenizers, and documents of token ids."""
 
 import tempfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from drawloom.graph.testing import expect
 
 
 def documents_are_texts(corpus: Corpus) -> None:
-    """The training split has documents; each is a text, some of which may be empty."""
+    """The training split has documents, and all are strings; some may be empty."""
     documents = list(corpus.documents("train"))
     expect(documents, "the training split has no document")
     expect(
@@ -19,7 +19,7 @@ def documents_are_texts(corpus: Corpus) -> None:
 
 
 def the_order_is_stable(one: Corpus, other: Corpus) -> None:
-    """The documents of a split are the same, in the same order, each time."""
+    """Reading a split again yields the same documents in the same order."""
     for split in ("train", "validation"):
         first = list(one.documents(split))
         expect(first == list(one.documents(split)), f"read again, {split} has other documents or another order")
@@ -30,25 +30,25 @@ def the_order_is_stable(one: Corpus, other: Corpus) -> None:
 
 
 def splits_share_no_documents(corpus: Corpus) -> None:
-    """Hardly a text is in both splits; copies of a file may be."""
-    trained, validated = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
-    shared = len(trained & validated)
-    # Corpora have copies of files; a twentieth of the validation split is taken for these.
-    expect(shared * 20 <= len(validated), f"{shared} of {len(validated)} validation texts are in the training split")
+    """The splits share at most a few texts, such as copies of a file."""
+    training, validation = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
+    shared = len(training & validation)
+    # up to 5 % of the validation split may be copies of training files
+    expect(shared * 20 <= len(validation), f"{shared} of {len(validation)} validation texts are in the training split")
 
 
 TEXTS = ("", "a", "def f(x):\n\treturn x  # naïve\n", "Zwölf Boxkämpfer 😀", "one\r\ntwo\x00three", "  \n\n ")
 
 
 def text_comes_back(tokenizer: Tokenizer) -> None:
-    """Decoding the ids of a text gives the text."""
+    """Decoding the ids of a text returns the text."""
     for text in TEXTS:
-        back = tokenizer.decode([int(token) for token in tokenizer.encode(text)])
-        expect(back == text, f"{text!r} comes back as {back!r}")
+        decoded = tokenizer.decode([int(token) for token in tokenizer.encode(text)])
+        expect(decoded == text, f"{text!r} comes back as {decoded!r}")
 
 
 def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
-    """Ids are int32, from 0 to below vocab_size; so is eos_id, which no text has."""
+    """Ids are int32 and, like eos_id, from 0 to vocab_size - 1; no text contains eos_id."""
     expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"eos_id = {tokenizer.eos_id} is outside of the vocabulary")
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -58,28 +58,28 @@ def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
 
 
 def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
-    """The bytes of a text's ids are those of the text; the end of a document has none."""
+    """A text's ids have as many bytes as the text, and eos_id has none."""
     table = tokenizer.token_bytes()
     expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
     expect(table[tokenizer.eos_id] == 0, f"the end of a document has {table[tokenizer.eos_id]} bytes")
     for text in TEXTS:
-        found, size = int(table[tokenizer.encode(text)].sum()), len(text.encode())
-        expect(found == size, f"{text!r} has {size} bytes, and its ids {found}")
+        counted, size = int(table[tokenizer.encode(text)].sum()), len(text.encode())
+        expect(counted == size, f"{text!r} has {size} bytes, and its ids {counted}")
 
 
 def two_agree(one: Tokenizer, other: Tokenizer) -> None:
-    """Two tokenizers with the same settings give the same ids."""
+    """Two tokenizers with the same settings return the same ids."""
     for text in TEXTS:
         expect(np.array_equal(one.encode(text), other.encode(text)), f"{text!r} has two encodings")
 
 
 def a_batch_is_encoded_as_its_texts(tokenizer: Tokenizer) -> None:
-    """Texts that are encoded together have the ids that each has alone."""
-    together = tokenizer.encode_batch(TEXTS)
-    expect(len(together) == len(TEXTS), f"{len(TEXTS)} texts have {len(together)} encodings")
-    for text, ids in zip(TEXTS, together, strict=True):
-        same = ids.dtype == np.int32 and np.array_equal(ids, tokenizer.encode(text))
-        expect(same, f"{text!r} has other ids in a batch")
+    """Encoding texts together or alone returns the same ids."""
+    encodings = tokenizer.encode_batch(TEXTS)
+    expect(len(encodings) == len(TEXTS), f"{len(TEXTS)} texts have {len(encodings)} encodings")
+    for text, ids in zip(TEXTS, encodings, strict=True):
+        is_same = ids.dtype == np.int32 and np.array_equal(ids, tokenizer.encode(text))
+        expect(is_same, f"{text!r} has other ids in a batch")
 
 
 def it_is_saved_for_others(tokenizer: Tokenizer) -> None:
@@ -93,7 +93,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
-    """The training split has tokens; every id is from 0 to below vocab_size, and so is eos_id."""
+    """The training split has tokens; all ids and eos_id are from 0 to vocab_size - 1."""
     expect(0 <= corpus.eos_id < corpus.vocab_size, f"eos_id = {corpus.eos_id} is outside of the vocabulary")
     documents = corpus.documents("train")
     expect(
@@ -106,7 +106,7 @@ def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
 
 
 def parts_are_those_of_the_whole(corpus: TokenCorpus) -> None:
-    """Any part of a document has the ids and weights of the whole; weights are finite, and not negative."""
+    """Reading a part of a document returns the ids and weights of the whole; weights are finite and nonnegative."""
     for split in SPLITS:
         documents = corpus.documents(split)
         for number, length in enumerate(documents.lengths[:20].tolist()):
@@ -117,30 +117,30 @@ def parts_are_those_of_the_whole(corpus: TokenCorpus) -> None:
             if (weights := whole.weights) is not None:
                 expect(weights.dtype == np.float32 and weights.shape == (length,), f"{weights.dtype} {weights.shape}")
                 expect(bool(np.isfinite(weights).all() and (weights >= 0).all()), "a weight is negative or infinite")
-                own = part.weights
-                expect(own is not None and np.array_equal(weights[first:last], own), "weights of a part differ")
+                partial = part.weights
+                expect(partial is not None and np.array_equal(weights[first:last], partial), "weights of a part differ")
 
 
 def two_have_the_same_documents(one: TokenCorpus, other: TokenCorpus) -> None:
-    """Two with the same settings have the same documents, and say so by their fingerprints."""
+    """Two corpora with the same settings have the same documents and equal fingerprints."""
     for split in SPLITS:
-        ours, theirs = one.documents(split), other.documents(split)
-        expect(np.array_equal(ours.lengths, theirs.lengths), f"{split} has documents of other lengths the second time")
-        expect(ours.fingerprint == theirs.fingerprint, f"{split} has another fingerprint the second time")
-        for number, length in enumerate(ours.lengths[:20].tolist()):
-            same = np.array_equal(ours.read(number, 0, length).ids, theirs.read(number, 0, length).ids)
-            expect(same, f"document {number} of {split} differs the second time")
+        first, second = one.documents(split), other.documents(split)
+        expect(np.array_equal(first.lengths, second.lengths), f"{split} has documents of other lengths the second time")
+        expect(first.fingerprint == second.fingerprint, f"{split} has another fingerprint the second time")
+        for number, length in enumerate(first.lengths[:20].tolist()):
+            is_same = np.array_equal(first.read(number, 0, length).ids, second.read(number, 0, length).ids)
+            expect(is_same, f"document {number} of {split} differs the second time")
 
 
 def each_document_has_a_source(corpus: TokenCorpus) -> None:
-    """Documents say where they come from, each differently."""
+    """Every document has a source, and sources differ."""
     documents = corpus.documents("train")
     sources = [documents.source(number) for number in range(min(20, len(documents.lengths)))]
     expect(all(sources) and len(set(sources)) == len(sources), f"sources are missing or equal: {sources}")
 
 
 def control_tokens_are_the_templates_alone(tokenizer: ChatTokenizer) -> None:
-    """A control token that is written out is one id for a template, and none in a text."""
+    """A template encodes a control token as one id, and no text can produce that id."""
     for token in tokenizer.control_tokens:
         (number,) = tokenizer.encode_control(token).tolist()
         expect(number not in tokenizer.encode(f"a {token} b").tolist(), f"a text can forge {token}")

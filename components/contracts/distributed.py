@@ -1,4 +1,4 @@
-"""Contracts of the ports of devices, meshes and processes."""
+"""Contracts for ports of devices, meshes and processes."""
 
 from math import prod
 
@@ -10,7 +10,7 @@ from drawloom.graph.testing import expect
 
 
 def tensors_can_be_made_on_the_device(device: Device) -> None:
-    """Tensors can be made on the device; its backend is gloo or nccl, its memory in use at least 0."""
+    """The device can allocate tensors, its backend is gloo or nccl, and its memory in use is at least 0."""
     tensor = torch.zeros(2, device=device.device)
     expect(tensor.device.type == device.device.type, f"a tensor is on {tensor.device}")
     expect(device.backend in ("gloo", "nccl"), f"the backend is {device.backend!r}")
@@ -18,7 +18,7 @@ def tensors_can_be_made_on_the_device(device: Device) -> None:
 
 
 def sizes_multiply_to_the_world(mesh: Mesh) -> None:
-    """The sizes of the dimensions multiply to the world size, and each index is below its size."""
+    """The dimension sizes multiply to the world size, and every index is below its size."""
     sizes, indices = attrs.asdict(mesh.sizes), attrs.asdict(mesh.indices)
     dense = mesh.sizes.dense()
     expect(prod(dense.values()) == mesh.world.size, f"{dense} are not {mesh.world.size} ranks")
@@ -27,7 +27,7 @@ def sizes_multiply_to_the_world(mesh: Mesh) -> None:
 
 
 def groups_match_dimensions(mesh: Mesh) -> None:
-    """The group of a dimension has the dimension's size, and this rank's index is its rank in the group."""
+    """A dimension's group has the dimension's size, and this rank's index is its rank in the group."""
     indices = mesh.indices.dense()
     for name, size in mesh.sizes.dense().items():
         group = mesh.group(name)
@@ -35,7 +35,7 @@ def groups_match_dimensions(mesh: Mesh) -> None:
 
 
 def all_are_floating(precision: Precision) -> None:
-    """Each dtype is a floating-point one, and sums over ranks are at least as wide as float32."""
+    """All dtypes are floating-point, and sums over ranks are at least as wide as float32."""
     for name in ("parameter", "compute", "gradient", "reduce"):
         dtype = getattr(precision, name)
         expect(isinstance(dtype, torch.dtype) and dtype.is_floating_point, f"{name} is {dtype}")
@@ -43,7 +43,7 @@ def all_are_floating(precision: Precision) -> None:
 
 
 def ranks_are_counted(processes: Processes) -> None:
-    """Rank, local rank and the machine's are at least 0 and below the numbers of these."""
+    """Rank, local rank and node rank are from 0 to below their counts."""
     expect(0 <= processes.rank < processes.world_size, f"rank {processes.rank} is not below {processes.world_size}")
     local = processes.local_rank, processes.local_world_size
     expect(0 <= local[0] < local[1] <= processes.world_size, f"local rank {local[0]} is not below {local[1]}")
@@ -52,7 +52,7 @@ def ranks_are_counted(processes: Processes) -> None:
 
 
 def group_returns_the_set_with_this_rank(processes: Processes) -> None:
-    """Of several sets of ranks, the group is the one that contains this rank, with its number there."""
+    """The group of several sets of ranks is the set that contains this rank, with this rank's index in it."""
     world = list(range(processes.world_size))
     together = processes.group("together", [world])
     expect(
@@ -66,18 +66,19 @@ def group_returns_the_set_with_this_rank(processes: Processes) -> None:
 
 def total_is_a_sum(reduce: Reduce) -> None:
     """
-    The total keeps shape and float64, is at least this rank's (non-negative) value, and is linear in it; the largest is
-    at least this rank's and at most the total.
+    The total and the maximum of nonnegative values keep shape and float64, and are at least this rank's values.
+
+    The total is linear, and the maximum is at most the total.
     """
-    given = torch.tensor([1.0, 2.0, 1e-9], dtype=torch.float64)
-    total, twice = reduce.total(given.clone()), reduce.total(2 * given)
-    expect(total.dtype == torch.float64 and total.shape == given.shape, f"the total is {total.dtype} {total.shape}")
-    expect(bool((total >= given).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")
-    largest = reduce.largest(given.clone())
-    expect(bool((largest >= given).all() and (largest <= total).all()), "the largest is not a maximum")
+    values = torch.tensor([1.0, 2.0, 1e-9], dtype=torch.float64)
+    total, twice = reduce.total(values.clone()), reduce.total(2 * values)
+    expect(total.dtype == torch.float64 and total.shape == values.shape, f"the total is {total.dtype} {total.shape}")
+    expect(bool((total >= values).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")
+    largest = reduce.largest(values.clone())
+    expect(bool((largest >= values).all() and (largest <= total).all()), "the largest is not a maximum")
 
 
 def without_edges_there_are_no_channels(neighbours: Neighbours) -> None:
-    """Channels lead to the other ends of edges alone: without edges there are none."""
+    """There are no channels without edges, because channels lead only to the other ends of edges."""
     channels = neighbours.links([])
     expect(len(channels) == 0, f"there are channels to {sorted(channels)} without an edge")

@@ -1,4 +1,4 @@
-"""Contracts of the ports of models with experts."""
+"""Contracts for ports of models with experts."""
 
 from itertools import pairwise
 
@@ -10,20 +10,20 @@ from drawloom.graph.testing import expect
 
 
 def swiglu_halves(kernels: ExpertKernels) -> None:
-    """swiglu of the first half of the channels, which is the gate, and of the second; times the scale of each row."""
+    """The result is swiglu of the two halves of the channels, gate first, times the scale of each row."""
     both, scale = _random(5, 16), _random(5)
     gate, up = both.double().chunk(2, -1)
     _expect_close(kernels.swiglu_halves(both), gate * gate.sigmoid() * up)
     _expect_close(kernels.swiglu_halves(both, scale), gate * gate.sigmoid() * up * scale.double()[:, None])
 
 
-# Choices of 4 tokens among 3 experts; one is dropped, and expert 1 is chosen once.
+# Choices of 4 tokens among 3 experts; one choice is dropped, and expert 1 is chosen once.
 CHOICES = torch.tensor([[0, 2], [1, -1], [2, 0], [2, 0]])
 ENDS = [3, 4, 7]
 
 
 def rows_are_sorted_by_expert(kernels: ExpertKernels) -> None:
-    """Each choice has a row among those of its expert, which holds the token and the choice's probability."""
+    """A choice has a row in the range of its expert, with the token and the choice's probability."""
     x, probabilities = _random(4, 8), _random(4, 2)
     routes = kernels.moe_routes(CHOICES, 3)
     expect(routes[2].tolist() == ENDS, f"the rows of experts end at {routes[2].tolist()}, not at {ENDS}")
@@ -36,7 +36,7 @@ def rows_are_sorted_by_expert(kernels: ExpertKernels) -> None:
 
 
 def rows_are_added_up_by_token(kernels: ExpertKernels) -> None:
-    """The rows of a token's choices, times their probabilities if given, are summed; dropped choices add nothing."""
+    """The result for a token is the sum of its choices' rows, times probabilities if given; dropped choices add 0."""
     x, probabilities = _random(4, 8), _random(4, 2)
     routes = kernels.moe_routes(CHOICES, 3)
     rows, _ = kernels.moe_permute(x, probabilities, routes)
@@ -47,7 +47,7 @@ def rows_are_added_up_by_token(kernels: ExpertKernels) -> None:
 
 
 def rows_without_a_choice_can_be_cut_off(kernels: ExpertKernels) -> None:
-    """With as many places in the routes as there are choices that are not dropped, as many rows are made and added."""
+    """Routes that end after the choices that are not dropped produce and add exactly as many rows."""
     x, probabilities = _random(4, 8), _random(4, 2)
     dest, source, ends = kernels.moe_routes(CHOICES, 3)
     routes = dest, source[: ENDS[-1]], ends
@@ -59,36 +59,38 @@ def rows_without_a_choice_can_be_cut_off(kernels: ExpertKernels) -> None:
 
 def tokens_get_to_their_experts_and_back(dispatcher: Dispatcher) -> None:
     """
-    The rows of an expert are the tokens that chose it, each with its probability; what experts make of them is added up
-    by token, and both ways have gradients.
+    The rows of an expert are the tokens that chose it, with their probabilities.
+
+    The experts' results are added up by token, and both directions have gradients.
     """
     hidden, probabilities = _random(4, 8).requires_grad_(), _random(4, 2).requires_grad_()
-    here = dispatcher.dispatch(hidden, CHOICES, probabilities, 3)
-    expect(here.ends.tolist() == ENDS, f"the rows of experts end at {here.ends.tolist()}, not at {ENDS}")
+    local = dispatcher.dispatch(hidden, CHOICES, probabilities, 3)
+    expect(local.ends.tolist() == ENDS, f"the rows of experts end at {local.ends.tolist()}, not at {ENDS}")
     for expert, (first, last) in enumerate(pairwise([0, *ENDS])):
-        wanted = hidden[CHOICES.eq(expert).any(1)]
-        order = [int(torch.cdist(row[None], wanted).argmin()) for row in here.rows[first:last]]
-        expect(sorted(order) == [*range(len(wanted))], f"the rows of expert {expert} are not the tokens that chose it")
-        _expect_close(here.rows[first:last], wanted[order].double())
-    chosen = (CHOICES >= 0).double() * probabilities.double()
-    wanted = hidden.double() * chosen.sum(1, keepdim=True)
-    found = here.combine(here.rows * here.scale[:, None])
-    _expect_close(found, wanted)
-    grads = torch.autograd.grad(found.sum(), (hidden, probabilities))
-    for grad, other in zip(grads, torch.autograd.grad(wanted.sum(), (hidden, probabilities)), strict=True):
-        _expect_close(grad, other.double())
+        tokens = hidden[CHOICES.eq(expert).any(1)]
+        order = [int(torch.cdist(row[None], tokens).argmin()) for row in local.rows[first:last]]
+        expect(sorted(order) == [*range(len(tokens))], f"the rows of expert {expert} are not the tokens that chose it")
+        _expect_close(local.rows[first:last], tokens[order].double())
+    weights = (CHOICES >= 0).double() * probabilities.double()
+    expected = hidden.double() * weights.sum(1, keepdim=True)
+    result = local.combine(local.rows * local.scale[:, None])
+    _expect_close(result, expected)
+    grads = torch.autograd.grad(result.sum(), (hidden, probabilities))
+    expected_grads = torch.autograd.grad(expected.sum(), (hidden, probabilities))
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        _expect_close(grad, expected_grad.double())
 
 
 def no_tokens_are_no_rows(dispatcher: Dispatcher) -> None:
-    """Without a token no expert has a row, and nothing is given back."""
-    here = dispatcher.dispatch(torch.zeros(0, 8), CHOICES[:0], torch.zeros(0, 2), 3)
-    expect(here.ends.tolist() == [0, 0, 0], f"without tokens, the rows of experts end at {here.ends.tolist()}")
-    found = here.combine(here.rows)
-    expect(found.shape == (0, 8), f"without tokens, {tuple(found.shape)} are given back")
+    """Without tokens, experts have no rows, and the result has no rows."""
+    local = dispatcher.dispatch(torch.zeros(0, 8), CHOICES[:0], torch.zeros(0, 2), 3)
+    expect(local.ends.tolist() == [0, 0, 0], f"without tokens, the rows of experts end at {local.ends.tolist()}")
+    result = local.combine(local.rows)
+    expect(result.shape == (0, 8), f"without tokens, the result has the shape {tuple(result.shape)}")
 
 
 def grouped_gemm(kernels: ExpertKernels) -> None:
-    """Each row is multiplied by the matrix of its expert, or by the transposed matrix; an expert may have no rows."""
+    """A row is multiplied by the matrix of its expert, or by the transposed matrix; an expert may have no rows."""
     weight, offsets = _random(3, 8, 16), torch.tensor([2, 2, 5], dtype=torch.int32)
     expert_of_row = torch.tensor([0, 0, 2, 2, 2])
     for x, transposed in ((_random(5, 8), False), (_random(5, 16), True)):

@@ -1,4 +1,4 @@
-"""Contracts of the ports of models and their kernels."""
+"""Contracts for ports of models and their kernels."""
 
 import torch
 
@@ -16,24 +16,24 @@ from drawloom.components.ports.model import (
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
 
-CLOSE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
+TOLERANCE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
 
 
 def rms_norm(kernels: Kernels) -> None:
-    """x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
+    """The result is x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
     x, weight = _random(3, 5, 16), _random(16)
     wanted = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     _expect_close(kernels.rms_norm(x, weight, 1e-6), wanted)
 
 
 def swiglu(kernels: Kernels) -> None:
-    """gate * sigmoid(gate) * up."""
+    """The result is gate * sigmoid(gate) * up."""
     gate, up = _random(3, 5, 16), _random(3, 5, 16)
     _expect_close(kernels.swiglu(gate, up), gate.double() * gate.double().sigmoid() * up.double())
 
 
 def rope(kernels: Kernels) -> None:
-    """Each pair of channels, one of either half of a head, is rotated by its angle."""
+    """Pairs of channels, from the two halves of a head, are rotated by their angles."""
     x, angles = _random(2, 5, 3, 8), _random(2, 5, 4)
     cos, sin = angles.cos().double()[:, :, None], angles.sin().double()[:, :, None]
     first, second = x.double().chunk(2, -1)
@@ -43,9 +43,9 @@ def rope(kernels: Kernels) -> None:
 
 def attention(kernels: Kernels) -> None:
     """
-    Softmax over earlier tokens of the same document, with groups of heads that share keys and values.
+    Attention is a softmax over earlier tokens of the same document, and groups of heads share keys and values.
 
-    The same if it is known that each row is one document.
+    The mask for rows of one document (`whole_rows`) has the same result.
     """
     q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
     one = torch.zeros(2, 6, dtype=torch.int64)
@@ -54,14 +54,14 @@ def attention(kernels: Kernels) -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
     k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
     scores = torch.einsum("rihd,rjhd->rhij", q.double(), k64) / 8**0.5
-    seen = torch.ones(6, 6, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-    found = kernels.attention(q, k, v, kernels.attention_mask(documents))
-    _expect_close(found, torch.einsum("rhij,rjhd->rihd", weights, v64))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+    result = kernels.attention(q, k, v, kernels.attention_mask(documents))
+    _expect_close(result, torch.einsum("rhij,rjhd->rihd", weights, v64))
 
 
 def attention_with_a_cache(kernels: Kernels) -> None:
-    """A text in parts, each layer of which extends the cache, has the attention of the whole text."""
+    """Attention over parts of a text with a key-value cache equals attention over the whole text."""
     q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(9)
     layers = [(k, None), (2 * k, 3)]  # the second has a window
@@ -74,20 +74,24 @@ def attention_with_a_cache(kernels: Kernels) -> None:
 
 
 def linear_cross_entropy(kernels: Kernels) -> None:
-    """-log softmax(hidden @ weight.T) at the target, 0 where it is ignored, times the token's weight; and the lse."""
+    """
+    The loss is -log softmax(hidden @ weight.T) at the target, times the token's weight; 0 for ignored targets.
+
+    The second result is the logarithm of the sum of exponentials (lse) of the logits.
+    """
     hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
     targets[0, 1] = -100  # IGNORE_INDEX
     logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
     token_weights = torch.arange(12.0).reshape(3, 4)
-    for given, factors in ((None, torch.ones(3, 4)), (token_weights, token_weights)):
-        losses, lse = kernels.linear_cross_entropy(hidden, weight, targets, given)
+    for argument, factors in ((None, torch.ones(3, 4)), (token_weights, token_weights)):
+        losses, lse = kernels.linear_cross_entropy(hidden, weight, targets, argument)
         _expect_close(losses, wanted * factors)
         _expect_close(lse, (hidden.double() @ weight.double().T).logsumexp(-1))
 
 
 def zero_rows_are_fine(kernels: Kernels) -> None:
-    """Zero rows give zero rows."""
+    """A kernel accepts zero rows, and returns zero rows."""
     expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "zero rows give another shape")
 
 
@@ -95,10 +99,10 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _expect_close(given: torch.Tensor, wanted: torch.Tensor) -> None:
-    expect(given.shape == wanted.shape, f"the shape is {tuple(given.shape)}, not {tuple(wanted.shape)}")
-    error = float((given.detach().double() - wanted.detach()).abs().max())
-    expect(error < CLOSE, f"the largest error is {error:.2g}")
+def _expect_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    expect(actual.shape == expected.shape, f"the shape is {tuple(actual.shape)}, not {tuple(expected.shape)}")
+    error = float((actual.detach().double() - expected.detach()).abs().max())
+    expect(error < TOLERANCE, f"the largest error is {error:.2g}")
 
 
 def _names(model: Model, span: LayerRange) -> list[str]:
@@ -107,7 +111,7 @@ def _names(model: Model, span: LayerRange) -> list[str]:
 
 
 def parts_make_the_whole(model: Model) -> None:
-    """Whatever the partition of the layers, parameters have the same names, and each is in some part."""
+    """The parts of any partition of the layers have all parameters of the whole model, under the same names."""
     whole = set(_names(model, LayerRange(0, model.num_hidden_layers, True, True)))
     for cut in range(1, model.num_hidden_layers):
         first = _names(model, LayerRange(0, cut, True, False))
@@ -116,7 +120,7 @@ def parts_make_the_whole(model: Model) -> None:
 
 
 def layers_that_keep_shapes_do(model: LanguageModel) -> None:
-    """If a model says that layers give hidden states of the shape and dtype that they take, each does."""
+    """If a model declares that layers keep the shape and dtype of hidden states, every layer keeps them."""
     if not layers_keep_shapes(model):
         return
     tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
@@ -124,13 +128,13 @@ def layers_that_keep_shapes_do(model: LanguageModel) -> None:
     with torch.device("meta"), torch.no_grad():
         first = model.build(LayerRange(0, 1, True, False))(tokens, shared)
         for number in range(1, model.num_hidden_layers):
-            given = model.build(LayerRange(number, number + 1, False, False))(first, shared)
-            found, wanted = (f"{each.dtype} {tuple(each.shape)}" for each in (given, first))
-            expect(found == wanted, f"layer {number} gives {found}, and takes {wanted}")
+            hidden = model.build(LayerRange(number, number + 1, False, False))(first, shared)
+            output, accepted = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (hidden, first))
+            expect(output == accepted, f"layer {number} gives {output}, and takes {accepted}")
 
 
 def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
-    """Initial values are the same for any instance and slice, and others with another seed."""
+    """Initial values are equal in all instances and slices, and differ with the seed."""
     with torch.device("meta"):
         shapes = {
             name: p.shape for name, p in one.build(LayerRange(0, one.num_hidden_layers, True, True)).named_parameters()
@@ -152,7 +156,7 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
 
 
 def its_head_is_for_losses(model: LanguageModel) -> None:
-    """`finish` gets hidden states and a head, whose losses, means and chunks are those of its logits."""
+    """`finish` gets hidden states and a head; the head's losses, means and chunks agree with its logits."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
         model.initialise(name, parameter.data, 1)
@@ -178,7 +182,7 @@ def its_head_is_for_losses(model: LanguageModel) -> None:
 
 
 def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
-    """With a key-value cache, if the model uses one, hidden states are those of a pass over the whole text."""
+    """Hidden states of parts with a key-value cache, if the model uses it, equal those of the whole text."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
         model.initialise(name, parameter.data, 1)
@@ -187,8 +191,8 @@ def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
     with torch.no_grad():
         whole = module(tokens, TokenContext(positions, documents))
         for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
-            found = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
+            hidden = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
             if not cache.layers:
                 return
             cache.advance(part.stop - part.start)
-            _expect_close(found, whole[:, part].double())
+            _expect_close(hidden, whole[:, part].double())

@@ -1,4 +1,4 @@
-"""Contracts of the ports of pipelines: schedules, losses and executors."""
+"""Contracts for ports of pipelines: schedules, losses and executors."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,12 +24,12 @@ from drawloom.components.ports.pipeline import (
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import BrokenContractError, expect
 
-# One rank and several, and fewer microbatches than ranks, where schedules have only warm-up and cool-down.
+# One rank and several. With fewer microbatches than ranks, schedules have only a warm-up and a cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
 
 
 def every_rank_has_its_stages(schedule: Schedule) -> None:
-    """Each rank holds as many stages as any other, and works on no others."""
+    """Ranks have equally many stages, and work only on their own stages."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
         expect(program.ranks == ranks, f"{ranks} ranks have a program of {program.ranks}")
@@ -38,22 +38,22 @@ def every_rank_has_its_stages(schedule: Schedule) -> None:
             "the program places stages on other ranks than stage_to_rank does",
         )
         for rank in range(ranks):
-            held = [stage for stage, owner in enumerate(program.stage_to_rank) if owner == rank]
-            expect(len(held) == program.stages // ranks, f"rank {rank} of {ranks} holds {len(held)} stages")
-            strange = set(program.stage[program.rows(rank)].tolist()) - set(held)
-            expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of other ranks")
+            local = [stage for stage, owner in enumerate(program.stage_to_rank) if owner == rank]
+            expect(len(local) == program.stages // ranks, f"rank {rank} of {ranks} holds {len(local)} stages")
+            foreign = set(program.stage[program.rows(rank)].tolist()) - set(local)
+            expect(not foreign, f"rank {rank} of {ranks} works on the stages {foreign} of other ranks")
 
 
 def every_stage_recomputes_by_a_policy_or_none_does(schedule: Schedule) -> None:
-    """A program that says what is recomputed says it of each stage."""
+    """A program has a recompute policy for every stage or for none."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
-        having = f"{len(program.recompute)} stages of {program.stages} have a policy of recomputation"
-        expect(len(program.recompute) in (0, program.stages), having)
+        text = f"{len(program.recompute)} stages of {program.stages} have a policy of recomputation"
+        expect(len(program.recompute) in (0, program.stages), text)
 
 
 def layers_are_those_of_the_model(schedule: Schedule) -> None:
-    """A schedule that says how many layers each stage has gives each stage some, and all layers of the model."""
+    """A schedule that partitions the layers assigns all layers of the model, and at least one per stage."""
     if not isinstance(schedule, PartitioningSchedule):
         return
     for ranks, _ in LAYOUTS:
@@ -63,39 +63,40 @@ def layers_are_those_of_the_model(schedule: Schedule) -> None:
 
 
 def every_microbatch_goes_through_every_stage_once(schedule: Schedule) -> None:
-    """Each pair has one forward, and one backward, whole or in two parts."""
+    """A stage runs one forward and one backward per microbatch; the backward is whole or in two parts."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
-        wanted = {(stage, number) for stage in range(program.stages) for number in range(microbatches)}
+        pairs = {(stage, number) for stage in range(program.stages) for number in range(microbatches)}
         where = f"with {ranks} ranks and {microbatches} microbatches"
-        expect(_done(program, FORWARD) == sorted(wanted), f"{where} some forward is missing, or there twice")
-        whole, inputs, weights = (_done(program, work) for work in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+        expect(_pairs_of(program, FORWARD) == sorted(pairs), f"{where} some forward is missing, or there twice")
+        whole, inputs, weights = (_pairs_of(program, op) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
         expect(inputs == weights, f"{where} some backward has one part without the other")
         backward = sorted(whole + inputs)
-        expect(backward == sorted(wanted), f"{where} some backward is missing, or there twice")
+        expect(backward == sorted(pairs), f"{where} some backward is missing, or there twice")
 
 
 def it_is_a_pure_function(one: Schedule, other: Schedule) -> None:
-    """A second call, and a second schedule with the same settings, give the same program."""
+    """A second call, and a second schedule with the same settings, return the same program."""
     for ranks, microbatches in LAYOUTS:
         programs = [schedule.program(ranks, microbatches) for schedule in (one, one, other)]
-        same = all(
+        is_same = all(
             np.array_equal(programs[0].op, p.op) and np.array_equal(programs[0].stage, p.stage) for p in programs
         )
-        expect(same, f"the program of {ranks} ranks and {microbatches} microbatches differs between calls")
+        expect(is_same, f"the program of {ranks} ranks and {microbatches} microbatches differs between calls")
 
 
-def _done(program: Program, work: int) -> list[tuple[int, int]]:
-    chosen = program.op == work
-    return sorted(zip(program.stage[chosen].tolist(), program.microbatch[chosen].tolist(), strict=True))
+def _pairs_of(program: Program, op: int) -> list[tuple[int, int]]:
+    """Return the sorted pairs of stage and microbatch of an op's actions."""
+    selected = program.op == op
+    return sorted(zip(program.stage[selected].tolist(), program.microbatch[selected].tolist(), strict=True))
 
 
 WIDTH, VOCAB = 8, 11
-"""Channels of the hidden states, and words of the vocabulary, that a loss is tried with."""
+"""Hidden size and vocabulary size in the contracts of losses."""
 
 
 class _Head:
-    """A head in plain torch, in float64."""
+    """A head in plain torch and float64."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -121,7 +122,7 @@ class _Head:
 
 
 def _batch(rows: int = 4) -> TokenBatch:
-    """Rows of 6 tokens, of different weights, some without a target."""
+    """Return rows of 6 tokens with different weights, some without a target."""
     tokens = torch.arange(6 * rows).reshape(rows, 6) % VOCAB
     targets = (tokens + 1) % VOCAB
     targets[:, 5] = IGNORE_INDEX
@@ -138,7 +139,7 @@ def _hidden(rows: int = 4) -> Tensor:
     return torch.randn(rows, 6, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def _ready(loss: Loss) -> Loss:
+def _prepare(loss: Loss) -> Loss:
     """Return the loss with its module, if it has one, in float64 and with initial values."""
     if others := set(loss.batch_leaves) - TokenBatch.specs.keys():
         names = ", ".join(sorted(others))
@@ -154,25 +155,25 @@ def _ready(loss: Loss) -> Loss:
     return loss
 
 
-def _computed(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What a loss makes of a batch, which has a reference if the loss compares with one: other hidden states."""
+def _compute(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Compute a loss; a loss with a reference model gets log probabilities of other hidden states as the reference."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
             batch = loss.with_reference(batch, loss.token_logps(hidden.flip(2), head, batch))
     return loss.loss(hidden, head, batch)
 
 
-def _sums(found: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
-    total, weight, sums = found
+def _sums(result: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
+    total, weight, sums = result
     return {"the loss": total.detach(), "the weight": weight, **sums}
 
 
 def losses_are_sums(loss: Loss) -> None:
-    """Loss and weight are single numbers, the loss can be differentiated, and the weight is that of the batch."""
+    """Loss and weight are scalars, the loss is differentiable, and the weight is the sum of the batch's weights."""
     hidden, head, batch = _hidden(), _Head(), _batch()
-    total, weight, _ = _computed(_ready(loss), hidden, head, batch)
-    for name, each in (("the loss", total), ("the weight", weight)):
-        expect(each.ndim == 0, f"{name} is no single number but a tensor of shape {tuple(each.shape)}")
+    total, weight, _ = _compute(_prepare(loss), hidden, head, batch)
+    for name, tensor in (("the loss", total), ("the weight", weight)):
+        expect(tensor.ndim == 0, f"{name} is not a single number but a tensor of shape {tuple(tensor.shape)}")
     expect(total.requires_grad, "the loss can't be differentiated")
     grads = torch.autograd.grad(total, (hidden, head.weight), allow_unused=True)
     expect(grads[0] is not None and bool(grads[0].any()), "the loss does not depend on the hidden states")
@@ -181,52 +182,54 @@ def losses_are_sums(loss: Loss) -> None:
 
 
 def rows_add_up(loss: Loss) -> None:
-    """The sums of some rows and those of the others add up to the sums of all, so that microbatches may be any."""
+    """Sums over microbatches add up to the sums over the whole batch."""
     hidden, head, batch = _hidden(), _Head(), _batch()
-    whole = _sums(_computed(_ready(loss), hidden, head, batch))
-    parts = [_sums(_computed(loss, hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
-    for name, each in whole.items():
+    whole = _sums(_compute(_prepare(loss), hidden, head, batch))
+    parts = [_sums(_compute(loss, hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
+    for name, value in whole.items():
         expect(all(name in part for part in parts), f"{name} is not in every microbatch")
-        summed = parts[0][name].double() + parts[1][name].double()
-        expect(torch.allclose(each.double(), summed), f"of parts, {name} is {summed.tolist()}, of all {each.tolist()}")
+        total = parts[0][name].double() + parts[1][name].double()
+        expect(torch.allclose(value.double(), total), f"of parts, {name} is {total.tolist()}, of all {value.tolist()}")
 
 
 def tokens_count_by_their_weights(loss: Loss) -> None:
-    """With twice the weights all sums are twice as large, and a token of weight 0 has no part in them."""
+    """Doubling the weights doubles all sums, and tokens of weight 0 add nothing."""
     hidden, head, batch = _hidden(), _Head(), _batch()
-    one = _sums(_computed(_ready(loss), hidden, head, batch))
-    two = _sums(_computed(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
-    for name, each in one.items():
-        expect(torch.allclose(2 * each.double(), two[name].double()), f"with twice the weights {name} is not doubled")
-    # Not even a NaN may come of it: 0 / 0 in a mean over no tokens would.
-    none = batch.evolve(weights=torch.zeros_like(batch.weights))
-    for name, each in _sums(_computed(loss, hidden, head, none)).items():
-        expect(not bool(each.any()), f"where no token counts, {name} is {each.tolist()}")
+    single = _sums(_compute(_prepare(loss), hidden, head, batch))
+    double = _sums(_compute(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
+    for name, value in single.items():
+        expect(
+            torch.allclose(2 * value.double(), double[name].double()), f"with twice the weights {name} is not doubled"
+        )
+    # A mean over no tokens would be 0 / 0, so this also finds NaN.
+    weightless = batch.evolve(weights=torch.zeros_like(batch.weights))
+    for name, value in _sums(_compute(loss, hidden, head, weightless)).items():
+        expect(not bool(value.any()), f"where no token counts, {name} is {value.tolist()}")
 
 
 def the_model_sees_tokens(loss: Loss) -> None:
-    """The first stage gets as many rows and tokens as the batch has, and all stages their positions and documents."""
-    tokens, shared = _ready(loss).inputs(_batch())
+    """The first stage gets all rows and tokens of the batch, and all stages get their positions and documents."""
+    tokens, shared = _prepare(loss).inputs(_batch())
     if not isinstance(shared, TokenContext):
         raise BrokenContractError("the model sees no positions and documents")
     shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]
     expect(shapes == [(4, 6)] * 3, f"the model sees shapes {shapes}")
 
 
-def _expect_same_sums(sums: Tensor, expected: Tensor, what: str) -> None:
+def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
     expect(sums.shape == (2,) and sums.dtype == torch.float64, f"the sums are {sums.dtype} of shape {sums.shape}")
-    close = torch.allclose(sums, expected, rtol=1e-4)
-    expect(close, f"{what}, loss and weight are {sums.tolist()} and not {expected.tolist()}")
+    is_close = torch.allclose(sums, expected, rtol=1e-4)
+    expect(is_close, f"{when}, loss and weight are {sums.tolist()} and not {expected.tolist()}")
 
 
-def _trained(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
+def _train(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights of a training pass, float64 (2,)."""
     state = state_of_batches(batches)
     executor.train(state)
     return sum_losses(state)
 
 
-def _evaluated(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
+def _evaluate(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights of an evaluation, float64 (2,)."""
     state = state_of_batches(batches)
     executor.evaluate(state)
@@ -234,52 +237,53 @@ def _evaluated(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
 
 
 def training_and_evaluation_measure_the_same(executor: Executor) -> None:
-    """Training and evaluating the same microbatches gives the same loss and weight."""
-    trained = _trained(executor, [_batch()])
-    expect(bool(trained[0].isfinite()), f"the loss is {trained[0].item()}")
-    _expect_same_sums(_evaluated(executor, [_batch()]), trained, "evaluated")
+    """Training and evaluation of the same microbatches have the same loss and weight."""
+    sums = _train(executor, [_batch()])
+    expect(bool(sums[0].isfinite()), f"the loss is {sums[0].item()}")
+    _expect_same_sums(_evaluate(executor, [_batch()]), sums, "evaluated")
 
 
 def microbatches_add_up(executor: Executor) -> None:
-    """The sums of a batch do not depend on the microbatches into which it is cut."""
-    whole, cut = [_batch()], [_rows(_batch(), row, row + 1) for row in range(4)]
-    _expect_same_sums(_evaluated(executor, cut), _evaluated(executor, whole), "in four microbatches")
-    _expect_same_sums(_trained(executor, cut), _trained(executor, whole), "trained in four microbatches")
+    """Dividing a batch into microbatches does not change its sums."""
+    whole, parts = [_batch()], [_rows(_batch(), row, row + 1) for row in range(4)]
+    _expect_same_sums(_evaluate(executor, parts), _evaluate(executor, whole), "in four microbatches")
+    _expect_same_sums(_train(executor, parts), _train(executor, whole), "trained in four microbatches")
 
 
 def evaluation_changes_nothing(executor: Executor) -> None:
-    """A second evaluation gives the same sums, and one of no microbatches gives zeros."""
-    first, second, none = (_evaluated(executor, batches) for batches in ([_batch()], [_batch()], []))
+    """A second evaluation has the same sums, and an evaluation without microbatches has sums of 0."""
+    first, second, empty = (_evaluate(executor, batches) for batches in ([_batch()], [_batch()], []))
     _expect_same_sums(second, first, "evaluated again")
-    expect(not none.any(), "without microbatches there is a loss")
+    expect(not empty.any(), "without microbatches there is a loss")
 
 
 def _logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Logits of tokens; empty on a rank that has none."""
+    """Return the logits of tokens; empty on a rank without logits."""
     shared = TokenContext(torch.arange(6).repeat(len(tokens), 1), torch.zeros_like(tokens))
     if documents is not None:
         shared = attrs.evolve(shared, document_ids=documents)
-    found = predictor.infer(tokens, shared)
-    if found is None:
+    logits = predictor.infer(tokens, shared)
+    if logits is None:
         return torch.empty(*tokens.shape, 0)
-    expect(found.ndim == 3 and found.shape[:2] == tokens.shape, f"logits have the shape {tuple(found.shape)}")
-    return found
+    expect(logits.ndim == 3 and logits.shape[:2] == tokens.shape, f"logits have the shape {tuple(logits.shape)}")
+    return logits
 
 
 def later_tokens_do_not_matter(predictor: Predictor) -> None:
-    """A token's logits depend on it and on earlier tokens of its row, and not on later ones."""
+    """Logits depend on the token and on earlier tokens in its row, and not on later tokens."""
     tokens = torch.arange(12).reshape(2, 6) % VOCAB
     changed = tokens.clone()
     changed[0, 3] = (tokens[0, 3] + 1) % VOCAB
-    one, other = _logits(predictor, tokens), _logits(predictor, changed)
-    expect(torch.allclose(one[0, :3], other[0, :3], atol=1e-4), "a later token changes the logits of earlier ones")
-    expect(torch.allclose(one[1], other[1], atol=1e-4), "a token changes the logits of another row")
-    expect(not one.numel() or not torch.allclose(one[0, 3], other[0, 3]), "a token does not change its own logits")
+    before, after = _logits(predictor, tokens), _logits(predictor, changed)
+    expect(torch.allclose(before[0, :3], after[0, :3], atol=1e-4), "a later token changes the logits of earlier ones")
+    expect(torch.allclose(before[1], after[1], atol=1e-4), "a token changes the logits of another row")
+    is_unchanged = before.numel() > 0 and torch.allclose(before[0, 3], after[0, 3])
+    expect(not is_unchanged, "a token does not change its own logits")
 
 
 def other_documents_do_not_matter(predictor: Predictor) -> None:
-    """A token's logits do not depend on the tokens of another document of its row."""
+    """Logits do not depend on other documents in the row."""
     tokens, documents = torch.arange(6)[None] % VOCAB, torch.tensor([[0, 0, 0, 1, 1, 1]])
     changed = torch.where(documents == 0, (tokens + 1) % VOCAB, tokens)
-    one, other = _logits(predictor, tokens, documents), _logits(predictor, changed, documents)
-    expect(torch.allclose(one[0, 3:], other[0, 3:], atol=1e-4), "a document changes the logits of the next")
+    before, after = _logits(predictor, tokens, documents), _logits(predictor, changed, documents)
+    expect(torch.allclose(before[0, 3:], after[0, 3:], atol=1e-4), "a document changes the logits of the next")

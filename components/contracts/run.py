@@ -1,4 +1,4 @@
-"""Contracts of the ports of a run."""
+"""Contracts for ports of a run."""
 
 import math
 import threading
@@ -48,11 +48,11 @@ VALUES: dict[str, Any] = {
     "validation_loss": 2.0,
     "skip": torch.tensor(0.0),
 }
-"""Values that shipped phases write, for phases that read them."""
+"""Values that shipped phases write, as inputs of the phases under test."""
 
 
 class ObservedState(StepState):
-    """A state of a step with a record of the names read and written in the global view."""
+    """State of a step that records the names that are read and written in the global view."""
 
     def __init__(self, values: typing.Mapping[str, Any]) -> None:
         self.read: set[str] = set()
@@ -74,16 +74,16 @@ class ObservedState(StepState):
 
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
-    """Yield two steps with the values required by the phase; none if no shipped phase writes one of them."""
+    """Yield two steps with the values that the phase requires; nothing if no shipped phase writes one of the values."""
     flow = flow_of(phase)
-    needed = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
-    if set(needed) <= VALUES.keys():
+    required = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
+    if set(required) <= VALUES.keys():
         for index in (1, 2):
-            yield Step(index, 2, ObservedState({name: VALUES[name] for name in needed}))
+            yield Step(index, 2, ObservedState({name: VALUES[name] for name in required}))
 
 
 def reads_only_what_it_declares(phase: Phase) -> None:
-    """A phase runs in steps with no other values than it declares to read."""
+    """A phase reads only values that it declares to read."""
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)
@@ -94,7 +94,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
 
 
 def writes_only_what_it_declares(phase: Phase) -> None:
-    """A phase writes no values but the ones it declares to write or change, by which `check` finds a wrong order."""
+    """A phase writes only values that it declares to write or change; `check` relies on it to order phases."""
     flow = flow_of(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
@@ -103,7 +103,7 @@ def writes_only_what_it_declares(phase: Phase) -> None:
 
 
 def leaves_the_number_of_the_step(phase: Phase) -> None:
-    """A phase changes neither the index of a step, nor the total, nor the start."""
+    """A phase does not change the index, the total or the start of a step."""
     for step in _steps_with_declared_values(phase):
         before = step.index, step.total, step.started
         phase.run_phase(step)
@@ -111,7 +111,7 @@ def leaves_the_number_of_the_step(phase: Phase) -> None:
 
 
 def microbatches_make_a_step(batching: Batching) -> None:
-    """The microbatches of all data-parallel ranks are exactly the rows of a step, which begins where the last ends."""
+    """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
     expect(batching.start(1) == 0, f"the first step begins at position {batching.start(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
     for step in (1, 2, 3):
@@ -121,7 +121,7 @@ def microbatches_make_a_step(batching: Batching) -> None:
 
 
 def every_position_is_used_once(batching: Batching) -> None:
-    """A rank's positions are in the step's part of the endless order, and each is used at most once."""
+    """The positions of a rank are in the step's range of the endless order, without repetition."""
     for step in (1, 2, 3):
         microbatches = batching.positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
@@ -133,7 +133,7 @@ def every_position_is_used_once(batching: Batching) -> None:
 
 
 def handles_a_whole_run(listener: Listener) -> None:
-    """The events of a run of two steps raise nothing."""
+    """A listener handles the events of a run of two steps without an error."""
     listener.on_event(Event("run_started"))
     for index in (1, 2):
         step = Step(index, 2, {"tokens": 64.0, "loss": 1.5, "grad_norm": 1.0, "lr": 0.1})
@@ -143,7 +143,7 @@ def handles_a_whole_run(listener: Listener) -> None:
 
 
 def handles_unexpected_events(listener: Listener) -> None:
-    """Events out of order and before any step raise nothing."""
+    """A listener handles events out of order and before any step without an error."""
     # a listener may join late, and a run may fail between any two events
     for kind in reversed(typing.get_args(EventKind)):
         listener.on_event(Event(kind, Step(1, 1), "optimizer"))
@@ -161,36 +161,39 @@ def _observed(step: Step) -> ObservedState:
     return state
 
 
-def _measured(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
-    """What a metric says of a step if this is the only rank."""
-    given = metric.update(step)
-    for name, part in given.items():
+def _measure(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
+    """Return the values of a metric at a step on a single rank."""
+    parts = metric.update(step)
+    for name, part in parts.items():
         expect(name in metric.accumulators, f"{name!r} is none of its accumulators")
         shape = metric.accumulators[name].shape
         expect(tuple(part.shape) == shape, f"{name} has shape {tuple(part.shape)}, and {shape} was declared")
-    totals = {name: given.get(name, each.identity()).double().cpu() for name, each in metric.accumulators.items()}
+    totals = {
+        name: parts.get(name, accumulator.identity()).double().cpu()
+        for name, accumulator in metric.accumulators.items()
+    }
     return metric.compute(totals, step)
 
 
 def values_are_finite(metric: Metric) -> None:
-    """Each value is a finite number, a boolean, or None; each name is a non-empty string."""
+    """Values are finite numbers, booleans or None; names are non-empty strings."""
     for index in (1, 2, 3):
-        for name, value in _measured(metric, _step(index)).items():
+        for name, value in _measure(metric, _step(index)).items():
             expect(isinstance(name, str) and name, f"{name!r} is not a name")
             expect(value is None or isinstance(value, int | float), f"{name} is {value!r}")
             expect(value is None or math.isfinite(value), f"{name} is {value}")
 
 
 def names_do_not_change(metric: Metric) -> None:
-    """Every step has the same metric names, so that a series has no gaps."""
-    names = [sorted(_measured(metric, _step(index))) for index in (1, 2, 3)]
+    """All steps have the same metric names, so that a series has no gaps."""
+    names = [sorted(_measure(metric, _step(index))) for index in (1, 2, 3)]
     expect(names[0] == names[1] == names[2], f"the names change from step to step: {names}")
 
 
 def measuring_changes_nothing(metric: Metric) -> None:
-    """Measuring a step leaves it unchanged."""
+    """Measuring a step does not change it."""
     step = _step(1)
-    _measured(metric, step)
+    _measure(metric, step)
     written = _observed(step).written
     expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
 
@@ -200,7 +203,7 @@ def _draw(randomness: Randomness, *purpose: str | int) -> list[float]:
 
 
 def streams_depend_only_on_the_purpose(one: Randomness, other: Randomness) -> None:
-    """A purpose gives the same numbers, whatever was drawn before."""
+    """Earlier draws do not change the numbers for a purpose."""
     first = _draw(one, "dropout", 3)
     _draw(other, "something else")
     torch.rand(7)
@@ -210,7 +213,7 @@ def streams_depend_only_on_the_purpose(one: Randomness, other: Randomness) -> No
 
 
 def different_purposes_give_different_numbers(randomness: Randomness) -> None:
-    """Different purposes give different numbers, also those that look alike."""
+    """Different purposes have different numbers, even if they look alike."""
     purposes: list[tuple[str | int, ...]] = [("a",), ("b",), ("a", 1), ("a", 2), ("a", "1"), ("a1",), (1, "a")]
     draws = [tuple(_draw(randomness, *purpose)) for purpose in purposes]
     expect(len(set(draws)) == len(draws), "two purposes give the same numbers")
@@ -225,7 +228,7 @@ def folder_is_writable(folder: RunFolder) -> None:
 
 
 def identity_is_stable(job: RunInfo) -> None:
-    """The run has a name, a seed and a path, and they do not change."""
+    """The run has a name, a seed and a path, and none of them changes."""
     expect(isinstance(job.name, str) and job.name, "the run has no name")
     expect(isinstance(job.seed, int) and isinstance(job.path, Path), "the run has no seed, or no path")
     expect((job.name, job.seed, job.path) == (job.name, job.seed, job.path), "the run's identity changes")
@@ -235,7 +238,7 @@ LEAVES = torch.Tensor | int | float | str | bool | None
 
 
 def state_is_plain(node: Stateful) -> None:
-    """State is a nested dict; its leaves are tensors, numbers, strings, booleans, None, or lists of those."""
+    """The state is a nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such leaves."""
     _expect_plain(node.state_dict(), "the state")
 
 
@@ -251,7 +254,7 @@ def _expect_plain(state: Any, where: str) -> None:
 
 
 def loaded_state_equals_saved_state(saved: Stateful, fresh: Stateful) -> None:
-    """A second node with the same settings that loads a state returns that state."""
+    """A node that has loaded a state from a node with the same settings returns the same state."""
     state = saved.state_dict()
     fresh.load_state_dict(state)
     expect(_same(fresh.state_dict(), state), "the loaded state differs from the saved state")
@@ -273,7 +276,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def a_forecast_covers_the_state(node: GrowingState) -> None:
-    """A forecast has every entry of the state that exists already, and each tensor of it has its shape and dtype."""
+    """A forecast has all entries in the present state, with the same shapes and dtypes."""
     _expect_covered(node.state_dict(), node.forecast_state(), "the state")
 
 
@@ -287,7 +290,7 @@ def _expect_covered(state: Any, forecast: Any, where: str) -> None:
 
 
 def known_steps_have_numbers(node: KnownSteps) -> None:
-    """Steps are counted from 1, and what is known of them are numbers or None, by name."""
+    """Known steps are counted from 1, and their values are numbers or None."""
     for step, values in node.known_steps():
         expect(type(step) is int and step >= 1, f"{step!r} is not a step")
         kinds = {type(value) for value in values.values()}
@@ -295,7 +298,7 @@ def known_steps_have_numbers(node: KnownSteps) -> None:
 
 
 def a_foreign_state_is_refused(node: Stateful) -> None:
-    """Loading a state of another node raises KeyError or ValueError, unless the node has no state."""
+    """Loading another node's state raises KeyError or ValueError, unless the node has no state."""
     if not node.state_dict():
         return
     try:
@@ -311,16 +314,16 @@ def without_a_signal_the_run_continues(stop: Stop) -> None:
 
 
 def accepts_every_kind_of_value(tracker: Tracker) -> None:
-    """Numbers, booleans and None are accepted, and names with dots and slashes."""
+    """A tracker accepts numbers, booleans and None, and names with dots and slashes."""
     tracker.track(1, {"loss": 1.5, "skipped": False, "validation_loss": None, "memory/peak.bytes": 3})
     tracker.track(2, {})
 
 
 def steps_can_be_rewound(tracker: Tracker) -> None:
-    """Steps can be deleted and tracked again, also when there are none to delete."""
+    """A tracker can delete steps and track them again, even if there is nothing to delete."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": float(step)})
-    # twice: a run may be killed and resumed again before it tracks anything
+    # twice, because a run may be killed and resumed again before it tracks anything
     tracker.rewind(1)
     tracker.rewind(1)
     for step in (2, 3):
@@ -333,7 +336,7 @@ def steps_can_be_rewound(tracker: Tracker) -> None:
 
 
 def events_change_nothing(events: Events) -> None:
-    """Every kind of event can be emitted at any time, and leaves its step as it was."""
+    """Events can be emitted at any time, and do not change their step."""
     for kind in reversed(typing.get_args(EventKind)):
         state = ObservedState({"tokens": 64.0, "loss": 1.5})
         step = Step(1, 2, state)
@@ -343,7 +346,7 @@ def events_change_nothing(events: Events) -> None:
 
 
 def flush_works_in_any_thread(durable: Durable) -> None:
-    """Flush returns in another thread too, and when nothing has been written."""
+    """Flush returns in any thread, even if nothing has been written."""
     errors: list[BaseException] = []
 
     def flush() -> None:
@@ -361,17 +364,17 @@ def flush_works_in_any_thread(durable: Durable) -> None:
 
 
 def a_saved_step_is_restored(restorer: Restorer) -> None:
-    """Without a checkpoint, restore returns 0; after a save, the step of the newest one."""
+    """Restore returns 0 without a checkpoint, and the step of the newest checkpoint after a save."""
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
         restorer.wait_until_staged()
-        found = restorer.restore()
-        expect(found == index, f"step {index} was saved, and step {found} is restored")
+        restored = restorer.restore()
+        expect(restored == index, f"step {index} was saved, and step {restored} is restored")
 
 
 def a_step_may_be_saved_twice(restorer: Restorer) -> None:
-    """A second save of a step does no harm."""
+    """A step can be saved twice."""
     for _ in range(2):
         restorer.save(Step(1, 10))
     expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
@@ -386,12 +389,12 @@ def a_task_is_finished_once(task: FinalTask) -> None:
 
 
 def nothing_to_restore_is_no_error(node: AfterRestore) -> None:
-    """In a new run the call comes too."""
+    """A node accepts the call in a new run, which has nothing to restore."""
     node.after_restore(0)
 
 
 def files_that_are_read_exist(node: ReadsFiles) -> None:
-    """Copies can be made of them: each is a file, under the name of a setting."""
+    """The files exist, and their keys are names of settings, so that the run folder can copy them."""
     for setting, paths in node.files_read().items():
         expect(isinstance(setting, str) and setting, f"{setting!r} is not the name of a setting")
         expect(all(path.is_file() for path in paths), f"{setting} names something that is not a file: {paths}")

@@ -1,4 +1,4 @@
-"""Contracts of the ports of stages and their parameters."""
+"""Contracts for ports of stages and their parameters."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from drawloom.graph.testing import expect
 
 
 def each_is_named_once(parameters: Parameters) -> None:
-    """Every parameter has one name, in the same order each time; none is on the meta device."""
+    """A parameter has one name, the order of parameters does not change, and none is on the meta device."""
     named = parameters.named()
     expect(named, "there are no parameters")
     expect(len({name for name, _ in named}) == len(named), "two parameters have one name")
@@ -27,12 +27,12 @@ def each_is_named_once(parameters: Parameters) -> None:
     for name, parameter in named:
         expect(
             isinstance(parameter, nn.Parameter) and not parameter.is_meta,
-            f"{name} is on the meta device, or no nn.Parameter",
+            f"{name} is on the meta device, or not an nn.Parameter",
         )
 
 
 def stages_are_real_and_in_order(stages: Stages) -> None:
-    """This rank has stages, in order, all with the same count, with modules off the meta device."""
+    """This rank has ordered stages with the same count, and their modules are not on the meta device."""
     numbers = [stage.index for stage in stages.local]
     expect(numbers and numbers == sorted(set(numbers)), f"this rank's stages are {numbers}")
     expect(len({stage.count for stage in stages.local}) == 1, "stages disagree on how many there are")
@@ -45,31 +45,32 @@ def stages_are_real_and_in_order(stages: Stages) -> None:
 
 
 def averages_stay_when_they_are_used(average: AveragedWeights) -> None:
-    """In place of the weights and afterwards averages are what they were, also if what uses them fails."""
-    before = {name: each.clone() for name, each in average.averages().items()}
+    """Averages do not change while they replace the weights or afterwards, even if their user fails."""
+    before = {name: tensor.clone() for name, tensor in average.averages().items()}
     for fails in (False, True):
         try:
             with average.swapped():
-                for name, each in average.averages().items():
-                    expect(torch.equal(each, before[name]), f"the average of {name} changes when it is used")
+                for name, tensor in average.averages().items():
+                    expect(torch.equal(tensor, before[name]), f"the average of {name} changes when it is used")
                 if fails:
                     raise InterruptedError
         except InterruptedError:
             pass
         after = average.averages()
-        same = before.keys() == after.keys() and all(torch.equal(after[name], each) for name, each in before.items())
-        expect(same, "averages change when they are used")
+        has_same_names = before.keys() == after.keys()
+        is_same = has_same_names and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        expect(is_same, "averages change when they are used")
 
 
 def counted_are_among_the_named(parameters: SpreadParameters) -> None:
-    """The parameters that count on a rank are some of those that it holds, each once, in their order."""
-    held = [id(parameter) for _, parameter in parameters.named()]
+    """The parameters that count on a rank are a subsequence of its named parameters."""
+    named = [id(parameter) for _, parameter in parameters.named()]
     counted = [id(parameter) for _, parameter in parameters.counted()]
-    expect([each for each in held if each in counted] == counted, "counted() lists others than named(), or reorders")
+    expect([key for key in named if key in counted] == counted, "counted() lists others than named(), or reorders")
 
 
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
-    """A gradient of ones becomes the number of ranks that hold the parameter; where one rank holds it, it stays."""
+    """A gradient of ones becomes the number of ranks that have the parameter."""
     for _, parameter in parameters.named():
         gradient_of(parameter).fill_(1)
     parameters.sum_gradients()
@@ -81,24 +82,25 @@ def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
 
 
 def casts_follow_the_parameters(stages: TrainableStages) -> None:
-    """Casting changes no parameter that the optimizer keeps; after a change of it in place, modules use the new one."""
+    """Casting does not change master weights; after an in-place change of a master weight, layers use the new value."""
     for only_if_changed in (False, True):
-        kept = [(*each, each[1].detach().clone()) for stage in stages.local for each in stage.named_parameters()]
+        masters = [parameter for stage in stages.local for _, parameter in stage.named_parameters()]
+        before = [parameter.detach().clone() for parameter in masters]
         stages.cast_weights(only_if_changed)
-        expect(all(torch.equal(parameter, before) for _, parameter, before in kept), "casting changes a parameter")
+        expect(all(map(torch.equal, masters, before)), "casting changes a parameter")
         with torch.no_grad():
-            for _, parameter in {id(each[1]): each[:2] for each in kept}.values():
+            for parameter in {id(parameter): parameter for parameter in masters}.values():
                 parameter.add_(1)
         stages.cast_weights(only_if_changed)
         for stage in stages.local:
-            used = dict(stage.module.named_parameters())
+            compute = dict(stage.module.named_parameters())
             for name, parameter in stage.named_parameters():
-                same = torch.equal(used[name], parameter.to(used[name].dtype))
-                expect(same, f"after a change of {name} layers still compute with the old one")
+                is_same = torch.equal(compute[name], parameter.to(compute[name].dtype))
+                expect(is_same, f"after a change of {name} layers still compute with the old one")
 
 
 def gradients_are_handed_over(stages: TrainableStages) -> None:
-    """Gradients of what layers compute with become those of the parameters that the optimizer keeps."""
+    """Gradients of compute weights become gradients of master weights."""
     for stage in stages.local:
         for parameter in stage.module.parameters():
             gradient_of(parameter).fill_(1)
@@ -110,32 +112,32 @@ def gradients_are_handed_over(stages: TrainableStages) -> None:
 
 
 def the_first_stage_takes_tokens(inputs: StageInputs) -> None:
-    """What the first stage takes is a tensor on the meta device with the shape and dtype of the tokens."""
+    """The input of the first stage is a meta tensor with the shape and dtype of the tokens."""
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    found = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
-    expect(isinstance(found, torch.Tensor) and found.is_meta, "what the first stage takes is not on the meta device")
+    spec = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
+    expect(isinstance(spec, torch.Tensor) and spec.is_meta, "the input of the first stage is not on the meta device")
     expect(
-        (found.shape, found.dtype) == (tokens.shape, tokens.dtype),
-        f"the first stage takes {found.dtype} {tuple(found.shape)} for tokens {tokens.dtype} {tuple(tokens.shape)}",
+        (spec.shape, spec.dtype) == (tokens.shape, tokens.dtype),
+        f"the first stage takes {spec.dtype} {tuple(spec.shape)} for tokens {tokens.dtype} {tuple(tokens.shape)}",
     )
 
 
 def transformed_modules_stay_on_the_meta_device(transform: Transform) -> None:
-    """A transformed module is still on the meta device, where all stages are built, and has a new name for none."""
+    """A transformed module stays on the meta device, where all stages are built, and keeps all parameter names."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
     before = {name for name, _ in module.named_parameters()}
-    made = transform.transform(module)
-    expect(isinstance(made, nn.Module), f"the transform gives a {type(made).__name__}, and no nn.Module")
-    after = dict(made.named_parameters())
+    result = transform.transform(module)
+    expect(isinstance(result, nn.Module), f"the transform returns a {type(result).__name__}, not an nn.Module")
+    after = dict(result.named_parameters())
     expect(all(parameter.is_meta for parameter in after.values()), "a parameter is made real before its stage is")
     lost = sorted(before - after.keys())
     expect(not lost, f"the parameters {', '.join(lost)} are called otherwise, so that no checkpoint fits")
 
 
 def transformed_modules_keep_their_shapes(transform: Transform) -> None:
-    """A transformed module gives outputs of the same shape."""
+    """A transformed module returns outputs of the same shape."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
-        found = transform.transform(module)(torch.empty(3, 8))
-    expect(tuple(found.shape) == (3, 8), f"the transformed module gives {tuple(found.shape)} instead of (3, 8)")
+        output = transform.transform(module)(torch.empty(3, 8))
+    expect(tuple(output.shape) == (3, 8), f"the transformed module gives {tuple(output.shape)} instead of (3, 8)")

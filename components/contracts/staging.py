@@ -1,4 +1,4 @@
-"""Contract of the port of staging."""
+"""Contract for the port of staging."""
 
 import threading
 from concurrent.futures import Future
@@ -12,54 +12,54 @@ from drawloom.graph.testing import expect
 
 def _state(value: float) -> dict[str, Any]:
     whole = torch.full((4, 6), value)
-    # A view and its base: what a tied or sharded parameter is.
+    # a view and its base, like a tied or sharded parameter
     return {"whole": whole, "nested": {"view": whole[1:, ::2], "step": 3, "name": "a", "none": None, "list": [1, 2]}}
 
 
-def _staged(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
-    found = stager.stage(state)
-    copied = found.result(60) if isinstance(found, Future) else found
+def _stage(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
+    result = stager.stage(state)
+    copied = result.result(60) if isinstance(result, Future) else result
     stager.synchronize_staging()
     return copied
 
 
 def _expect_state(copied: dict[str, Any], value: float, when: str) -> None:
-    wanted = _state(value)
-    for found, tensor in ((copied["whole"], wanted["whole"]), (copied["nested"]["view"], wanted["nested"]["view"])):
-        expect(found.shape == tensor.shape, f"{when}, a tensor has the shape {tuple(found.shape)}")
-        expect(bool((found == tensor).all()), f"{when}, a tensor has other values than the state had")
+    state = _state(value)
+    for copy, tensor in ((copied["whole"], state["whole"]), (copied["nested"]["view"], state["nested"]["view"])):
+        expect(copy.shape == tensor.shape, f"{when}, a tensor has the shape {tuple(copy.shape)}")
+        expect(bool((copy == tensor).all()), f"{when}, a tensor has other values than the state had")
     for name in ("step", "name", "none", "list"):
-        found = copied["nested"][name]
-        expect(found == wanted["nested"][name], f"{when}, {name} is {found!r}")
+        leaf = copied["nested"][name]
+        expect(leaf == state["nested"][name], f"{when}, {name} is {leaf!r}")
 
 
 def the_copy_is_the_state(stager: Stager) -> None:
-    """What is staged has the structure, shapes and values of the state."""
-    _expect_state(_staged(stager, _state(1.0)), 1.0, "staged")
+    """A staged copy has the structure, shapes and values of the state."""
+    _expect_state(_stage(stager, _state(1.0)), 1.0, "staged")
 
 
 def the_state_may_change_after_staging(stager: Stager) -> None:
-    """If the stager copies, a change of the state after `synchronize_staging` does not reach the copy."""
+    """If the stager copies, a change of the state after `synchronize_staging` does not change the copy."""
     state = _state(1.0)
-    copied = _staged(stager, state)
+    copied = _stage(stager, state)
     state["whole"].fill_(2.0)
     _expect_state(copied, 1.0 if stager.copies else 2.0, "after a change of the state")
 
 
 def a_copy_in_use_is_not_overwritten(stager: Stager) -> None:
-    """Memory of a copy is not reused by later copies while any of its tensors is alive."""
+    """Later copies do not reuse the memory of a copy while any of its tensors is alive."""
     states = [_state(float(number)) for number in range(3)]
-    copies = [_staged(stager, state) for state in states]
+    copies = [_stage(stager, state) for state in states]
     for number, copied in enumerate(copies):
         _expect_state(copied, float(number), "after later copies")
 
 
 def a_value_that_cannot_be_copied_is_refused(stager: Stager) -> None:
-    """A state with a lock, which nothing copies, raises TypeError, unless the stager copies nothing."""
+    """Staging a lock, which can't be copied, raises TypeError, unless the stager copies nothing."""
     if not stager.copies:
         return
     try:
-        _staged(stager, {"a": {"lock": threading.Lock()}})
+        _stage(stager, {"a": {"lock": threading.Lock()}})
     except TypeError:
         return
     expect(False, "a lock in the state raises no TypeError")

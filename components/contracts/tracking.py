@@ -1,4 +1,4 @@
-"""Contracts of what trackers and metrics may do beyond numbers."""
+"""Contracts for ports of trackers and metrics beyond numbers."""
 
 import math
 
@@ -14,16 +14,16 @@ from drawloom.graph.testing import expect
 
 
 def totals_of_nothing_have_no_distributions(metric: DistributionMetric) -> None:
-    """A step that was not measured has no histogram, and no infinite numbers."""
+    """Histograms of a step without measurements, if any, have only finite numbers."""
     accumulators = metric.accumulators if isinstance(metric, Metric) else {}
     totals = {name: part.identity() for name, part in accumulators.items()}
     for name, histogram in metric.distributions(totals, Step(1, 1)).items():
-        finite = all(map(math.isfinite, (histogram.low, histogram.high, *histogram.counts)))
-        expect(finite, f"the histogram {name} is {histogram}")
+        is_finite = all(map(math.isfinite, (histogram.low, histogram.high, *histogram.counts)))
+        expect(is_finite, f"the histogram {name} is {histogram}")
 
 
 def histograms_are_accepted(tracker: DistributionTracker) -> None:
-    """Histograms of one bin and of several are accepted, and names with dots and slashes."""
+    """A tracker accepts histograms of one bin and of several bins, and names with dots and slashes."""
     wide, narrow = Histogram(-1.0, 3.0, (0.0, 5.0, 1.0, 0.0)), Histogram(0.5, 1.5, (7.0,))
     for step in (1, 2):
         tracker.track_distributions(step, {"gradients/layers.0.weight": wide, "weights/bias": narrow})
@@ -31,13 +31,13 @@ def histograms_are_accepted(tracker: DistributionTracker) -> None:
 
 
 def a_name_may_have_several_contexts(tracker: ContextTracker) -> None:
-    """Values of one name are accepted in two contexts of a step, and without a context."""
+    """A tracker accepts values of one name in two contexts of a step, and without a context."""
     for context in ({"phase": "train"}, {"phase": "validation"}, {}):
         tracker.track_in_context(1, {"loss": 1.5, "skipped": False, "lr": None}, context)
 
 
 def properties_of_every_kind_are_accepted(tracker: PropertyTracker) -> None:
-    """Nested tables of strings, numbers, booleans and lists are accepted before the first step."""
+    """A tracker accepts nested tables of strings, numbers, booleans and lists before the first step."""
     run = {"name": "run", "seed": 3}
     tracker.describe({"run": run, "optimizer": {"betas": [0.9, 0.95], "maximize": False, "groups": [{"lr": 0.1}]}})
     if isinstance(tracker, Tracker):

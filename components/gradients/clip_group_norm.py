@@ -1,4 +1,4 @@
-"""Gradient clipping by the p-norm of a group of parameters."""
+"""Gradient clipping by the p-norm of a parameter group."""
 
 import math
 from fnmatch import fnmatchcase
@@ -27,7 +27,7 @@ class ClipGroupNorm:
     parameters: SpreadParameters
     reduce: Reduce
     device: Device
-    max_norm: float = setting(check=above(0), doc="largest norm of the group after clipping")
+    max_norm: float = setting(check=above(0), doc="maximum group norm after clipping")
     norm_type: float | Literal["inf"] = setting(
         default=2.0, check=at_least(1), doc='order p of the norm; "inf" for the largest magnitude'
     )

@@ -13,7 +13,7 @@ class ClipNorm:
     """Clipping of all gradients by one factor, so that their total norm is at most `max_norm`."""
 
     parameters: Parameters
-    max_norm: float = setting(check=above(0), doc="largest total 2-norm after clipping")
+    max_norm: float = setting(check=above(0), doc="maximum total 2-norm after clipping")
 
     def run_phase(self, step: Step) -> None:
         """Scale the gradients by max_norm / norm if it is below 1; `grad_norm` remains the norm before clipping."""

@@ -10,7 +10,7 @@ class ClipValue:
     """Clamping of all elements of all gradients to [-max_value, max_value]."""
 
     parameters: Parameters
-    max_value: float = setting(check=above(0), doc="largest magnitude of an element after clipping")
+    max_value: float = setting(check=above(0), doc="maximum element magnitude after clipping")
 
     def run_phase(self, step: Step) -> None:
         """Clamp all gradients in place."""

@@ -31,7 +31,7 @@ def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device
 
 
 def _norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the norms of the gradients, float64 (gradients,)."""
+    """Return the gradient norms, float64 (gradients,)."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([*torch._foreach_norm(list(gradients), 2, dtype=torch.float64)])

@@ -43,12 +43,12 @@ class SchedulePiece:
 
     to: float = setting(check=at_least(0), doc="learning-rate multiplier at the end of the phase")
     curve: Curve = setting(default="linear", doc="curve to the end value")
-    steps: int | None = setting(default=None, check=at_least(0), doc="length of the phase in steps")
+    steps: int | None = setting(default=None, check=at_least(0), doc="phase length in steps")
     until_tokens: int | None = setting(
         default=None, check=at_least(1), doc="tokens, in full rows, from the start of the run to the end of the phase"
     )
     until_percent: float | None = setting(default=None, doc="percentage of all steps at which the phase ends, 0 to 100")
-    power: float = setting(default=2.0, check=above(0), doc="exponent of a polynomial curve")
+    power: float = setting(default=2.0, check=above(0), doc="exponent for a polynomial curve")
 
     def end(self, begin: int, total: int, sizes: TokenCounts) -> int:
         """Return the step, from 0, at which the phase is over; for a phase in steps it depends on `begin`."""

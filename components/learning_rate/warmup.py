@@ -34,14 +34,14 @@ class AfterWarmup:
     batching: Batching | None = None
     rows: PackedDataset | None = None
     start: float = setting(default=0.0, check=between(0, 1), doc="learning-rate multiplier of the first step")
-    warmup_steps: int | None = setting(default=None, check=at_least(0), doc="length of the warm-up in steps")
+    warmup_steps: int | None = setting(default=None, check=at_least(0), doc="warm-up length in steps")
     warmup_tokens: int | None = setting(
-        default=None, check=at_least(0), doc="length of the warm-up in tokens, counted in full rows"
+        default=None, check=at_least(0), doc="warm-up length in tokens, counted in full rows"
     )
     warmup_percent: float | None = setting(
         default=None,
         check=between(0, 100),
-        doc="length of the warm-up as a percentage of all steps; without any length there is no warm-up",
+        doc="warm-up length as a percentage of all steps; without any length there is no warm-up",
     )
 
     def run_phase(self, step: Step) -> None:

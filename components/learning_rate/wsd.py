@@ -16,14 +16,14 @@ class WarmupStableDecay(AfterWarmup):
     decay do not depend on the number.
     """
 
-    decay_steps: int | None = setting(default=None, check=at_least(0), doc="length of the decay in steps")
+    decay_steps: int | None = setting(default=None, check=at_least(0), doc="decay length in steps")
     decay_tokens: int | None = setting(
-        default=None, check=at_least(0), doc="length of the decay in tokens, counted in full rows"
+        default=None, check=at_least(0), doc="decay length in tokens, counted in full rows"
     )
     decay_percent: float | None = setting(
         default=None,
         check=within(0, 100),
-        doc="length of the decay as a percentage of all steps; without any length there is no decay",
+        doc="decay length as a percentage of all steps; without any length there is no decay",
     )
     curve: Curve = setting(default="linear", doc="curve of the decay")
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")

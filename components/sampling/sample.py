@@ -36,7 +36,7 @@ class Sample:
     mesh: Mesh
     average: AveragedWeights | None = None
     prompt: str = setting(default="", doc="beginning of the text")
-    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="largest number of tokens to sample")
+    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="maximum tokens to sample")
     context: int = setting(
         default=256, check=between(1, MAX_LENGTH + 1), doc="number of last tokens that the model sees"
     )

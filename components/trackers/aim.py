@@ -39,11 +39,11 @@ class AimTracker:
         default=None,
         doc="folder with an .aim that several runs share, or server aim://host:port; default: the run folder",
     )
-    experiment: str | None = setting(default=None, doc="name of the run's experiment; default: Aim's default")
+    experiment: str | None = setting(default=None, doc="experiment name; default: Aim's default")
     system_metrics: float | None = setting(
         default=None, check=above(0), doc="seconds between measurements of CPU, memory and GPU; default: none"
     )
-    queue_size: int = setting(default=1000, check=at_least(1), doc="largest number of steps queued for writing")
+    queue_size: int = setting(default=1000, check=at_least(1), doc="maximum number of steps queued for writing")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at the start and the end")
 
     _hash: str = attrs.field(init=False, default="")

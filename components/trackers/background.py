@@ -108,7 +108,7 @@ class TrackerInBackground(ABC):
     called: ClassVar[str]
 
     mesh: Mesh
-    queue_size: int = setting(default=1000, check=at_least(1), doc="largest number of steps queued for writing")
+    queue_size: int = setting(default=1000, check=at_least(1), doc="maximum number of steps queued for writing")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for queued steps")
 
     _background: Background | None = attrs.field(init=False, default=None)

@@ -46,7 +46,7 @@ class MlflowTracker(ServiceTracker):
 
     folder: RunFolder
     job: RunInfo
-    experiment: str = setting(default="drawloom", doc="name of the run's experiment")
+    experiment: str = setting(default="drawloom", doc="experiment name")
     uri: str | None = setting(
         default=None, doc="tracking server, such as https://host:5000; default: a database in the run folder"
     )

@@ -29,7 +29,7 @@ class TrackioTracker(ServiceTracker):
     called: ClassVar[str] = "Trackio"
 
     job: RunInfo
-    project: str = setting(default="drawloom", doc="name of the run's project")
+    project: str = setting(default="drawloom", doc="project name")
     space: str | None = setting(
         default=None, doc="Hugging Face Space that receives the metrics, as user/name; default: none"
     )

@@ -36,7 +36,7 @@ class WandbTracker(ServiceTracker):
 
     folder: RunFolder
     job: RunInfo
-    project: str = setting(default="drawloom", doc="name of the run's project")
+    project: str = setting(default="drawloom", doc="project name")
     entity: str | None = setting(default=None, doc="user or team of the project; default: the account's default")
     mode: Literal["online", "offline"] = setting(
         default="online", doc='"online" needs `wandb login` once; "offline" writes to the run folder only'
