@@ -9,7 +9,7 @@ from torch import nn
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, use_dispatcher
 from drawloom.components.parallel.master_weights import compute_dtype
-from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, with_ends_apart
+from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision
@@ -65,7 +65,7 @@ class StageBuilder:
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
         spans, local = self._spans(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
         if embeds_on_every_rank(self.schedule):
-            spans = with_ends_apart(spans, self.model.num_hidden_layers)
+            spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
             adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere

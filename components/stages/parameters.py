@@ -90,7 +90,7 @@ class StageParameters:
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(self.store.held_bytes, tensors)) - self.store.copied_bytes,
+            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copied_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
