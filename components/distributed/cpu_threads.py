@@ -1,7 +1,7 @@
 """
-CPU threads of a process: how many compute, and whether those that wait for one another give up their cores.
+CPU threads of a process: their number, and whether waiting threads give up their cores.
 
-The module imports next to nothing: it is used before torch is imported, which reads these variables then.
+The module imports almost nothing, because it is used before torch is imported, which reads these variables.
 """
 
 import math
@@ -11,19 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 THREADS = "OMP_NUM_THREADS"
-"""The variable that torch and its libraries take the number of threads from."""
+"""The variable from which torch and its libraries read the number of threads."""
 
 SPINS = "GOMP_SPINCOUNT"
-"""libgomp's variable: how often a thread looks for the others before it sleeps, 300,000 times by default."""
+"""libgomp's variable: the number of times that a waiting thread polls before it sleeps, by default 300,000."""
 
 FEW_SPINS = "100"
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""The quota of a container, whose own control group is the root of those that it sees."""
+"""The quota of a container, which sees its own control group as the root."""
 
 
 def usable_cores(quota: Path = QUOTA) -> int:
-    """Return the number of cores in this process's affinity, or those of its control group's quota if it has fewer."""
+    """Return the number of cores in this process's affinity, or of its control group's quota if it is smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # without control groups, or with "max" for the quota
         microseconds, period = map(int, quota.read_text().split())
@@ -32,16 +32,16 @@ def usable_cores(quota: Path = QUOTA) -> int:
 
 
 def threads_of_process(processes: int) -> int:
-    """Return the number of threads for each of several processes on the usable cores."""
+    """Return the number of threads for each of `processes` processes on the usable cores."""
     return max(1, usable_cores() // processes)
 
 
 def sleep_on_busy_machine(environment: MutableMapping[str, str], load: float) -> None:
     """
-    Set the variable by which waiting threads sleep soon, if other programs keep a core busy; results don't change.
+    Let waiting threads sleep soon if other programs keep a core busy, by setting a variable; results don't change.
 
-    Threads that wait by spinning take cores from the ones that they wait for. Measured for a model of 1 MB on two cores
-    with a load of 10: one thread 15 passes/s, two threads 1.3, and 12 with few spins. On idle cores spinning is faster.
+    Spinning threads take cores from the threads they wait for. Measured for a model of 1 MB on two cores with a load of
+    10: one thread 15 passes/s, two threads 1.3, and 12 with few spins. On idle cores spinning is faster.
     """
     if load >= 1 and "OMP_WAIT_POLICY" not in environment:
         environment.setdefault(SPINS, FEW_SPINS)

@@ -16,11 +16,11 @@ from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
-SHARING = {"NCCL_HOSTID": "drawloom rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """
-What lets several ranks use one GPU, which libraries refuse by themselves.
+Environment variables with which libraries let several ranks use one GPU, which they otherwise refuse.
 
-NCCL takes each rank for a host of its own, and sends by sockets from one to the other.
+With them, NCCL treats each rank as a host of its own, and sends over sockets between ranks.
 """
 
 
@@ -35,11 +35,11 @@ class ComputeDevice:
     tf32: bool = setting(
         default=False,
         impact="changes_training",
-        doc="whether a GPU multiplies float32 in TF32: 10 bits of fraction and not 23, sums in float32, much faster",
+        doc="whether a GPU multiplies float32 in TF32: 10 bits of fraction instead of 23, sums in float32, much faster",
     )
     share: bool = setting(
         default=False,
-        doc="whether processes may take turns on a GPU where there are too few, to try out a mesh: slow",
+        doc="whether processes may share a GPU if there are too few, to try out a mesh; slow",
     )
     threads: int | None = setting(
         default=None,
@@ -54,7 +54,7 @@ class ComputeDevice:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """NCCL connects GPUs only, and only they have TF32."""
+        """Yield problems of settings that need a GPU: NCCL and TF32."""
         if node.settings["kind"] == "cpu" and node.settings["backend"] == "nccl":
             yield node.problem("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
         if node.settings["kind"] == "cpu" and node.settings["tf32"]:
@@ -67,21 +67,20 @@ class ComputeDevice:
         if kind == "cpu":
             return torch.device("cpu")
         index = read_launch().local_rank
-        return torch.device("cuda", index % torch.cuda.device_count() if self._takes_turns else index)
+        return torch.device("cuda", index % torch.cuda.device_count() if self._shares_gpu else index)
 
     @property
-    def _takes_turns(self) -> bool:
+    def _shares_gpu(self) -> bool:
         return self.share and 0 < torch.cuda.device_count() < read_launch().local_world_size
 
     @property
     def backend(self) -> str:
-        """The backend of torch.distributed: `gloo` or `nccl`."""
         if self._backend != "auto":
             return self._backend
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def check_machine(self) -> None:
-        """Raise UserError if this process has no GPU, and it is to have one."""
+        """Raise UserError if the settings require a GPU for this process, and there is none."""
         if self.kind == "cuda" and not torch.cuda.is_available():
             raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")
         if self.device.type == "cpu" and self.backend == "nccl":
@@ -95,25 +94,25 @@ class ComputeDevice:
     def open(self) -> None:
         """Make the device torch's current device."""
         if self.device.type == "cuda":
-            if self._takes_turns:
-                self._let_ranks_share()
+            if self._shares_gpu:
+                self._allow_shared_gpu()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
-            # "high" is TF32 for torch's products, attention by flex, and kernels/triton, which ask torch.
+            # "high" is TF32 for torch's products, flex attention, and kernels/triton, which read torch's setting.
             self._products_before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
         threads = self.threads
         if threads is None and THREADS not in os.environ:
-            # torch's own are the physical cores, whatever the quota and the other processes
+            # torch's default is the number of physical cores, regardless of the quota and other processes
             threads = min(torch.get_num_threads(), threads_of_process(read_launch().local_world_size))
         if threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(threads)
 
     def close(self) -> None:
-        """Restore torch's number of threads, current GPU and float32 products, and the variables of libraries."""
+        """Restore torch's number of threads, current GPU and float32 precision, and the variables of libraries."""
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
@@ -129,12 +128,11 @@ class ComputeDevice:
         self._variables_before = {}
 
     def memory(self) -> int:
-        """Peak memory of this process so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def _let_ranks_share(self) -> None:
-        self._variables_before = {name: os.environ.get(name) for name in SHARING}
-        os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARING.items()}
+    def _allow_shared_gpu(self) -> None:
+        self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
+        os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARED_GPU_VARIABLES.items()}

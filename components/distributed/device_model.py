@@ -1,4 +1,6 @@
-"""What a device can do: data sheets (`devices.toml`), and the part of them that training reaches."""
+"""
+Performance models of devices: data sheets (`devices.toml`), and the fractions of their figures that training reaches.
+"""
 
 import math
 import tomllib
@@ -20,15 +22,16 @@ TABLE = Path(__file__).with_name("devices.toml")
 @attrs.frozen(kw_only=True)
 class Reached:
     """
-    The parts of a data sheet's figures that a training step reaches, and what the host needs.
+    Fractions of a data sheet's figures that a training step reaches, and overheads of the host.
 
-    `products` is of matrix products, `attention` of those inside of attention by cuDNN, of which the kernel for packed
-    rows reaches the part `packed`; `memory` is of the memory's bandwidth, `messages` of links. `launch` are the seconds
-    that an operation takes at least on the device, `host` those that the host needs to issue one. The defaults are
-    fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one document of 4096 tokens on
-    one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`), whose plans are 0.1 to 4.9 % off, `host`
-    to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and `packed` to kernels alone (`make bench-gpu
-    ONLY=attention`); `drawloom plan --calibrate` measures those of a machine.
+    `products` is the fraction for matrix products, `attention` for products inside of attention by cuDNN; the kernel
+    for packed rows reaches the fraction `packed` of it. `memory` is the fraction of the memory bandwidth, `messages` of
+    the links. `launch` is the least time of an operation on the device, `host` the time in which the host issues an
+    operation, both in seconds. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape,
+    in rows of one document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`),
+    whose plans are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 %
+    off, and `packed` to kernels alone (`make bench-gpu ONLY=attention`). `drawloom plan --calibrate` measures these
+    numbers on a machine.
     """
 
     products: float = 0.71
@@ -40,17 +43,18 @@ class Reached:
     host: float = 60e-6
 
 
-OF_A_CPU = Reached(products=1.0, attention=0.5, memory=1.0, host=0.0)
-"""Whose table has what it reaches, and which is its own host."""
+REACHED_BY_CPU = Reached(products=1.0, attention=0.5, memory=1.0, host=0.0)
+"""Fractions for a CPU: its table has reached figures, and it is its own host."""
 
 
 @attrs.frozen(kw_only=True)
 class DeviceModel:
     """
-    A kind of device: peaks of products in FLOP/s by dtype, memory in bytes, bandwidths in bytes/s, and what is reached.
+    A kind of device: peaks of products in FLOP/s by dtype, memory in bytes, bandwidths in bytes/s, and fractions
+    reached.
 
-    `link` connects devices of a host, of which it has `per_host`, and `network` hosts, in bytes/s of a device in one
-    direction. `workspace` are bytes that its libraries keep. Memory of 0 bytes is unknown.
+    `link` connects the `per_host` devices of a host, and `network` connects hosts, both in bytes/s of a device in one
+    direction. `workspace` is the number of bytes that its libraries keep. A memory of 0 bytes is unknown.
     """
 
     name: str
@@ -64,7 +68,7 @@ class DeviceModel:
     reached: Reached = Reached()
 
     def without_host(self) -> "DeviceModel":
-        """The same for operations that a CUDA graph issues."""
+        """Return the same device for operations that a CUDA graph issues."""
         return attrs.evolve(self, reached=attrs.evolve(self.reached, host=0.0))
 
     @property
@@ -73,7 +77,9 @@ class DeviceModel:
         return self.name != "cpu"
 
     def product_rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of products in a dtype that are reached; those of the nearest dtype where the table has none."""
+        """
+        Return the FLOP/s of products that are reached in a dtype, or in the nearest dtype if the table has no entry.
+        """
         key = products_in(dtype)
         peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())
         return peak * self.reached.products
@@ -81,7 +87,7 @@ class DeviceModel:
 
 @cache
 def rows() -> list[dict[str, Any]]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     return list(_read(TABLE)["device"])
 
 
@@ -90,7 +96,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def device_model(named: str) -> DeviceModel:
-    """A device by its key in the table, or the one that a TOML file describes; UserError if there is none."""
+    """Return a device by its key in the table or its TOML file. Raises UserError if there is no such device."""
     keyed = {row["key"]: row for row in rows() if "key" in row}
     if named in keyed:
         return _model(keyed[named], named)
@@ -100,13 +106,13 @@ def device_model(named: str) -> DeviceModel:
     try:
         return _model(_read(path), path.stem)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         needed = f"a number for each of bfloat16, float32, {', '.join(NEEDED[:-1])} and {NEEDED[-1]}"
-        raise UserError(f"--device {named}: {why}; a device has {needed}", 2) from error
+        raise UserError(f"--device {named}: {reason}; a device has {needed}", 2) from error
 
 
 def model_of_gpu(name: str) -> DeviceModel | None:
-    """The device with a name that torch gives; None if the table has none that can be planned for."""
+    """Return the device with a name from torch; None if the table has no such device with data for plans."""
     for row in rows():
         if fnmatchcase(name, row["name"]) and "memory" in row:
             return _model(row, row["key"])
@@ -114,11 +120,12 @@ def model_of_gpu(name: str) -> DeviceModel | None:
 
 
 def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
-    _check({key: row[key] for key in row.keys() - {"name", "key", "source"}}, {*NEEDED, *DTYPES, "per_host", "reached"})
+    figures = {key: row[key] for key in row.keys() - {"name", "key", "source"}}
+    _check_figures(figures, {*NEEDED, *DTYPES, "per_host", "reached"})
     if missing := [key for key in NEEDED if key not in row] or ["bfloat16"] * row.keys().isdisjoint(DTYPES):
         raise ValueError(f"it has no {missing[0]!r}")
     reached = Reached(**row.get("reached", {}))
-    gpu = name != "cpu"
+    is_gpu = name != "cpu"
     return DeviceModel(
         name=name,
         peaks={key: float(row[key]) * 1e12 for key in DTYPES if key in row},
@@ -127,27 +134,27 @@ def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
         link=row["link"] * 1e9,
         network=row["network"] * 1e9,
         per_host=row.get("per_host", 8),
-        # cuBLAS keeps 32 MiB for products on Hopper, and as much for those with an epilogue.
-        workspace=64 * 2**20 if gpu else 0,
-        reached=reached if gpu or "reached" in row else OF_A_CPU,
+        # cuBLAS keeps 32 MiB for products on Hopper, and another 32 MiB for products with an epilogue.
+        workspace=64 * 2**20 if is_gpu else 0,
+        reached=reached if is_gpu or "reached" in row else REACHED_BY_CPU,
     )
 
 
 DTYPES = ("bfloat16", "tf32", "float32", "float64")
 NEEDED = ("memory", "bandwidth", "link", "network")
-MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # memory that is not known, as a CPU's
+MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # 0 bytes of memory are unknown, as a CPU's
 
 
-def _check(row: Mapping[str, Any], known: set[str], where: str = "") -> None:
-    """ValueError for what is no figure of a device, or can't be one."""
+def _check_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") -> None:
+    """Raise ValueError for an entry that is not a figure of a device, or has an impossible value."""
     for key, value in row.items():
-        name = f"{where}{key}"
+        name = f"{prefix}{key}"
         if key not in known:
-            raise ValueError(f"{name!r} is no figure of a device")
+            raise ValueError(f"{name!r} is not a figure of a device")
         if name == "reached":
             if not isinstance(value, dict):
                 raise ValueError(f"{name} = {value!r} is not a table")
-            _check(value, {field.name for field in attrs.fields(Reached)}, "reached.")
+            _check_figures(value, {field.name for field in attrs.fields(Reached)}, "reached.")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} = {value!r} is not a number from 0 on")
         elif not value and name not in MAY_BE_ZERO:
@@ -155,7 +162,7 @@ def _check(row: Mapping[str, Any], known: set[str], where: str = "") -> None:
 
 
 def products_in(dtype: torch.dtype) -> str:
-    """The key of the table for products in a dtype."""
+    """Return the key of the table for products in a dtype."""
     if dtype in (torch.bfloat16, torch.float16):
         return "bfloat16"
     if dtype == torch.float32:
@@ -164,7 +171,7 @@ def products_in(dtype: torch.dtype) -> str:
 
 
 def peak_of(device: str, products: str) -> float | None:
-    """The TFLOP/s of a device, by its name and the key of its products; None if the table has none."""
+    """Return the TFLOP/s of a device, by its name and the key of its products; None if the table has no such entry."""
     for row in rows():
         if fnmatchcase(device, row["name"]):
             return float(row[products]) if products in row else None

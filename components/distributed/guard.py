@@ -1,11 +1,11 @@
 """
-A process beside this one that ends it when its own threads can't, as while C code holds the interpreter's lock (GIL).
+Guard process, which ends this process when its own threads can't, for example if C code keeps the GIL.
 
-A regular expression or an extension may hold the lock for ever: no other Python thread runs then, and so neither does
-a watchdog. The guard is forked before torch is imported and before there are threads. It reads a limit from memory that
-both share, and has the kernel deliver a signal, for which faulthandler prints the stacks without the lock.
+A regular expression or an extension may keep the lock forever: no other Python thread runs then, including a watchdog.
+The guard is forked before torch is imported and before there are threads. It reads a limit from shared memory, and lets
+the kernel deliver a signal, for which faulthandler prints the stacks without the lock.
 
-The module imports next to nothing, so that it can be started first.
+The module imports almost nothing, so that it can be started first.
 """
 
 import faulthandler
@@ -25,18 +25,21 @@ DUMP_SECONDS = 1.0  # for the kernel to deliver the signal, and for the stacks t
 UNLIMITED = -1.0
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a terminal or a cluster sends to every process, and that the guard's own process acts on."""
+"""
+Signals that a terminal or a cluster sends to every process; the guard ignores them, and the guarded process acts on
+them.
+"""
 
 
 class Guard:
-    """The limit of what this process is doing, which its guard enforces; without a guard nothing reads it."""
+    """A time limit for the current work of this process, enforced by a guard process if one was started."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._version = 0
 
     def start(self) -> None:
-        """Fork the guard, unless no process can be made: then there is none."""
+        """Fork the guard process; continue without a guard if no process can be made."""
         memory, parent = mmap.mmap(-1, SIZE), os.getpid()
         reading, writing = os.pipe()
         HEADER.pack_into(memory, 0, 0, UNLIMITED, 0)
@@ -51,15 +54,15 @@ class Guard:
         os.close(reading)  # the other end stays open as long as this process lives
 
     def allow(self, seconds: float | None, text: str = "") -> None:
-        """Start a limit of this many seconds, None for no limit; `text` is the message if it is exceeded."""
+        """Start a limit of `seconds` seconds, None for no limit; `text` is the message if the limit is exceeded."""
         if self._memory is None:
             return
-        words = text.encode()[: SIZE - HEADER.size]
+        message = text.encode()[: SIZE - HEADER.size]
         self._version += 2
         HEADER.pack_into(self._memory, 0, self._version - 1, UNLIMITED, 0)
-        self._memory[HEADER.size : HEADER.size + len(words)] = words
-        left = UNLIMITED if seconds is None else seconds
-        HEADER.pack_into(self._memory, 0, self._version, left, len(words))
+        self._memory[HEADER.size : HEADER.size + len(message)] = message
+        limit = UNLIMITED if seconds is None else seconds
+        HEADER.pack_into(self._memory, 0, self._version, limit, len(message))
 
 
 guard = Guard()
@@ -67,23 +70,23 @@ guard = Guard()
 
 
 def _watch(parent: int, memory: mmap.mmap, reading: int) -> None:
-    """Poll the limit until the parent ends, in the guard's process, which then ends itself."""
+    """Poll the limit until the parent ends; runs in the guard process, which then exits."""
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     with open(os.devnull, "r+b", buffering=0) as null:
-        for number in (0, 1):  # a reader of the output must see its end
-            os.dup2(null.fileno(), number)
-    version, left, polled = 0, UNLIMITED, time.monotonic()
+        for descriptor in (0, 1):  # closed, so that a reader of the output sees its end when the parent exits
+            os.dup2(null.fileno(), descriptor)
+    version, remaining, polled = 0, UNLIMITED, time.monotonic()
     while not select.select([reading], [], [], TICK)[0] and os.getppid() == parent:
         now = time.monotonic()
-        # Of a machine that slept, and of a process that was stopped, at most two ticks count.
+        # At most two ticks count, because the machine may have slept or the process may have been stopped.
         passed, polled = min(now - polled, 2 * TICK), now
         newest, seconds, length = HEADER.unpack_from(memory)
         if newest % 2 == 0 and newest != version:
-            version, left = newest, seconds
-        elif left != UNLIMITED and not _is_stopped(parent):
-            left = max(0.0, left - passed)
-        if left == 0.0 and newest == version:
+            version, remaining = newest, seconds
+        elif remaining != UNLIMITED and not _is_stopped(parent):
+            remaining = max(0.0, remaining - passed)
+        if remaining == 0.0 and newest == version:
             _end(parent, memory[HEADER.size : HEADER.size + length])
     os._exit(0)
 
@@ -100,7 +103,7 @@ def _end(parent: int, text: bytes) -> None:
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process is stopped by SIGSTOP, a terminal or a debugger."""
+    """Return whether a process is stopped by SIGSTOP, a terminal or a debugger."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")

@@ -1,4 +1,4 @@
-"""The store of a launch, which all its processes share, and the first failure of any rank in it."""
+"""The store of a launch, shared by all its processes, and the first failure of any rank in it."""
 
 import json
 import threading
@@ -47,7 +47,7 @@ def call_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
 
 
 def claim(store: Any, failure: Failure) -> Failure:
-    """Set the failure in the store unless one is set already; return the one that is set then."""
+    """Set the failure in the store unless one is already set, and return the failure in the store."""
     # compare_set is atomic: of ranks that fail at the same moment, exactly one reads its own value back
     kept = store.compare_set("failure", "", json.dumps(attrs.asdict(failure)))
     return Failure(**json.loads(kept))

@@ -1,4 +1,4 @@
-"""The device mesh: the ranks of a run, laid out in named dimensions."""
+"""The device mesh: the ranks of a run, arranged in named dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -30,28 +30,30 @@ MAX_PIPELINE = 1024  # ten times the deepest known pipelines; a program has an a
 RANKS = between(1, MAX_RANKS + 1)
 
 
-def _replicas(value: Any) -> str | None:
+def _check_replicas(value: Any) -> str | None:
     return None if value == "auto" else RANKS(value)
 
 
 @component(impact="safe")
 class RankMesh(MeshView):
-    """All processes as a grid of five dimensions, the product of which is the world size."""
+    """All processes as a grid of five dimensions; the product of their sizes is the world size."""
 
     processes: Processes
     pipeline: int = setting(
-        default=1, check=between(1, MAX_PIPELINE + 1), doc="pipeline parallel: ranks that split the layers"
+        default=1, check=between(1, MAX_PIPELINE + 1), doc="pipeline parallel: ranks that partition the layers"
     )
     data_replicate: int | Literal["auto"] = setting(
-        default="auto", check=_replicas, doc="data parallel: ranks with the same parameters; auto takes the rest"
+        default="auto",
+        check=_check_replicas,
+        doc="data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
     )
-    data_shard: int = setting(default=1, check=RANKS, doc="FSDP: ranks that each hold a shard of every parameter")
+    data_shard: int = setting(default=1, check=RANKS, doc="FSDP (ZeRO-3): ranks with a shard of every parameter")
     context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split each sequence")
     tensor: int = setting(default=1, check=RANKS, doc="tensor parallel: ranks that share every matrix product")
     expert: int = setting(
         default=1,
         check=RANKS,
-        doc="expert parallel: ranks that share the experts of a layer; it divides data_replicate × data_shard × "
+        doc="expert parallel: ranks that partition the experts of a layer; must divide data_replicate × data_shard × "
         "context × tensor",
     )
 
@@ -60,7 +62,7 @@ class RankMesh(MeshView):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Problems that do not depend on the number of processes."""
+        """Yield problems that do not depend on the number of processes."""
         sizes = {name: size for name in DIMENSIONS if isinstance(size := node.settings[name], int)}
         if (ranks := prod(sizes.values())) > MAX_RANKS:
             widest = max(sizes, key=lambda name: sizes[name])
@@ -70,14 +72,14 @@ class RankMesh(MeshView):
             yield node.problem("expert", text, hint)
 
     def open(self) -> None:
-        """Make the groups that are used; a UserError, before any communication, if the world size does not fit."""
+        """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         expert = settings.pop("expert")
         self.layout = resolve_shape(settings, expert, self.processes.world_size)
-        # every rank makes the same groups in the same order, as torch.distributed demands
-        of_experts = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_DATA) if expert > 1 else ()
-        alone = [(name,) for name in DIMENSIONS if name != "data_shard"]  # whose ranks act with those along context
-        for names in (DIMENSIONS, *alone, SHARDS, DATA, MODEL, *of_experts):
+        # every rank makes the same groups in the same order, as torch.distributed requires
+        expert_groups = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_DATA) if expert > 1 else ()
+        single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
+        for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
 
     @property
@@ -86,25 +88,23 @@ class RankMesh(MeshView):
         return self.processes.rank
 
     def group(self, *dimensions: str) -> Group:
-        """The ranks that differ from this one only in their indices along these dimensions."""
         if dimensions not in self._groups:
             name = "world" if dimensions == DIMENSIONS else " × ".join(dimensions)
             self._groups[dimensions] = self.processes.group(name, self.layout.sets(*dimensions))
         return self._groups[dimensions]
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """Return torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions."""
-        # takes half a second, which runs that shard nothing should not pay
+        # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
 
         groups: list[Any] = [self.group(*names) for names in dimensions]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)
-        every = [name for names in dimensions for name in names]
-        grid = torch.tensor(self.ranks(*every)).view([group.size for group in groups])
-        names = tuple(" x ".join(names) for names in dimensions)
+        all_names = [name for names in dimensions for name in names]
+        grid = torch.tensor(self.ranks(*all_names)).view([group.size for group in groups])
+        dim_names = tuple(" x ".join(names) for names in dimensions)
         handles = [group.handle for group in groups]
-        return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=names)
+        return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=dim_names)
 
     def links(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         return p2p_links(self.processes, DIMENSIONS[0], self.layout.sets(DIMENSIONS[0]), edges)

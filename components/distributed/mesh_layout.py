@@ -1,7 +1,7 @@
 """
-The numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor).
+Numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor).
 
-Expert parallelism has no ranks of its own: it sees the ranks of a pipeline stage, which are consecutive, as
+Expert parallelism has no ranks of its own: it arranges the ranks of a pipeline stage, which are consecutive, as
 (expert_replicate, expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
 """
 
@@ -27,7 +27,7 @@ DATA_TENSOR = (*DATA, "tensor")
 
 @attrs.frozen
 class Layout:
-    """Sizes by dimension, in order, and how many consecutive ranks share the experts."""
+    """Sizes by dimension, in order, and the number of ranks that share the experts of a layer."""
 
     sizes: Mapping[str, int]
     expert: int = 1
@@ -38,7 +38,9 @@ class Layout:
         return math.prod(self.sizes.values())
 
     def sets(self, *dimensions: str) -> list[list[int]]:
-        """The sets of ranks that differ only in their indices along these dimensions, each in ascending order."""
+        """
+        Return the sets of ranks that differ only in their indices along these dimensions, each in ascending order.
+        """
         sizes = self.sizes if self.sizes.keys() >= set(dimensions) else self.expert_sizes
         grid = np.arange(self.world_size).reshape([*sizes.values()])
         axes = [axis for axis, name in enumerate(sizes) if name in dimensions]
@@ -48,10 +50,10 @@ class Layout:
     @property
     def expert_sizes(self) -> dict[str, int]:
         """
-        The sizes of the same ranks as experts are laid out over them.
+        The sizes of the expert dimensions over the same ranks.
 
-        Ranks along `expert_replicate` hold the same parameters: `expert_shard` × `expert` ranks are the fewest whole
-        replicas that `expert` divides.
+        Ranks along `expert_replicate` have the same parameters: `expert_shard` × `expert` ranks are the fewest whole
+        replicas that are divisible by `expert`.
         """
         replica = math.prod(self.sizes[name] for name in SAME_REPLICA)
         shards = replica // math.gcd(replica, self.expert)
@@ -71,72 +73,62 @@ class Layout:
 
 
 class MeshView:
-    """View of a laid-out mesh from one of its ranks."""
+    """A mesh with a layout, seen from one of its ranks."""
 
     layout: Layout
 
     @property
     def rank(self) -> int:
-        """The number of this rank among all ranks, from 0."""
+        """The index of this rank among all ranks, from 0."""
         raise NotImplementedError
 
     def group(self, *dimensions: str) -> Group:
-        """Return the ranks with this rank's indices along all other dimensions."""
+        """Return the group of ranks with this rank's indices along all other dimensions."""
         raise NotImplementedError
 
     @property
     def world(self) -> Group:
-        """All ranks."""
         return self.group(*DIMENSIONS)
 
     @property
     def replicas(self) -> Group:
-        """The ranks that hold the same parameters as this one and see other data."""
         return self.group("expert_replicate" if self.layout.expert > 1 else "data_replicate")
 
     @property
     def pipeline_group(self) -> Group:
-        """The ranks that hold the other layers of this rank's copy of the model."""
         return self.group("pipeline")
 
     @property
     def context_group(self) -> Group:
-        """The ranks with other tokens of the same rows."""
         return self.group("context")
 
     @property
     def tensor_group(self) -> Group:
-        """The ranks that share every matrix product with this one."""
         return self.group("tensor")
 
     @property
     def expert_group(self) -> Group:
-        """The ranks with other experts of the same layers."""
         return self.group("expert")
 
     @property
     def data_group(self) -> Group:
-        """The ranks with other tokens."""
         return self.group(*DATA)
 
     @property
     def shard_group(self) -> Group:
-        """The ranks over which FSDP shards parameters."""
         return self.group(*SHARDS)
 
     @property
     def model_group(self) -> Group:
-        """The ranks that hold one copy of the model together: all but those along `expert_replicate`."""
+        """The ranks that together have one copy of the model: all dimensions except `expert_replicate`."""
         return self.group(*MODEL)
 
     @property
     def expert_data_group(self) -> Group:
-        """The ranks with the same experts and other tokens."""
         return self.group(*EXPERT_DATA)
 
     @property
     def data_tensor_group(self) -> Group:
-        """The ranks with the same layers."""
         return self.group(*DATA_TENSOR)
 
     def ranks(self, *dimensions: str) -> list[int]:
@@ -145,12 +137,10 @@ class MeshView:
 
     @property
     def sizes(self) -> PerDimension:
-        """The number of ranks along each dimension."""
         return self.layout.all_sizes
 
     @property
     def indices(self) -> PerDimension:
-        """The index of this rank along each dimension."""
         return self.layout.indices(self.rank)
 
 
@@ -168,21 +158,21 @@ def resolve_shape(
     sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = how_to_launch
 ) -> Layout:
     """
-    The layout of `world_size` ranks; a dimension of size "auto" is `world_size` divided by the others.
+    Return the layout of `world_size` ranks; the size of an "auto" dimension is `world_size` divided by the other sizes.
 
-    Raises UserError if the sizes do not fit, with the `remedy` for a number of ranks that does.
+    Raises UserError if the sizes do not fit, with the `remedy` for a number of ranks that fits.
     """
     fixed = {name: size for name, size in sizes.items() if isinstance(size, int)}
     product = math.prod(fixed.values())
     if len(fixed) < len(sizes) and world_size % product:
         raise UserError(
-            f"the mesh needs a multiple of {_written(fixed)} = {product} processes, and there are {world_size}; "
+            f"the mesh needs a multiple of {_format_sizes(fixed)} = {product} processes, and there are {world_size}; "
             f"{remedy(product)}",
             exit_code=2,
         )
     if len(fixed) == len(sizes) and product != world_size:
         raise UserError(
-            f"the mesh {_written(fixed)} = {product} needs {product} processes, and there are {world_size}; "
+            f"the mesh {_format_sizes(fixed)} = {product} needs {product} processes, and there are {world_size}; "
             f"{remedy(product)}",
             exit_code=2,
         )
@@ -193,16 +183,16 @@ def resolve_shape(
 
 
 def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
-    """Return why `expert` does not fit a mesh of these sizes, and what to write instead; None if it fits."""
+    """Return the reason why `expert` does not fit a mesh of these sizes, and the remedy; None if it fits."""
     if sizes["data_replicate"] == "auto":  # some number of replicas fits
         return None
     ranks = math.prod(sizes[name] for name in EXPERT_DIVIDES)
     if ranks % expert == 0:
         return None
     divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
-    what = f"expert = {expert} does not divide {' × '.join(EXPERT_DIVIDES)} = {ranks}"
-    return what, f"write {'one of ' if ranks > 1 else ''}{', '.join(divisors)}"
+    text = f"expert = {expert} does not divide {' × '.join(EXPERT_DIVIDES)} = {ranks}"
+    return text, f"write {'one of ' if ranks > 1 else ''}{', '.join(divisors)}"
 
 
-def _written(sizes: Mapping[str, int]) -> str:
+def _format_sizes(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,8 +1,8 @@
 """
-Watches the parent process: workers end themselves when torchrun is killed.
+Watch on the parent process, with which workers end themselves when torchrun is killed.
 
-The module imports next to nothing, so that it can watch before torch is imported, which takes seconds. The kernel's
-PR_SET_PDEATHSIG can't be used: it fires when the thread that started the process ends, not when its process does.
+The module imports almost nothing, so that it can watch before torch is imported, which takes seconds. The kernel's
+PR_SET_PDEATHSIG can't be used: it fires when the thread that started the process ends, not when its process ends.
 """
 
 import os
@@ -15,7 +15,7 @@ REPORTER = "0"  # the LOCAL_RANK of the worker that prints the message, one for 
 
 
 def watch_parent(parent: int) -> None:
-    """End this process, with exit code 1, soon after the one that started it is gone. A second call does nothing."""
+    """End this process, with exit code 1, soon after its parent process is gone. A second call does nothing."""
     if not any(thread.name == NAME for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=(parent,), name=NAME, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Ranks and a device that are only planned for: the layout of a mesh without processes, and a device without memory."""
+"""Planned ranks and devices: the layout of a mesh without processes, and a device without memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimens
 @attrs.frozen
 class PlannedGroup:
     """
-    A group of ranks that do not run: collectives leave meta tensors as they are, or give empty ones of the right shape.
+    A group of ranks that do not run: collectives return meta tensors unchanged, or empty tensors of the right shape.
     """
 
     ranks: tuple[int, ...]
@@ -24,7 +24,6 @@ class PlannedGroup:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the group."""
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> None:
@@ -41,33 +40,33 @@ class PlannedGroup:
         """Leave a tensor of any shape unchanged."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The value, for each rank."""
+        """Return the value once for each rank."""
         return [value] * self.size
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """An empty tensor (size, ...) for a tensor (...)."""
+        """Return an empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Empty tensors as this one, (...)."""
+        """Return empty tensors of the shape (...) of this tensor."""
         return [torch.empty_like(tensor)] * self.size
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """An empty tensor (...) for parts (size, ...)."""
+        """Return an empty tensor (...) for parts (size, ...)."""
         return torch.empty_like(parts[0])
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """An empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
+        """Return an empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
         return rows.new_empty(sum(received), *rows.shape[1:])
 
     def symmetric_memory(self, size: int) -> SymmetricMemory:
-        """Memory of `size` bytes on the meta device."""
+        """Return memory of `size` bytes on the meta device."""
         return HostMemory([torch.empty(size, dtype=torch.uint8, device="meta")] * self.size, self)
 
 
 @attrs.frozen
 class PlannedMesh(MeshView):
-    """One rank's view of a mesh whose ranks do not run."""
+    """One rank's view of a mesh of ranks that do not run."""
 
     layout: Layout
     rank: int = 0
@@ -75,33 +74,32 @@ class PlannedMesh(MeshView):
     @classmethod
     def of(cls, settings: Mapping[str, Any], ranks: int) -> "PlannedMesh":
         """
-        The mesh of a recipe's settings with this number of ranks, seen from rank 0; UserError if they don't fit.
+        Return the mesh of a recipe's settings with `ranks` ranks, seen from rank 0. Raises UserError if they don't fit.
         """
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
         expert = PerDimension.of_settings(settings).expert
         return cls(resolve_shape(sizes, expert, ranks, lambda number: f"write --ranks {number}"))
 
     def group(self, *dimensions: str) -> PlannedGroup:
-        """The ranks that differ from this one only in their indices along these dimensions."""
         ranks = self.ranks(*dimensions)
         return PlannedGroup(tuple(ranks), ranks.index(self.rank))
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """Return None: there are no processes that torch could know."""
+        """Return None, because there are no processes for torch."""
         return None
 
     def at(self, pipeline: int) -> "PlannedMesh":
-        """The view of the first rank of a stage of the pipeline."""
+        """Return the view of the first rank of a pipeline stage."""
         return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.sizes.pipeline))
 
 
 @attrs.frozen
 class PlannedDevice:
-    """A device that kernels are chosen for, and of which no memory is taken."""
+    """A device for the choice of kernels, on which nothing is allocated."""
 
     device: torch.device
     backend: str = "gloo"
 
     def memory(self) -> int:
-        """0: nothing is allocated."""
+        """Return 0, because nothing is allocated."""
         return 0

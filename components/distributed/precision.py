@@ -1,4 +1,4 @@
-"""In which dtype each kind of number is kept. There is no autocast: what a recipe says here is what happens."""
+"""Dtypes of parameters, activations, gradients and reductions. There is no autocast: only the recipe sets dtypes."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -18,83 +18,87 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def _wide(name: str) -> str | None:
+def _check_wide(name: str) -> str | None:
     if name in ("float32", "float64"):
         return None
     return f"sums over ranks in {name} lose small gradients; write 'float32' or 'float64'"
 
 
-def _no_float16(name: str | None) -> str | None:
-    # Its range is so small that gradients underflow; a loss scaler, which would help, does not exist here.
+def _refuse_float16(name: str | None) -> str | None:
+    # In its small range gradients underflow, and there is no loss scaler.
     return "gradients underflow in float16; write 'bfloat16'" if name == "float16" else None
 
 
 @component
 class DtypePolicy:
     """
-    One dtype for each kind of number.
+    Dtypes of a run, one for each kind of number (mixed precision).
 
-    `parameter` is what the optimizer keeps (masters), `compute` what layers multiply in (`param_dtype` of FSDP's
-    MixedPrecisionPolicy): each trained weight is cast once a step. `gradient` is what microbatches are summed in.
+    `parameter` is the dtype of the optimizer's master weights. `compute` is the dtype in which layers multiply
+    (`param_dtype` of FSDP's MixedPrecisionPolicy): each trained weight is cast once a step. `gradient` is the dtype in
+    which microbatches are summed (gradient accumulation).
     """
 
     _parameter: Name = setting(
-        default="float32", alias="parameter", check=_no_float16, doc="dtype of parameters, as the optimizer keeps them"
+        default="float32",
+        alias="parameter",
+        check=_refuse_float16,
+        doc="dtype of parameters in the optimizer (master weights)",
     )
     _compute: Name | None = setting(
         default=None,
         alias="compute",
-        check=_no_float16,
-        doc="dtype of activations and of the weights that layers multiply with; that of parameters if left out",
+        check=_refuse_float16,
+        doc="dtype of activations and of weights in layers; default: the dtype of parameters",
     )
     _gradient: Name | None = setting(
         default=None,
         alias="gradient",
-        check=_no_float16,
-        doc="dtype in which gradients of microbatches are summed; that of parameters if left out",
+        check=_refuse_float16,
+        doc="dtype of gradients and of gradient accumulation; default: the dtype of parameters",
     )
-    _reduce: Name = setting(default="float32", alias="reduce", check=_wide, doc="least dtype of sums over ranks")
+    _reduce: Name = setting(
+        default="float32", alias="reduce", check=_check_wide, doc="smallest dtype of sums over ranks"
+    )
     uncast: tuple[str, ...] = setting(
-        default=(), doc='names of parameters that layers use in the parameter dtype, as patterns: "*norm.weight"'
+        default=(), doc='patterns of the names of parameters that layers use in the parameter dtype: "*norm.weight"'
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse, with a ValueError, what `check` refuses in a recipe."""
-        for _, text, hint in misfits(self._parameter, self._compute, self._gradient, self.uncast):
+        """Raise ValueError for combinations that `check` rejects in a recipe."""
+        for _, text, hint in find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast):
             raise ValueError(f"{text}; {hint}")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Dtypes that go together."""
+        """Yield problems of dtypes that do not go together."""
         values = node.settings
-        for key, text, hint in misfits(values["parameter"], values["compute"], values["gradient"], values["uncast"]):
+        for key, text, hint in find_dtype_conflicts(
+            values["parameter"], values["compute"], values["gradient"], values["uncast"]
+        ):
             yield node.problem(key, text, hint)
 
     @property
     def parameter(self) -> torch.dtype:
-        """Of parameters, as the optimizer keeps them."""
         return DTYPES[self._parameter]
 
     @property
     def compute(self) -> torch.dtype:
-        """Of activations, and of the weights that layers multiply with."""
         return DTYPES[self._compute or self._parameter]
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of gradients, summed over microbatches."""
         return DTYPES[self._gradient or self._parameter]
 
     @property
     def reduce(self) -> torch.dtype:
-        """Of sums over ranks, at least."""
         return DTYPES[self._reduce]
 
 
-def misfits(
+def find_dtype_conflicts(
     parameter: str, compute: str | None, gradient: str | None, uncast: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
-    """Which settings can't be together: the key, what is wrong, and what to write instead."""
+    """Yield the conflicts of these settings: the key, the fault, and the remedy."""
     used = compute or parameter
     if DTYPES[used].itemsize > DTYPES[parameter].itemsize:
         text = f"compute = {used!r} is wider than parameter = {parameter!r}: the cast would add nothing"

@@ -1,4 +1,4 @@
-"""Process groups: a single process, or several over torch's collectives."""
+"""Process groups: a single process, or several processes with torch's collectives."""
 
 import json
 import math
@@ -17,16 +17,16 @@ from drawloom.components.distributed.symmetric_memory import HostMemory, gpu_mem
 from drawloom.components.ports.distributed import Pending, SymmetricMemory
 from drawloom.graph import UserError
 
-# torch 2.13 calls them by new names, and warns of the old ones.
+# torch 2.13 has new names, and warns of the old ones.
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Done:
-    """A collective that is completed."""
+    """A completed collective."""
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
@@ -34,7 +34,7 @@ class Done:
 
 
 class SingleProcess:
-    """A group of one rank: every collective is the identity."""
+    """A group of one rank, in which every collective is the identity."""
 
     rank = 0
     size = 1
@@ -53,36 +53,36 @@ class SingleProcess:
         """Leave a tensor of any shape unchanged."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """A list of the value, after a round trip through JSON as with more ranks."""
+        """Return a list of the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensor (...) as the only one, (1, ...)."""
+        """Return the tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The tensor (...) as the only one."""
+        """Return the tensor (...) as the only one."""
         return [tensor.detach()]
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """The only part (...) of parts (1, ...)."""
+        """Return the only part (...) of parts (1, ...)."""
         return parts[0]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """The rows (rows, ...) themselves."""
+        """Return the rows (rows, ...) unchanged."""
         return rows.detach()
 
     def symmetric_memory(self, size: int) -> SymmetricMemory:
-        """Memory of `size` bytes on the CPU."""
+        """Return memory of `size` bytes on the CPU."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
 
 
 class TorchGroup:
     """
-    Several processes, over a group of torch.distributed.
+    Several processes in a group of torch.distributed.
 
-    `name` and `ranks` are for messages. Tensors that are not on `device`, where the backend works, are copied there and
-    back. If a process fails or dies, the others raise a UserError that names it, by way of the monitor.
+    `name` and `ranks` appear in messages. Tensors that are not on `device`, where the backend works, are copied there
+    and back. If a process fails or dies, the others raise a UserError that names it, with the help of the monitor.
     """
 
     def __init__(
@@ -101,52 +101,43 @@ class TorchGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group, from 0."""
         return dist.get_rank(self._handle)
 
     @property
     def size(self) -> int:
-        """The number of ranks in the group."""
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> None:
-        """All-reduce a tensor of any shape, in place and in its own dtype, to the sum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.SUM)
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        """Begin to all-reduce a contiguous tensor of any shape, on the group's device and in its own dtype."""
         with self._peer_errors("an all-reduce"):
             return TorchWork(self, "an all-reduce", dist.all_reduce(tensor, group=self._handle, async_op=True))
 
     def max(self, tensor: Tensor) -> None:
-        """All-reduce a tensor of any shape, in place and in its own dtype, to the maximum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.MAX)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Write the tensor of a rank, by its number in the group, over those of the others: one shape and dtype."""
         sent = tensor.detach().to(self.device).contiguous()
         with self._peer_errors("a broadcast"):
             dist.broadcast(sent, group=self._handle, group_src=source)
         self._write_back(sent, tensor)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """All-gather a JSON value: the values of all ranks, by rank."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(each.numpy().tobytes()) for each in self.gather_each(text)]
+        return [json.loads(part.numpy().tobytes()) for part in self.gather_each(text)]
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
         moved = tensor.detach().to(self.device).contiguous()
-        # gloo joins tensors along their first dimension only, so that one without dimensions needs one.
+        # Flattened, because gloo joins tensors along their first dimension, and a scalar has none.
         gathered = moved.new_empty(self.size * moved.numel())
         with self._peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
         return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """All-gather tensors of one dtype and number of dimensions, whose shapes (...) differ: by rank."""
-        # Two collectives, the shapes first: all_gather needs tensors of one size.
+        # Two collectives, the shapes first, because all_gather needs tensors of equal size.
         shapes = self.gather(torch.tensor(tensor.shape, dtype=torch.int64)).tolist()
         sizes = [math.prod(shape) for shape in shapes]
         padded = F.pad(tensor.detach().reshape(-1), (0, max(sizes) - tensor.numel()))
@@ -154,23 +145,20 @@ class TorchGroup:
         return [part[:size].view(shape) for part, size, shape in parts]
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
         moved = parts.detach().to(self.device).contiguous()
-        found = torch.empty_like(moved[0])
+        output = torch.empty_like(moved[0])
         with self._peer_errors("a reduce-scatter"):
-            REDUCE_SCATTER(found.view(-1), moved.view(-1), group=self._handle)
-        return found.to(parts.device)
+            REDUCE_SCATTER(output.view(-1), moved.view(-1), group=self._handle)
+        return output.to(parts.device)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows (sum(sent), ...), of which sent[i] are for rank i, to those of all for this: (sum(received), ...)."""
         moved = rows.detach().to(self.device).contiguous()
-        found = moved.new_empty(sum(received), *moved.shape[1:])
+        output = moved.new_empty(sum(received), *moved.shape[1:])
         with self._peer_errors("an all-to-all"):
-            dist.all_to_all_single(found, moved, list(received), list(sent), group=self._handle)
-        return found.to(rows.device)
+            dist.all_to_all_single(output, moved, list(received), list(sent), group=self._handle)
+        return output.to(rows.device)
 
     def symmetric_memory(self, size: int) -> SymmetricMemory:
-        """Memory of `size` bytes on each rank, which all can read; UserError where they can't, as on several hosts."""
         with self._peer_errors("a mapping of memory"):
             return (
                 gpu_memory(size, self._handle, self.device) if self.device.type == "cuda" else host_memory(size, self)
@@ -178,7 +166,7 @@ class TorchGroup:
 
     @property
     def handle(self) -> Any:
-        """The group of torch.distributed."""
+        """The process group of torch.distributed."""
         return self._handle
 
     def _peer_errors(self, operation: str) -> AbstractContextManager[None]:
@@ -199,40 +187,43 @@ class TorchGroup:
 
 @attrs.frozen(eq=False)
 class TorchWork:
-    """A collective in progress over a group of torch.distributed; `operation` is its name in messages."""
+    """A collective in progress in a group of torch.distributed; `operation` is its name in messages."""
 
     group: TorchGroup
     operation: str
     work: Any
 
     def is_completed(self) -> bool:
-        """Whether the result is there."""
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        """Wait for the result; on a GPU only the current stream waits, not the host."""
         with self.group._peer_errors(self.operation):
             self.work.wait()
 
 
 @contextmanager
 def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Mark this rank as blocked in an operation of a group; torch's errors become a UserError with a diagnosis."""
+    """
+    Mark this rank as blocked in an operation of a group, and convert torch's errors to a UserError with a diagnosis.
+    """
     with monitor.blocked(operation, name):
         try:
             yield
         except RuntimeError as error:
-            what = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
-            raise _peer_error(error, what, monitor) from error
+            collective = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
+            raise _peer_error(error, collective, monitor) from error
 
 
 def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
-    """A UserError with a diagnosis for an error of gloo or NCCL in a collective that torch calls, as FSDP2; else it."""
-    is_of_peers = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-    return _peer_error(error, "a collective", monitor) if is_of_peers else error
+    """
+    Return a UserError with a diagnosis for an error of gloo or NCCL in torch's own collectives, such as FSDP2's, else
+    `error`.
+    """
+    is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+    return _peer_error(error, "a collective", monitor) if is_collective else error
 
 
-def _peer_error(error: Exception, what: str, monitor: RankMonitor) -> UserError:
+def _peer_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
     cause = monitor.diagnose() or "most likely another process stopped"
-    said = str(error).strip().splitlines()[0]
-    return UserError(f"{what} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {said}")
+    message = str(error).strip().splitlines()[0]
+    return UserError(f"{operation} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {message}")

@@ -35,7 +35,7 @@ NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watch
 
 @component(impact="safe")
 class TorchProcesses:
-    """The processes that torchrun's variables describe, or a single process if they are unset."""
+    """The processes that torchrun's variables describe, or a single process if the variables are unset."""
 
     device: Device
     timeout: float = setting(default=600.0, check=above(0), doc="seconds that a collective waits for the other ranks")
@@ -43,7 +43,7 @@ class TorchProcesses:
     _launch: Launch = attrs.field(init=False, factory=Launch)
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
-    # torch's process groups by all of the sets that they were made with
+    # torch's process groups by the sets of ranks for which they were made
     _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
@@ -51,36 +51,30 @@ class TorchProcesses:
 
     @property
     def rank(self) -> int:
-        """This process's rank, from 0."""
         return self._launch.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the launch."""
         return self._launch.world_size
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its machine, from 0."""
         return self._launch.local_rank
 
     @property
     def local_world_size(self) -> int:
-        """The number of processes on this machine."""
         return self._launch.local_world_size
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine among those of the launch, from 0."""
         return self._launch.node_rank
 
     @property
     def node_count(self) -> int:
-        """The number of machines of the launch."""
         return self._launch.node_count
 
     def open(self) -> None:
-        """Join the process group, if there are other processes; a UserError if they do not join in time."""
+        """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
         if self._launch.address:
             watch_parent(os.getppid())
@@ -95,7 +89,7 @@ class TorchProcesses:
         self._monitor = self._start_monitor()
 
     def close(self) -> None:
-        """Destroy the process group, and stop the monitor."""
+        """Destroy the process group and stop the monitor."""
         self._monitor.announce_exit()
         if self._joined:
             self._joined = False
@@ -107,7 +101,7 @@ class TorchProcesses:
         self._monitor = RankMonitor()
 
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """Report this rank's failure, which ends all ranks; among several ranks, a ReportedError for it."""
+        """Report this rank's failure, which ends all ranks, and return a ReportedError if there are several ranks."""
         if not isinstance(error, Exception):
             return None
         if self._monitor.store is not None:
@@ -120,24 +114,21 @@ class TorchProcesses:
         return None
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
-        """Make a group for each of these sets of ranks, disjoint and with all ranks; the one of this process."""
         own = next(ranks for ranks in sets if self.rank in ranks)
         if len(own) == 1 and all(len(ranks) == 1 for ranks in sets):
             return SingleProcess()
         key = tuple(map(tuple, sets))
         if key not in self._handles:
-            self._handles[key] = self._make(name, own, sets)
+            self._handles[key] = self._make_group(name, own, sets)
         if len(own) == 1:
             return SingleProcess()
-        return TorchGroup(name, own, self._handles[key], self._where, self._monitor)
+        return TorchGroup(name, own, self._handles[key], self._tensor_device, self._monitor)
 
     def channel(self, name: str, first: int, second: int) -> P2PChannel:
-        """Return the channel of this name between two ranks; ranks that make several follow one order."""
         up, down = self._communicator(name, first, second), self._communicator(name, second, first)
         return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
 
     def control_group(self, name: str) -> Group:
-        """A separate gloo group of all processes without a timeout, for a background thread."""
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
@@ -145,47 +136,43 @@ class TorchProcesses:
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
         self._limit = self._torch_timeout(seconds)
         for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
-            # A public function from torch 2.14 on, which warns of the other one.
+            # torch 2.14 has a public function, and warns of the private one.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             set_timeout(self._limit, handle)
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 
     def set_location(self, location: str) -> None:
-        """Set the step and phase of this rank that a hang diagnosis and a failure name."""
         self._monitor.location = location
 
     def diagnose(self) -> str:
-        """Which ranks keep the others waiting, as a message; empty if unknown. Takes about a second."""
         return self._monitor.diagnose()
 
     def fail(self, text: str) -> None:
-        """Report a failure of this rank, which ends all ranks."""
         if self._monitor.store is not None:
             self._monitor.report(text)
         else:
             log.error("%s", text)
 
     def _torch_timeout(self, seconds: float) -> timedelta:
-        """The timeout that torch is given."""
-        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits for too long. The
-        # margin lets the timeouts listener end the run first, with a diagnosis.
+        """Return the timeout for torch."""
+        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
+        # lets the timeouts listener end the run first, with a diagnosis.
         limit = timedelta(seconds=seconds)
         return limit + NCCL_MARGIN if self.device.backend == "nccl" else limit
 
     def _start_monitor(self) -> RankMonitor:
-        """Start this rank's monitor; that of a single process has neither store nor thread."""
+        """Start this rank's monitor; the monitor of a single process has neither store nor thread."""
         launch = self._launch
         monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
         if self._joined:
-            world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, monitor)
-            here = machine() if hasattr(os, "pidfd_open") else ""
-            every = world.gather_json([secrets.token_hex(8), here, os.getpid()])
-            name = every[0][0]  # a store may outlive a launch, and a process may open several runs
-            peers = {rank: pid for rank, (_, where, pid) in enumerate(every) if where == every[self.rank][1]}
+            world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._tensor_device, monitor)
+            own_machine = machine() if hasattr(os, "pidfd_open") else ""
+            processes = world.gather_json([secrets.token_hex(8), own_machine, os.getpid()])
+            name = processes[0][0]  # a store may outlive a launch, and a process may open several runs
+            peers = {rank: pid for rank, (_, where, pid) in enumerate(processes) if where == own_machine}
             monitor.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]
@@ -206,12 +193,12 @@ class TorchProcesses:
         self._joined = True
 
     @property
-    def _where(self) -> torch.device:
+    def _tensor_device(self) -> torch.device:
         """The device whose tensors the backend accepts."""
         return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
 
-    def _make(self, name: str, own: Sequence[int], sets: Sequence[Sequence[int]]) -> Any:
-        """torch's process group of the set with this rank; None if that is this rank alone."""
+    def _make_group(self, name: str, own: Sequence[int], sets: Sequence[Sequence[int]]) -> Any:
+        """Make torch's process group of the set with this rank, and return it; None if the set is this rank alone."""
         if len(own) == self.world_size:
             return dist.group.WORLD
         if self.device.backend == "nccl":
@@ -230,20 +217,20 @@ class TorchProcesses:
         return self._communicators[key]
 
     def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
-        if self._where.type != self.device.device.type:
+        if self._tensor_device.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
         with peer_errors(self._monitor, "a connection", name, ranks):
-            backend = self._backend(name, ranks)
-        communicator = TorchCommunicator(name, ranks, backend, self._where, self._monitor)
-        # the first transfer connects the two ranks; done here, where all ranks follow one order
-        probe = torch.zeros(1, device=self._where)
+            backend = self._make_backend(name, ranks)
+        communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
+        # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
+        probe = torch.zeros(1, device=self._tensor_device)
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
         return communicator
 
-    def _backend(self, name: str, ranks: tuple[int, int]) -> Any:
+    def _make_backend(self, name: str, ranks: tuple[int, int]) -> Any:
         """
-        A connected communicator of two ranks that is not in torch's registry of groups.
+        Return a connected communicator of two ranks outside of torch's registry of groups.
 
         dist.new_group is collective over all ranks of the run, and with a bound device it shares one NCCL communicator
         among all point-to-point operations of a group.
@@ -256,18 +243,18 @@ class TorchProcesses:
         options.global_ranks_in_group = list(ranks)
         with _without_serialization_warning():
             backend = dist.ProcessGroupNCCL(store, rank, 2, options)
-        backend.eager_connect_single_device(self._where)
+        backend.eager_connect_single_device(self._tensor_device)
         return backend
 
     def _close_communicators(self) -> None:
         communicators, self._communicators = self._communicators, {}
-        # destroy_process_group does not know these backends; those of gloo close when they are freed
+        # destroy_process_group does not know these backends; gloo's backends close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():
             communicator.backend.shutdown()
 
 
 def _print_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook` without repetitions of an error."""
+    """Print an uncaught error as `sys.excepthook` does, unless it was already reported."""
     if not isinstance(error, ReportedError):
         sys.__excepthook__(kind, error, trace)
 

@@ -1,4 +1,4 @@
-"""Run a function on every rank such that an error on one rank is raised on all, and no rank is left waiting."""
+"""Calls on every rank, whose errors are raised on all ranks, so that no rank is left waiting."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Agreed(UserError):
-    """The error of `rank`, raised on every rank of a group; `errno` is that of a failed system call."""
+    """The error of `rank`, raised on every rank of a group; `errno` is set if a system call failed."""
 
     def __init__(self, message: str, exit_code: int, rank: int, errno: int | None = None) -> None:
         super().__init__(message, exit_code)
@@ -18,16 +18,16 @@ class Agreed(UserError):
         self.errno = errno
 
 
-def _nothing(_value: Any = None) -> None:
-    """The default of `share`, and the work of ranks other than 0 in run_on_rank0."""
+def _do_nothing(_value: Any = None) -> None:
+    """Return None: the default of `share`, and the work of ranks other than 0 in run_on_rank0."""
 
 
-def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _nothing) -> tuple[T, list[Any]]:
+def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _do_nothing) -> tuple[T, list[Any]]:
     """
-    Run `work` on every rank: its result on this rank, and `share(result)` of every rank, by rank, gathered as JSON.
+    Run `work` on every rank; return this rank's result, and `share(result)` of every rank, by rank, gathered as JSON.
 
-    If either raises on any rank, every rank raises Agreed with the message of the first such rank; a rank whose own
-    exception is neither a UserError nor an OSError raises that.
+    If `work` or `share` raises on any rank, every rank raises Agreed with the message of the first failing rank; a rank
+    whose own exception is neither a UserError nor an OSError raises that exception.
     """
     failure: Exception | None = None
     try:
@@ -35,7 +35,7 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
         shared = share(value)
     except Exception as error:
         failure, shared = error, None
-    outcomes = group.gather_json({"shared": shared, "failure": failure and _described(failure, group)})
+    outcomes = group.gather_json({"shared": shared, "failure": failure and _describe(failure, group)})
     for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
             # a bug keeps its type and its traceback on the rank where it happened
@@ -46,13 +46,15 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 only; its result on every rank, sent as JSON. Errors as in run_on_all."""
-    _, shared = run_on_all(group, work if group.rank == 0 else _nothing, lambda value: value)
+    """Run `work` on rank 0 only, and return its result on every rank, sent as JSON. Errors as in run_on_all."""
+    _, shared = run_on_all(group, work if group.rank == 0 else _do_nothing, lambda value: value)
     return shared[0]
 
 
-def _described(error: Exception, group: Group) -> dict[str, Any]:
-    """An error as the arguments of Agreed; the message of any but a UserError is prefixed with its rank."""
+def _describe(error: Exception, group: Group) -> dict[str, Any]:
+    """
+    Return an error as the arguments of Agreed; the message of any error but a UserError is prefixed with its rank.
+    """
     if isinstance(error, UserError):
         return {
             "message": str(error),

@@ -1,15 +1,15 @@
 """
-What a rank and the other ranks of its launch know of one another: what each is blocked in, and the first failure.
+Exchange of status among the ranks of a launch: the operation that blocks each rank, and the first failure.
 
-A thread in each process polls the store of the launch every quarter of a second, whatever the main thread is blocked
-in. It has a separate connection to the store, for a process that hangs may hold the lock of the others.
+A thread in each process polls the store of the launch every quarter of a second, even if the main thread is blocked. It
+has a separate connection to the store, because a hanging process may hold the lock of other connections.
 
 When a rank times out, it requests the status of all ranks, and every rank reports the collective it is blocked in.
 
-The first failure of any rank ends every rank, and is printed once: the first rank to set it in the store prints it, the
-others end silently. A process that is still busy when its grace period is over is killed: a gloo collective can't be
-interrupted from another thread, and with NCCL no host thread waits where it could be. A process that is killed sets no
-failure; the other processes of its machine notice its death by a pidfd, which becomes readable then.
+The first failure of any rank ends every rank, and is printed once: the first rank to set it in the store prints it, and
+the others end silently. A process that is still busy after its grace period is killed: a gloo collective can't be
+interrupted from another thread, and with NCCL no host thread waits where it could be interrupted. A killed process sets
+no failure; the other processes of its machine notice its death by a pidfd, which then becomes readable.
 """
 
 import json
@@ -36,20 +36,20 @@ from drawloom.graph.cli.terminal import print_text
 log = logging.getLogger("drawloom.distributed")
 
 TICK = 0.25  # seconds between two polls
-LOST = "the rendezvous store, which is in rank 0 or in torchrun, does not answer"
+STORE_LOST = "the rendezvous store, which is in rank 0 or in torchrun, does not answer"
 ANSWER_TIMEOUT = 0.8  # seconds; several ticks, so that a live process answers in time
-GRACE = 3.0  # seconds that a process has to close what it has open, after a rank has failed
+GRACE = 3.0  # seconds in which a process may close its resources after a rank has failed
 STORE_TIMEOUT = 1.0  # seconds for the store to answer, and for a better informed rank to report first
 
 
 @attrs.define(eq=False)
 class RankMonitor:
     """
-    Publishes what this rank is blocked in and its failure, and learns the same of the other ranks.
+    Monitor that publishes this rank's status and failure, and learns those of the other ranks.
 
-    `store` is shared by all ranks (None: a single process); `peers` are the process ids of the other ranks on this
-    machine, by rank, and `where` says which machine it is, if there are several. `location` is the step and phase, for
-    messages; `is_lost` whether the store is gone. The thread that makes the monitor is the main thread.
+    `store` is shared by all ranks (None: a single process). `peers` are the process ids of the other ranks on this
+    machine, by rank, and `where` names the machine if there are several. `location` is the step and phase, for
+    messages. `is_lost` is True if the store is gone. The thread that makes the monitor is the main thread.
     """
 
     rank: int = 0
@@ -78,13 +78,13 @@ class RankMonitor:
         self._thread.start()
 
     def watch_peers(self) -> None:
-        """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
+        """Watch the peers' processes; without pidfds (not Linux) the death of a peer is not noticed."""
         for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
             with suppress(OSError):
                 self._watched[os.pidfd_open(process)] = rank
 
     def close(self) -> None:
-        """Stop to answer requests, watch no process, and kill this one no longer."""
+        """Stop to answer requests and to watch processes, and cancel the killing of this process."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(ANSWER_TIMEOUT)
@@ -103,7 +103,7 @@ class RankMonitor:
 
     def diagnose(self) -> str:
         """
-        Return which ranks the others are waiting for, as a message; empty if unknown or if it is this rank.
+        Return a message that names the ranks for which others wait; "" if unknown, or if it is this rank.
 
         Takes about a second.
         """
@@ -116,7 +116,7 @@ class RankMonitor:
         if self.failure is not None:
             return self.failure.text
         if self.is_lost or not answers:
-            return LOST
+            return STORE_LOST
         if len(answers) == self.size and is_waited_for(self.rank, answers):
             # this process may be about to end, while the others are still asking for its status
             time.sleep(ANSWER_TIMEOUT)
@@ -130,14 +130,15 @@ class RankMonitor:
 
     def report(self, text: str, exit_code: int = 1, trace: str = "") -> Failure:
         """Report this rank's failure to all ranks, and print it if it is the first; return the first failure."""
-        mine = Failure(self.rank, text, exit_code)
+        own_failure = Failure(self.rank, text, exit_code)
         with self._lock:
             is_first = self.failure is None
-            failure = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, mine)) or mine
+            claimed = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, own_failure))
+            failure = claimed or own_failure
             self._record(failure)
         if log.hasHandlers():
             log.error("%s", f"{trace}{text}", extra={"printed": True})
-        if is_first and failure == mine:
+        if is_first and failure == own_failure:
             print_text(f"{trace}{text}", "stderr")
         return failure
 
@@ -177,7 +178,7 @@ class RankMonitor:
                 self.is_lost = True
 
     def _ask(self, answers: dict[int, RankStatus]) -> None:
-        """Request the status of all ranks, and collect the answers until all are there or time is up."""
+        """Request the status of all ranks, and collect answers until they are complete or time is up."""
         try:
             # published at once: this process may end before the next poll of its own thread
             self._answer()

@@ -1,12 +1,12 @@
 """
-Counter-based normal random numbers: the same bits on every device and in every layout of shards.
+Counter-based normal random numbers, with the same bits on every device and in every layout of shards.
 
 A number is a function of a key and the element's index. With a sequential generator, each rank would have to draw a
 whole parameter to get its slice.
 
-Bits are equal on CPUs and GPUs because only operations are used that IEEE 754 or two's complement defines exactly, each
-as a torch operation of its own: `log`, `cos` and `erfinv` differ between devices in their last bits, and a compiler may
-contract a product and a sum within one kernel to a fused multiply-add.
+Bits are equal on CPUs and GPUs because the only operations are those that IEEE 754 or two's complement defines exactly,
+each as a separate torch operation: `log`, `cos` and `erfinv` differ between devices in their last bits, and a compiler
+may contract a product and a sum within one kernel to a fused multiply-add.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A deterministic seed below 2^63 for a purpose, the same on every machine and in every version."""
-    # JSON keeps (1, "2") and ("1", 2) apart, and strings from running together
+    """Return a deterministic seed below 2^63 for a purpose, the same on every machine and in every version."""
+    # JSON distinguishes (1, "2") from ("1", 2), and keeps strings separate
     text = json.dumps([seed, *purpose], ensure_ascii=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
     """
-    A separate CPU generator for a purpose, such as (seed, "dropout", step, layer).
+    Return a separate CPU generator for a purpose, such as (seed, "dropout", step, layer).
 
     torch uses 32 bits of the seed, so two purposes collide with a probability of 2^-32.
     """
@@ -56,7 +56,7 @@ ATANH = tuple(2 / n for n in range(1, 15, 2))
 """2 atanh(s) / s in powers of s^2; the remainder is below 4e-13 for the s of `_log`."""
 
 CPU_CHUNK, GPU_CHUNK = 2**15, 2**22
-"""Elements computed at a time: on a CPU as many as fit a core's cache, on a GPU enough to hide kernel launches."""
+"""Elements computed at a time: on a CPU few enough for a core's cache, on a GPU enough to hide kernel launches."""
 
 
 def fill_normal(
@@ -65,10 +65,10 @@ def fill_normal(
     """
     Fill a floating-point tensor, of any strides, with normal numbers of mean 0 and this standard deviation.
 
-    part: any shape, the slice that begins at `offsets` of a tensor of shape `shape` (default: the whole tensor). An
-    element depends only on `key` (64 bits) and on its row-major index in the whole tensor. Numbers are computed in
-    float64, rounded to float32, and then to the dtype of `part`, in chunks of constant size. Raises ValueError if the
-    slice is not inside the shape.
+    part: any shape, a slice at `offsets` in a tensor of shape `shape` (default: the whole tensor). An element depends
+    only on `key` (64 bits) and on its row-major index in the whole tensor. Numbers are computed in float64, rounded to
+    float32, and then to the dtype of `part`, in chunks of constant size. Raises ValueError if the slice is not inside
+    the shape.
     """
     shape, offsets = tuple(shape or part.shape), tuple(offsets or (0,) * part.ndim)
     if len(shape) != part.ndim or any(
@@ -85,11 +85,11 @@ def fill_normal(
 
 def splitmix64(key: int, index: Tensor) -> Tensor:
     """
-    64 random bits for each index: the SplitMix64 sequence that starts from `key`, at these positions.
+    Return 64 random bits for each index: the SplitMix64 sequence that starts from `key`, at these positions.
 
-    index: any shape, int64; the result has its shape and dtype. Source: Steele, Lea and Flood 2014, "Fast splittable
-    pseudorandom number generators". Keys are starting points in one sequence of 2^64 numbers, so sequences of hashed
-    keys overlap with a probability of about (numbers drawn in total) * (keys) / 2^63.
+    index: any shape, int64; the result has the same shape and dtype. Source: Steele, Lea and Flood 2014, "Fast
+    splittable pseudorandom number generators". Keys are starting points in one sequence of 2^64 numbers, so sequences
+    of hashed keys overlap with a probability of about (numbers drawn in total) * (keys) / 2^63.
     """
     # torch has no uint64 arithmetic: int64 wraps to the same bits
     bits = (index + 1).mul_(GAMMA).add_((key + 2**63) % 2**64 - 2**63)
@@ -100,7 +100,7 @@ def splitmix64(key: int, index: Tensor) -> Tensor:
 
 def standard_normal(bits: Tensor) -> Tensor:
     """
-    A standard normal number, float64, from each 64 random bits (int64, any shape), of which 53 count.
+    Return a standard normal number, float64, for each 64 random bits (int64, any shape), of which 53 are used.
 
     The bits become an odd multiple of 2^-54 between -1/2 and 1/2, to which the quantile function is applied; the
     greatest number is 8.3. Complementary bits give numbers of opposite sign.
@@ -108,7 +108,7 @@ def standard_normal(bits: Tensor) -> Tensor:
     centred = (bits.flatten() >> 11).double().add_(0.5).mul_(2.0**-53)  # exact
     rest = CENTRE_END**2 - centred * centred
     normal = _ratio(rest, CENTRE).mul_(centred)
-    tail = (rest < 0).nonzero().squeeze(1)  # about one in seven, whose values from the first ratio are replaced
+    tail = (rest < 0).nonzero().squeeze(1)  # about one in seven; their values from the first ratio are replaced
     probability = 0.5 - centred[tail].abs()  # exact
     distance = _log(probability).neg_().sqrt_().sub_(TAIL_CENTRE)
     normal[tail] = _ratio(distance, TAIL).copysign_(centred[tail])
@@ -116,20 +116,20 @@ def standard_normal(bits: Tensor) -> Tensor:
 
 
 def _chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[Tensor, int]]:
-    """Slices of at most a chunk's elements, each with the index of its first element."""
-    most = CPU_CHUNK if part.device.type == "cpu" else GPU_CHUNK
-    if part.numel() <= most:
+    """Yield slices of at most a chunk's elements, each with the index of its first element."""
+    max_elements = CPU_CHUNK if part.device.type == "cpu" else GPU_CHUNK
+    if part.numel() <= max_elements:
         yield part, first
         return
     dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
-    step = max(1, most * part.shape[dim] // part.numel())
+    step = max(1, max_elements * part.shape[dim] // part.numel())
     for start in range(0, part.shape[dim], step):
         chunk = part.narrow(dim, start, min(step, part.shape[dim] - start))
         yield from _chunks(chunk, strides, first + start * strides[dim])
 
 
 def _indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
-    """The row-major indices, in the whole tensor, of a slice's elements: int64 of its shape."""
+    """Return the row-major indices, in the whole tensor, of a slice's elements: int64 of its shape."""
     index = torch.full((), first, dtype=torch.int64, device=chunk.device)
     for size, stride in zip(chunk.shape, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(size, device=chunk.device).mul_(stride)
@@ -137,12 +137,12 @@ def _indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
 
 
 def _xor_shift(bits: Tensor, shift: int) -> Tensor:
-    """bits ^ (bits >> shift) in place, with a logical shift; torch's is arithmetic."""
+    """Compute bits ^ (bits >> shift) in place, with a logical shift; torch's shift is arithmetic."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1))
 
 
 def _log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive float64 numbers, to 1e-12."""
+    """Return the natural logarithm of positive float64 numbers, to 1e-12."""
     mantissa, exponent = torch.frexp(x)
     middle = math.sqrt(0.5)
     s = (mantissa - middle).div_(mantissa + middle)
@@ -155,7 +155,7 @@ def _ratio(x: Tensor, coefficients: tuple[Sequence[float], Sequence[float]]) -> 
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """The sum of coefficients[n] * x^n."""
+    """Return the sum of coefficients[n] * x^n."""
     total = x * coefficients[-1]
     for coefficient in coefficients[-2:0:-1]:
         total.add_(coefficient).mul_(x)

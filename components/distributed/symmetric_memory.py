@@ -1,7 +1,7 @@
 """
-Memory of as many bytes on each rank of a group, which all of its ranks can read and write.
+Memory of equal size on each rank of a group, which all ranks of the group can read and write.
 
-On GPUs it is torch's symmetric memory, which GPUs of one host reach over NVLink or PCIe; on a CPU, one file that the
+On GPUs it is torch's symmetric memory, which GPUs of one host reach over NVLink or PCIe; on a CPU, a file that the
 processes of a host map.
 """
 
@@ -22,33 +22,31 @@ from drawloom.graph import UserError
 
 @attrs.frozen(eq=False)
 class GpuMemory:
-    """Of GPUs, by torch's symmetric memory; `barrier` is a kernel on the current stream."""
+    """Symmetric memory of GPUs, by torch; `barrier` is a kernel on the current stream."""
 
     parts: Sequence[Tensor]
     handle: Any
 
     def barrier(self) -> None:
-        """What this stream does from here on sees what all ranks have written before their barrier."""
         self.handle.barrier()
 
 
 @attrs.frozen(eq=False)
 class HostMemory:
-    """Of processes of one host, by a file that is mapped; `barrier` waits for the others."""
+    """Shared memory of processes on one host, by a mapped file; `barrier` blocks the host."""
 
     parts: Sequence[Tensor]
     group: Group
 
     def barrier(self) -> None:
-        """What this rank does from here on sees what all ranks have written before their barrier."""
         self.group.sum(torch.zeros(1))
 
 
 def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
     """
-    Memory of `size` bytes on each rank of a group of torch.distributed; collective.
+    Allocate `size` bytes on each rank of a group of torch.distributed; a collective.
 
-    Raises UserError where GPUs can't map each other's memory.
+    Raises UserError if the GPUs can't map each other's memory.
     """
     import torch.distributed._symmetric_memory as symmetric
 
@@ -59,7 +57,7 @@ def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
     except RuntimeError as error:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
         raise UserError(
-            f"the GPUs of ranks {ranks} can't map each other's memory; they must be of one host, with peer access. "
+            f"the GPUs of ranks {ranks} can't map each other's memory; they must be on one host, with peer access. "
             f"torch says: {str(error).strip().splitlines()[0]}"
         ) from error
     return GpuMemory(parts, handle)
@@ -67,16 +65,16 @@ def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
 
 def host_memory(size: int, group: Group) -> HostMemory:
     """
-    Memory of `size` bytes for each rank of a group, in a temporary file without a name; collective.
+    Allocate `size` bytes for each rank of a group, in a temporary file without a name; a collective.
 
-    Raises UserError where the ranks are not on one host, or the disk is full.
+    Raises UserError if the ranks are not on one host, or the disk is full.
     """
     path = Path(group.gather_json(_new_file(size * group.size) if group.rank == 0 else "")[0])
-    seen = group.gather_json(path.exists() and path.stat().st_size == size * group.size)
-    if not all(seen):
+    sees_file = group.gather_json(path.exists() and path.stat().st_size == size * group.size)
+    if not all(sees_file):
         raise UserError(
-            f"rank {seen.index(False)} of the group can't share memory with rank 0 by {path}; the ranks must be of one "
-            f"host, with {size * group.size} bytes free there"
+            f"rank {sees_file.index(False)} of the group can't share memory with rank 0 by {path}; the ranks must be "
+            f"on one host, with {size * group.size} bytes free there"
         )
     whole = torch.from_file(str(path), shared=True, size=size * group.size, dtype=torch.uint8)
     group.gather_json(None)  # all have mapped the file
@@ -88,7 +86,7 @@ def host_memory(size: int, group: Group) -> HostMemory:
 def _new_file(size: int) -> str:
     descriptor, path = tempfile.mkstemp(prefix="drawloom-memory-")
     try:
-        # Space is taken now: a disk that is full later would kill the processes by a signal.
+        # Allocate space now, because a full disk would later kill the processes by a signal.
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.ftruncate(descriptor, 0)

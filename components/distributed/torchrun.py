@@ -1,4 +1,4 @@
-"""torchrun: the environment variables of its workers, and which rank prints to the terminal."""
+"""Environment variables of torchrun's workers, and the choice of the rank that prints to the terminal."""
 
 import os
 import time
@@ -23,8 +23,9 @@ class Launch:
     """
     The rank and world size of this process, globally and on this machine, and the address of the rendezvous store.
 
-    Of the machines, torchrun's nodes, this is number `node_rank`. `agent_store` says that the store is in torchrun and
-    not in rank 0; `attempt` is unique to each restart of the workers; a worker writes its failure to `error_file`.
+    `node_rank` is the index of this machine among the `node_count` machines (torchrun's nodes). `agent_store` is True
+    if the store is in torchrun instead of rank 0; `attempt` is unique to each restart of the workers; a worker writes
+    its failure to `error_file`.
     """
 
     rank: int = 0
@@ -46,7 +47,7 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """
-    The launch that torchrun's variables describe; a single process if none is set.
+    Return the launch that torchrun's variables describe; a single process if none is set.
 
     Raises UserError if some variables are missing or invalid.
     """
@@ -54,9 +55,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     if not any(name in environment for name in VARIABLES[:4]):
         return Launch()
     if missing := [name for name in VARIABLES if name not in environment]:
-        there = [name for name in VARIABLES if name in environment]
+        present = [name for name in VARIABLES if name in environment]
         raise UserError(
-            f"the environment sets {', '.join(there)} but not {', '.join(missing)}; start with torchrun, which sets "
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}; start with torchrun, which sets "
             "all of them, or unset them all to run a single process",
             exit_code=2,
         )
@@ -65,7 +66,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port = _number("MASTER_PORT", environment["MASTER_PORT"])
     rank, world_size, local_rank, local_world_size = numbers.values()
-    # Other launchers than torchrun don't set these, and start as many processes on each machine.
+    # Launchers other than torchrun don't set these, and start equally many processes on each machine.
     nodes = {"GROUP_RANK": str(rank // local_world_size), "GROUP_WORLD_SIZE": str(-(-world_size // local_world_size))}
     node_rank, node_count = (_number(name, environment.get(name, text)) for name, text in nodes.items())
     return Launch(
@@ -103,7 +104,7 @@ HEAD_START = 2.0  # seconds; if all ranks find the same problem, rank 0 prints i
 
 
 def rank_console() -> Console:
-    """What this rank prints: rank 0 prints warnings; a failure is printed by rank 0 or, without it, by the first."""
+    """Return what this rank prints: only rank 0 prints warnings, and only the first rank to fail prints the failure."""
     try:
         launch = read_launch()
     except UserError:  # raised again, and printed, when the run opens its processes
@@ -114,7 +115,7 @@ def rank_console() -> Console:
 
 
 def _is_first(launch: Launch, text: str) -> bool:
-    """Whether this rank is the first to fail; True if there is no store to ask."""
+    """Return whether this rank is the first to fail; True if there is no store."""
     if launch.alone or not launch.agent_store:
         return True
 
@@ -131,10 +132,10 @@ def _is_first(launch: Launch, text: str) -> bool:
 
 
 def _ignore(*_arguments: Any, **_named: Any) -> None:
-    """A `warnings.showwarning` that prints nothing."""
+    """Print nothing; for `warnings.showwarning`."""
 
 
 def machine() -> str:
-    """The boot id and the pid namespace: equal for processes that can open one another's /proc/PID/fd."""
+    """Return the boot id and the pid namespace: equal for processes that can open one another's /proc/PID/fd."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

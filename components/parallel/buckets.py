@@ -1,4 +1,4 @@
-"""Sums of many tensors over ranks, several in one collective."""
+"""All-reduce of many tensors in buckets, as in DDP."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -15,10 +15,10 @@ BUCKET_BYTES = 32 * 2**20
 @attrs.define(eq=False)
 class BucketedSums:
     """
-    Sums over the ranks of a group, in progress: a collective takes as many tensors as make up `bucket_bytes`.
+    Sums over the ranks of a group, in progress; each collective sums a bucket of about `bucket_bytes`.
 
-    All ranks add tensors of the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype where
-    that is wider.
+    All ranks add tensors of the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it
+    is wider.
     """
 
     group: Group
@@ -29,7 +29,7 @@ class BucketedSums:
     _started: list[tuple[list[Tensor], Tensor, Pending]] = attrs.field(factory=list)
 
     def add(self, tensor: Tensor) -> None:
-        """A tensor of any shape, which is not changed until `finish`; a full bucket is sent."""
+        """Add a tensor of any shape, which must not change until `finish`, and send the bucket if it is full."""
         self._bucket.append(tensor)
         self._bytes += tensor.nbytes
         if self._bytes >= self.bucket_bytes:
@@ -37,17 +37,17 @@ class BucketedSums:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Send what has been added."""
+        """Start to sum the tensors in the bucket."""
         if not self._bucket:
             return
-        wide = reduce(torch.promote_types, (tensor.dtype for tensor in self._bucket), self.dtype)
-        flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in self._bucket])
+        sum_dtype = reduce(torch.promote_types, (tensor.dtype for tensor in self._bucket), self.dtype)
+        flat = torch.cat([tensor.detach().flatten().to(sum_dtype) for tensor in self._bucket])
         self._started.append((self._bucket, flat, self.group.start_sum(flat)))
         self._bucket, self._bytes = [], 0
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send the rest, wait for all sums, on a GPU without the host, and write them to the tensors."""
+        """Wait for all sums and write them to the tensors. On a GPU only the stream waits, not the host."""
         self.flush()
         while self._started:
             tensors, flat, pending = self._started.pop(0)
@@ -60,7 +60,7 @@ class BucketedSums:
 def sum_in_buckets(
     tensors: Sequence[Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """All-reduce tensors of any shapes in place, as `BucketedSums`; one rank sends nothing."""
+    """All-reduce tensors of any shapes in place, as `BucketedSums` does; a single rank sends nothing."""
     if group.size > 1:
         sums = BucketedSums(group, dtype, bucket_bytes)
         for tensor in tensors:

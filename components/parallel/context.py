@@ -1,9 +1,9 @@
 """
-Context parallelism: the tokens of each row are shared out over ranks, which exchange keys and values.
+Context parallelism: the tokens of each row are partitioned over ranks, which exchange keys and values.
 
-A rank has one piece from the beginning of each row and one from its end, so that all ranks have as many earlier tokens
-to attend to (Dubey et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Each gathers the keys
-and values of all, which with grouped queries are few.
+A rank has one piece from the beginning of each row and one from its end, so that causal attention costs the same on all
+ranks (Dubey et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Each rank gathers all keys and
+values, which are small with grouped queries.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +25,10 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 @attrs.frozen(eq=False)
 class ContextPart:
-    """A rank's tokens of each row: `places` are their numbers in it, int64 (tokens,), `order` sorts those of all."""
+    """
+    This rank's tokens of each row: `places` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
+    tokens.
+    """
 
     places: Tensor
     order: Tensor
@@ -33,40 +36,39 @@ class ContextPart:
 
     @classmethod
     def of(cls, length: int, group: Group) -> "ContextPart":
-        """The part of this rank of rows of `length` tokens; a UserError if they can't be shared out evenly."""
-        everyone = [_places(length, group.size, rank) for rank in range(group.size)]
-        return cls(everyone[group.rank], torch.cat(everyone).argsort(), group)
+        """Return this rank's part of rows of `length` tokens. Raises UserError if the rows can't be divided evenly."""
+        positions = [_token_positions(length, group.size, rank) for rank in range(group.size)]
+        return cls(positions[group.rank], torch.cat(positions).argsort(), group)
 
     def cut(self, batch: AnyBatch) -> AnyBatch:
         """Return this rank's tokens of a batch."""
         return batch.take_tokens(self.places)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""
         gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
         return gathered if part.is_meta else gathered.index_select(1, self.order)
 
 
 @attrs.define(eq=False)
 class ContextDimension(Dimension):
-    """Ranks with other tokens of the same rows; FSDP shards parameters over them, too (`data_shard.py`)."""
+    """Ranks with other tokens of the same rows, over which FSDP also shards parameters (`data_shard.py`)."""
 
     name: ClassVar[str] = "context"
     splits_work: ClassVar[bool] = True
     can_capture: ClassVar[bool] = False
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
-        """Tell the modules that compute something of whole rows which ranks have the other tokens."""
+        """Set the ranks with other tokens of the same rows on the modules that sum over rows."""
         share_rows(module, self.mesh.context_group)
         return {}
 
 
 class _Gather(torch.autograd.Function):
-    """All-gathers along dimension 1; the backward pass sums what all ranks have of this rank's part."""
+    """All-gather along dimension 1, with a reduce-scatter in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        """The parts (rows, tokens, ...) of all ranks, in their order: (rows, size * tokens, ...) in the same dtype."""
+        """Gather parts (rows, tokens, ...) in rank order: (rows, size * tokens, ...) in the same dtype."""
         ctx.group = group
         if part.is_meta:
             shape = part.shape[0], group.size * part.shape[1], *part.shape[2:]
@@ -81,7 +83,7 @@ class _Gather(torch.autograd.Function):
         return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
 
 
-def _places(length: int, size: int, rank: int) -> Tensor:
+def _token_positions(length: int, size: int, rank: int) -> Tensor:
     if length % size:
         raise UserError(
             f"rows of {length} tokens can't be shared out over mesh.context = {size} ranks; "

@@ -1,4 +1,4 @@
-"""How ranks with other tokens share the parameters of stages: sharded (FSDP), replicated (DDP), or alone."""
+"""Data parallelism of a stage's parameters: sharded (FSDP, ZeRO-3), replicated (DDP), both (HSDP), or on one rank."""
 
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -17,11 +17,11 @@ from drawloom.components.ports.distributed import Mesh, Precision
 @attrs.frozen(kw_only=True, eq=False)
 class DataParallel:
     """
-    The choice of a parameter store for the stages of this rank.
+    Factory of parameter stores for the stages of this rank.
 
-    `blocks` returns the blocks of a module, which FSDP gathers one by one with `by_block`. Gradients are reduced after
-    each microbatch with `by_microbatch`, and in buckets of `bucket_bytes` that replicas begin to sum within the
-    backward pass with `overlaps`. `experts` are the names of parameters of which expert ranks have slices.
+    `blocks` returns the blocks of a module; with `by_block`, FSDP gathers them one by one. With `by_microbatch`,
+    gradients are reduced after each microbatch. With `overlaps`, replicas start to sum gradients during the backward
+    pass, in buckets of `bucket_bytes`. `experts` are the names of parameters that are split over expert ranks.
     """
 
     mesh: Mesh
@@ -55,7 +55,7 @@ class DataParallel:
             self.precision,
             by_block=self.by_block,
             by_microbatch=self.by_microbatch,
-            of_experts=self.experts,
+            experts=self.experts,
             expert_mesh=expert_mesh,
         )
 
@@ -86,6 +86,6 @@ class DataParallel:
             ranks,
             self.precision,
             self.by_block,
-            of_experts=self.experts,
+            experts=self.experts,
             expert_ranks=self.mesh.sizes.expert_shard if self._shards_experts else 1,
         )

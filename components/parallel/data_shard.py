@@ -1,10 +1,10 @@
 """
-Parameters that FSDP2 shards over ranks: every rank keeps a slice of each, and gathers a block's to compute with it.
+FSDP: every rank keeps a slice of each parameter, and gathers the parameters of a block to compute with it (ZeRO-3).
 
-torch's `fully_shard` does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one forward
-and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward pass, so
-that the program says here when gradients are final; until then each rank adds up its own, as without shards. This file
-and shard_transfers.py alone use private names of torch's FSDP2 (tried on 2.11, 2.13 and 2.14).
+torch's `fully_shard` (FSDP2) does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one
+forward and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward
+pass, so the program announces when gradients are final; until then each rank accumulates its own, as without shards.
+Only this file and shard_transfers.py use private names of torch's FSDP2 (tried on 2.11, 2.13 and 2.14).
 """
 
 from collections import Counter
@@ -32,53 +32,57 @@ from drawloom.graph import Problem
 
 @attrs.define(eq=False)
 class DataShardDimension(Dimension):
-    """Ranks that each hold a slice of every parameter (FSDP, ZeRO-3); those along `context` share in it."""
+    """Ranks with a slice of every parameter (FSDP, ZeRO-3); ranks along `context` shard parameters, too."""
 
     name: ClassVar[str] = "data_shard"
     can_capture: ClassVar[bool] = False
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of dtypes: FSDP keeps the slices of gradients in the dtype of parameters."""
+        """Yield the problem of a gradient dtype that FSDP can't keep: gradients have the dtype of parameters."""
         if nodes.precision is None or nodes.sizes.data_shard * nodes.sizes.context == 1:
             return
-        kept, summed = nodes.precision.settings["parameter"], nodes.precision.settings["gradient"]
-        if summed is not None and summed != kept:
-            text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
-            yield nodes.precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+        dtype, grad_dtype = nodes.precision.settings["parameter"], nodes.precision.settings["gradient"]
+        if grad_dtype is not None and grad_dtype != dtype:
+            text = (
+                f"gradients of sharded parameters are kept in the parameters' dtype, {dtype!r}, and not in "
+                f"{grad_dtype!r}"
+            )
+            yield nodes.precision.problem("gradient", text, f"write parameter = {grad_dtype!r}, or leave gradient out")
 
     @classmethod
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
         sizes = nodes.sizes
         if (ranks := sizes.data_shard * sizes.context) > 1:
             by_block = gathers_by_block(nodes.stages.settings["reshard_after_forward"], sizes.pipeline)
-            often = "by layer" if by_block else "once a step"
-            yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
+            frequency = "by layer" if by_block else "once a step"
+            yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
     def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return the parameters that are whole on each rank, such as the loss's."""
+        """Return the parameters that are whole on each rank, such as the loss's, except on the first rank."""
         if not self.mesh.shard_group.rank:
             return frozenset()
         return parameters.trained.keys() - parameters.sharded - parameters.experts
 
 
 def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
-    """Return whether each layer is gathered when it is used, with that many pipeline ranks."""
-    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+    """Return whether each layer is gathered when it is used, by the setting and the number of pipeline ranks."""
+    # In a pipeline, each microbatch would gather each block anew; so the whole stage is gathered once a step.
     return pipeline == 1 if setting is None else setting
 
 
 @attrs.frozen(eq=False)
 class ShardedModule:
     """
-    A stage's module whose parameters are sharded.
+    A stage's module with sharded parameters (FSDP).
 
-    Units of FSDP are the module, for what no other one holds; a head that is not tied, so that it is gathered while the
-    last block computes, and its gradient is reduced first; and in each block the block and, where other ranks have
-    their slices than those of the rest, its experts.
-    `by_block` gathers each block when it is used and frees it afterwards, in forward and backward. Otherwise the
-    program gathers the whole stage before its first use in a step, and its gradients' reduction frees it.
-    `by_microbatch` reduces gradients after each microbatch, so that no more than those of one are unsharded.
+    Units of FSDP are: the module, for parameters outside of all other units; a head that is not tied, so that it is
+    gathered while the last block computes and its gradient is reduced first; each block; and in a block its experts, if
+    they are sharded over other ranks than the rest.
+
+    With `by_block`, each block is gathered when it is used and freed afterwards, in forward and backward. Otherwise the
+    program gathers the whole stage before its first use in a step, and the reduction of its gradients frees it. With
+    `by_microbatch`, gradients are reduced after each microbatch, so that only one microbatch's gradients are unsharded.
     """
 
     root: Any
@@ -89,44 +93,56 @@ class ShardedModule:
 
     @classmethod
     def of(
-        cls, module: nn.Module, blocks: Blocks, whole: set[nn.Parameter], expert_mesh: Any = None, **how: Any
+        cls,
+        module: nn.Module,
+        blocks: Blocks,
+        whole: set[nn.Parameter],
+        *,
+        mesh: Any,
+        expert_mesh: Any,
+        policy: Any,
+        by_block: bool,
+        by_microbatch: bool,
     ) -> "ShardedModule":
         """
-        Shard a module on the meta device, except for the parameters `whole`; `how` is for `fully_shard`.
+        Shard a module on the meta device, except for the parameters in `whole`.
 
-        Experts are sharded over a mesh of their own if there is one.
+        Experts are sharded over `expert_mesh`, if there is one.
         """
-        # Takes a second to import, which runs without shards do not pay.
+        # Imported here, because the import takes a second, which runs without shards need not spend.
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-        by_block, by_microbatch = how["reshard_after_forward"], how.pop("by_microbatch")
         inner: list[list[Any]] = [
-            [block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
+            [block, *(_experts_in(block) if expert_mesh is not None else [])] for block in blocks(module)
         ]
         heads = heads_of(module)
         # A parameter belongs to the innermost unit around it, which must be sharded first.
         for unit in reversed([module, *heads, *chain(*inner)]):
-            # What no block holds is used first and last, so that freeing it in between would save nothing.
-            changed = {"reshard_after_forward": False} if unit is module or unit in heads else {}
-            if isinstance(unit, ExpertParallel):
-                changed["mesh"] = expert_mesh
-            fully_shard(unit, ignored_params=whole, **(how | changed))
+            # Parameters outside of blocks are used first and last: freeing them in between would save nothing.
+            reshards = by_block and unit is not module and unit not in heads
+            fully_shard(
+                unit,
+                mesh=expert_mesh if isinstance(unit, ExpertParallel) else mesh,
+                reshard_after_forward=reshards,
+                mp_policy=policy,
+                ignored_params=whole,
+            )
             sharded: Any = unit
-            # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
+            # Sums instead of means: the loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(DirectReduceScatter())
             if not by_block:
-                sharded.set_custom_all_gather(DirectAllGather(partial(_outputs, sharded)))
-            # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
+                sharded.set_custom_all_gather(DirectAllGather(partial(_allocate_outputs, sharded)))
+            # Otherwise ranks would deadlock if different weights get no gradient on them (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
         for head in heads:
             register_fsdp_forward_method(head, "finish")
-        for number, (block, *experts) in enumerate(inner):
-            later = [*experts, *(heads if number == len(inner) - 1 else [])]
-            if later:  # gathered while the block, or its attention, computes
-                block.set_modules_to_forward_prefetch(later)
+        for index, (block, *experts) in enumerate(inner):
+            prefetched = [*experts, *(heads if index == len(inner) - 1 else [])]
+            if prefetched:  # gathered while the block, or its attention, computes
+                block.set_modules_to_forward_prefetch(prefetched)
         return cls(module, heads, inner, by_block, by_microbatch)
 
     @property
@@ -135,71 +151,75 @@ class ShardedModule:
         return [self.root, *self.heads, *chain(*self.blocks)]
 
     def open(self, gradient: torch.dtype) -> None:
-        """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
-        for group in chain(*map(_groups, self.units)):
+        """Allocate what torch allocates at the first use; gradients are accumulated in dtype `gradient`."""
+        for group in chain(*map(_param_groups, self.units)):
             group.lazy_init()
-            for part in group.fsdp_params:
-                # In inference mode, a first use would make parameters that can't be trained. Nothing is gathered: that
-                # would take the memory of a whole unit, twice, on each rank.
-                inputs = part.all_gather_inputs
-                sizes, dtypes = [each.numel() for each in inputs], [each.dtype for each in inputs]
-                part.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
-                part.init_unsharded_param()
-                if part.sharded_param.requires_grad:
-                    part.unsharded_param.grad_dtype = gradient
-                part.free_unsharded_param()
+            for param in group.fsdp_params:
+                # A first use in inference mode would make parameters that can't be trained. Nothing is gathered here,
+                # because that would take the memory of a whole unit, twice, on each rank.
+                inputs = param.all_gather_inputs
+                sizes, dtypes = [tensor.numel() for tensor in inputs], [tensor.dtype for tensor in inputs]
+                param.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
+                param.init_unsharded_param()
+                if param.sharded_param.requires_grad:
+                    param.unsharded_param.grad_dtype = gradient
+                param.free_unsharded_param()
 
     def begin(self) -> None:
-        """Begin a step: the slices have changed, and no gradient is final before `reduce_next`."""
+        """Begin a step: drop parameters gathered from old slices, and reduce no gradients before `reduce_next`."""
         self.reshard()
         self._reduce_in_backward(False)
 
     def unshard(self) -> None:
-        """Start to gather the whole stage, in the order of use; each part of the forward waits for its own."""
+        """
+        Start to gather the whole stage in the order of use; each part of the forward waits for its own parameters.
+        """
         for unit in (self.root, *chain(*self.blocks), *self.heads):
             unit.unshard(async_op=True)
 
     def reshard(self) -> None:
-        """Free the gathered parameters."""
         for unit in self.units:
-            for group in _groups(unit):
-                # torch would take what was gathered and not used, by an evaluation without a layer, for a later step's.
+            for group in _param_groups(unit):
+                # Otherwise torch would use unused gathered parameters, of an evaluation without a layer, in a later
+                # step.
                 group.wait_for_unshard()
             unit.reshard()
 
     def reduce_next(self, final: bool) -> None:
         """
-        With the next backward pass each block's gradients are reduced as soon as they are computed.
+        Reduce each block's gradients as soon as the next backward pass has computed them.
 
-        They are added to those of the slices. Unless they are `final`, replicas are not summed over, and nothing that
-        was gathered for the stage is freed.
+        The reduced gradients are added to the slices' gradients. Unless they are `final`, they are not summed over
+        replicas, and the stage's gathered parameters stay.
         """
         self._reduce_in_backward(True, final)
 
     def reduced(self) -> None:
-        """Add up gradients on this rank again, which matters if another pass follows in the step."""
+        """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.by_microbatch:
             self._reduce_in_backward(False)
 
     def parts(self) -> list[ReducedPart]:
-        """The units, for a pass for the weights alone, which runs no hook of torch's."""
-        # Heads first, which are large; what belongs to no block last, as the embedding's gradient is.
+        """Return the units, for a pass of weight gradients alone, which runs none of torch's hooks."""
+        # Heads first, because they are large; the root last, because the embedding's gradient is last.
         ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
-        weights = [{id(part.unsharded_param) for part in _parts(unit)} for unit in ordered]
-        return [ReducedPart(each, partial(_reduce, unit)) for each, unit in zip(weights, ordered, strict=True)]
+        return [
+            ReducedPart({id(param.unsharded_param) for param in _fsdp_params(unit)}, partial(_reduce, unit))
+            for unit in ordered
+        ]
 
     def reduce(self) -> None:
-        """End a reduction of all parts."""
+        """End the reduction of all units."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def gathered_bytes(self) -> int:
-        """The most bytes that are gathered at one time; of blocks the one in use and the next."""
-        of_blocks = [sum(map(_gathered_bytes, units)) for units in self.blocks]
-        ends = sum(map(_gathered_bytes, (self.root, *self.heads)))
-        return ends + (2 * max(of_blocks, default=0) if self.by_block else sum(of_blocks))
+        """Return the most bytes that are gathered at one time; of blocks, the one in use and the next."""
+        block_bytes = [sum(map(_unsharded_bytes, units)) for units in self.blocks]
+        other_bytes = sum(map(_unsharded_bytes, (self.root, *self.heads)))
+        return other_bytes + (2 * max(block_bytes, default=0) if self.by_block else sum(block_bytes))
 
     def sharded(self) -> Iterator[tuple[str, Any]]:
-        """The sharded parameters (DTensors) by name, while they are not gathered."""
+        """Yield the names and sharded parameters (DTensors), while they are not gathered."""
         for name, parameter in self.root.named_parameters():
             if is_dtensor(parameter):
                 yield name, parameter
@@ -218,9 +238,9 @@ class ShardedStore:
     """
     The parameters of modules on one rank, sharded over ranks; `masters` are this rank's slices, as plain parameters.
 
-    `slices` says which part of the whole parameter each is. Those without an entry are whole on every rank: parameters
-    of a loss and of adapters, those that are not cast, since FSDP gathers one dtype at a time, and those that two local
-    stages share.
+    `slices` has the position of each slice in its whole parameter. Parameters without an entry are whole on every rank:
+    parameters of a loss and of adapters, parameters that are not cast, since FSDP gathers one dtype at a time, and
+    parameters that two local stages share.
     """
 
     modules: Sequence[ShardedModule]
@@ -238,15 +258,15 @@ class ShardedStore:
         for module in modules:
             module.open(precision.gradient)
             for name, parameter in module.sharded():
-                # Memory that is shared with torch's parameter, without its class: optimizers, clippers and stagers
-                # need to know nothing of shards.
+                # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
+                # need not know about shards.
                 masters[name] = nn.Parameter(local_part(parameter), parameter.requires_grad)
                 slices[name] = slice_of(parameter)
                 pairs.append((masters[name], parameter))
         return cls(modules, masters, slices, whole, pairs)
 
     def cast(self, only_if_changed: bool = False) -> None:
-        """Begin a step: what was gathered is dropped; `only_if_changed`, if a slice may have changed since."""
+        """Begin a step: drop gathered parameters; with `only_if_changed`, only if a slice may have changed."""
         self._whole.cast(only_if_changed)
         versions = [master._version for master, _ in self._pairs]
         if not (only_if_changed and versions == self._gathered_at):
@@ -255,22 +275,22 @@ class ShardedStore:
         self._gathered_at = versions
 
     def hand_over_gradients(self) -> None:
-        """Make the reduced gradients those of the slices."""
+        """Move the reduced gradients to the slices."""
         self._whole.hand_over_gradients()
         for master, parameter in self._pairs:
             if parameter.grad is not None:
                 gradient, parameter.grad = local_part(parameter.grad), None
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        # Fused optimizers change parameters without a change of their versions.
+        # Fused optimizers change parameters without a new version number.
         self._gathered_at = []
 
-    def held_bytes(self, tensor: Tensor) -> int:
-        """Bytes of this rank's slice of a tensor of any shape."""
+    def local_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of this rank's slice of a tensor of any shape."""
         return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
 
     @property
     def summed(self) -> Set[str]:
-        """The parameters whose gradients backward passes reduce."""
+        """The parameters with gradients that backward passes reduce."""
         return self.slices.keys()
 
     @property
@@ -279,11 +299,11 @@ class ShardedStore:
         return self._whole.copied_bytes
 
     def shards_of(self, module: nn.Module) -> ShardedModule:
-        """The shards of one of the modules."""
-        return next(each for each in self.modules if each.root is module)
+        """Return the shards of one of the modules."""
+        return next(sharded for sharded in self.modules if sharded.root is module)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of masters that have copies, and of these copies and what is gathered at one time."""
+        """Return the bytes of masters that have copies, of these copies, and of the parameters gathered at one time."""
         whole = self._whole.memory_bytes()
         gathered = sum(module.gathered_bytes() for module in self.modules)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
@@ -296,55 +316,67 @@ def shard(
     precision: Precision,
     by_block: bool,
     by_microbatch: bool = False,
-    of_experts: Set[str] = frozenset(),
+    experts: Set[str] = frozenset(),
     expert_mesh: Any = None,
 ) -> list[ShardedModule]:
     """
     Shard modules that are on the meta device over the ranks of a torch mesh.
 
-    A mesh of two dimensions has replicas along the first, over which slices of gradients are summed, too. Of the
-    parameters `of_experts` expert ranks have slices: they are sharded over a mesh of their own, or not at all.
+    A mesh of two dimensions has replicas along the first (HSDP), over which slices of gradients are summed, too. The
+    parameters of `experts` are slices of expert ranks: they are sharded over `expert_mesh`, or not at all.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    modules, sent = list(modules), sent_dtype(precision, replicas=mesh.ndim > 1)
+    modules = list(modules)
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute,
-        reduce_dtype=sent,
-        # Layers cast what they multiply; positions and weights of tokens keep their dtype.
+        reduce_dtype=sent_dtype(precision, replicas=mesh.ndim > 1),
+        # Layers cast the inputs of products; positions and weights of tokens must keep their dtype.
         cast_forward_inputs=False,
     )
-    whole = whole_parameters(modules, precision, of_experts if expert_mesh is None else frozenset())
-    how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "expert_mesh": expert_mesh}
-    how["by_microbatch"] = by_microbatch
-    return [ShardedModule.of(module, blocks, kept, **how) for module, kept in zip(modules, whole, strict=True)]
+    whole_by_module = whole_parameters(modules, precision, experts if expert_mesh is None else frozenset())
+    return [
+        ShardedModule.of(
+            module,
+            blocks,
+            whole,
+            mesh=mesh,
+            expert_mesh=expert_mesh,
+            policy=policy,
+            by_block=by_block,
+            by_microbatch=by_microbatch,
+        )
+        for module, whole in zip(modules, whole_by_module, strict=True)
+    ]
 
 
 def heads_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of a stage that are its head alone: none of one that is tied to the embedding."""
+    """Return the layers of a stage that are only a head, not those that are tied to the embedding."""
     return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
-def _experts(block: nn.Module) -> list[nn.Module]:
+def _experts_in(block: nn.Module) -> list[nn.Module]:
     return [part for part in block.modules() if isinstance(part, ExpertParallel)]
 
 
-def whole_parameters(
-    modules: Sequence[nn.Module], precision: Precision, of_experts: Set[str]
-) -> list[set[nn.Parameter]]:
-    """By module, the parameters that are not sharded: those `of_experts`, and those that several modules have, too."""
-    times = Counter(name for module in modules for name, _ in module.named_parameters())
-    apart = {name for name in times if times[name] > 1} | of_experts
-    return [_whole(module, precision, apart) for module in modules]
+def whole_parameters(modules: Sequence[nn.Module], precision: Precision, experts: Set[str]) -> list[set[nn.Parameter]]:
+    """
+    Return the parameters of each module that are not sharded, including `experts` and parameters of several modules.
+    """
+    module_counts = Counter(name for module in modules for name, _ in module.named_parameters())
+    names = {name for name in module_counts if module_counts[name] > 1} | experts
+    return [_select_whole(module, precision, names) for module in modules]
 
 
-def _whole(module: nn.Module, precision: Precision, apart: Set[str]) -> set[nn.Parameter]:
-    """The parameters of a module that are not sharded: those named, and others; adapters' are small."""
+def _select_whole(module: nn.Module, precision: Precision, names: Set[str]) -> set[nn.Parameter]:
+    """
+    Return the parameters of a module that are not sharded: the named ones, small ones such as adapters', and others.
+    """
     adapters = adapter_names(module)
     return {
         parameter
         for name, parameter in module.named_parameters()
-        if name in apart
+        if name in names
         or name in adapters
         or name.startswith(f"{LOSS}.")
         or not parameter.is_floating_point()
@@ -353,8 +385,8 @@ def _whole(module: nn.Module, precision: Precision, apart: Set[str]) -> set[nn.P
     }
 
 
-def _groups(unit: Any) -> list[Any]:
-    """The parameter groups of a unit: none if it has no parameters of its own; one in torch 2.11."""
+def _param_groups(unit: Any) -> list[Any]:
+    """Return the FSDP parameter groups of a unit: none if it has no parameters of its own; one in torch 2.11."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -362,37 +394,39 @@ def _groups(unit: Any) -> list[Any]:
 
 
 def _reduce(unit: Any) -> None:
-    for group in _groups(unit):
+    for group in _param_groups(unit):
         group.post_backward()
 
 
-def _parts(unit: Any) -> Iterator[Any]:
-    for group in _groups(unit):
+def _fsdp_params(unit: Any) -> Iterator[Any]:
+    for group in _param_groups(unit):
         yield from group.fsdp_params
 
 
-def _outputs(unit: Any) -> list[Tensor]:
-    """What a unit's parameters are gathered into, each (ranks * n,) of this rank's (n,), with memory."""
-    parts = [*_parts(unit)]
-    for part in parts:
-        part.alloc_all_gather_outputs()
-    return [part.all_gather_outputs[0] for part in parts]
+def _allocate_outputs(unit: Any) -> list[Tensor]:
+    """
+    Allocate the tensors that a unit's parameters are gathered into, (ranks * n,) for slices (n,), and return them.
+    """
+    params = [*_fsdp_params(unit)]
+    for param in params:
+        param.alloc_all_gather_outputs()
+    return [param.all_gather_outputs[0] for param in params]
 
 
-def _gathered_bytes(unit: Any) -> int:
-    sizes: list[int] = [part.unsharded_param.nbytes for part in _parts(unit)]
+def _unsharded_bytes(unit: Any) -> int:
+    sizes: list[int] = [param.unsharded_param.nbytes for param in _fsdp_params(unit)]
     return sum(sizes)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """This rank's slice of a DTensor of any shape, sharing its memory, without a graph."""
+    """Return this rank's slice of a DTensor of any shape, sharing its memory, without a graph."""
     with torch.no_grad():
         part: Tensor = tensor.to_local().detach()
     return part
 
 
 def slice_of(tensor: Any) -> TensorSlice:
-    """Where this rank's slice of a DTensor of any shape lies in the whole."""
+    """Return the position of this rank's slice in a DTensor of any shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

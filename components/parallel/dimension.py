@@ -1,4 +1,4 @@
-"""The interface of a mesh dimension: how its ranks share a model."""
+"""Interface of a mesh dimension, along which ranks share a model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import ClassVar
@@ -17,7 +17,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen(kw_only=True)
 class StageNodes:
-    """The nodes of a recipe that decide how stages are shared; an edge that is missing is a problem of its own."""
+    """The nodes of a recipe that determine parallelism. A missing edge is reported elsewhere."""
 
     stages: NodeView
     mesh: NodeView
@@ -26,17 +26,17 @@ class StageNodes:
 
     @property
     def sizes(self) -> PerDimension:
-        """The number of ranks along each dimension, as the recipe writes it."""
+        """The number of ranks along each dimension, as written in the recipe."""
         return PerDimension.of_settings(self.mesh.settings)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class SharedParameters:
     """
-    The parameters that this rank trains, and sets of their names by the way in which ranks share them.
+    The parameters that this rank trains, and sets of names by the way in which ranks share the parameters.
 
-    Of those in `split` this rank has a slice along `tensor` or `expert`; those in `experts` are experts'. FSDP has
-    sharded those in `sharded`. Backward passes sum the gradients of those in `summed` over ranks with other tokens.
+    `split` are parameters with a slice on this rank along `tensor` or `expert`. `experts` belong to experts. `sharded`
+    are sharded by FSDP. Backward passes sum the gradients of `summed` over ranks with other tokens.
     """
 
     trained: Mapping[str, nn.Parameter]
@@ -54,7 +54,7 @@ class SharedParameters:
         return {name for name in self.trained if not name.startswith(f"{LOSS}.")}
 
     def gradient(self, name: str, shape: Sequence[int] = ()) -> Tensor:
-        """Return the gradient of a parameter; zeros of this shape if this rank doesn't train it."""
+        """Return the gradient of a parameter, or zeros of `shape` if this rank doesn't train it."""
         if name in self.trained:
             return gradient_of(self.trained[name])
         return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
@@ -72,43 +72,46 @@ class SharedParameters:
 @attrs.define(eq=False)
 class Dimension:
     """
-    One dimension of a mesh, as its ranks share a model. Its methods are called for meshes of any size.
+    One mesh dimension, along which ranks share a model in a certain way.
 
-    A dimension overrides what concerns it: the methods here share nothing.
+    The methods are called for meshes of any size. The defaults share nothing; a dimension overrides the methods it
+    needs.
     """
 
     name: ClassVar[str]
     splits_work: ClassVar[bool] = False
-    """Whether ranks compute parts of the same microbatch, so that collectives take place within a stage's passes."""
+    """Whether ranks compute parts of the same microbatch, so that collectives run inside of a stage's passes."""
     can_capture: ClassVar[bool] = True
-    """Whether passes of a stage can be recorded as CUDA graphs with several ranks along this dimension."""
+    """Whether a stage's passes can be captured as CUDA graphs with several ranks along this dimension."""
 
     mesh: Mesh
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of a recipe in which the dimension does not fit the model or the dtypes."""
+        """Yield problems of a recipe whose model or dtypes the dimension does not support."""
         yield from ()
 
     @classmethod
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
-        """Yield sentences for `explain`: what the ranks share."""
+        """Yield sentences for `explain` about the work and memory that the ranks share."""
         yield from ()
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         """
-        Replace parameters of a module on the meta device by this rank's slices, and return these by name.
+        Replace parameters of a module on the meta device by this rank's slices, and return the slices by name.
 
         Raises UserError for a parameter that the ranks can't share.
         """
         return {}
 
     def open(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Learn which other ranks hold the parameters of this rank; a collective of the ranks of the dimension."""
+        """Determine which other ranks have this rank's parameters; a collective of the ranks of the dimension."""
 
     def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """Return the names of the parameters that another rank along this dimension owns."""
         return frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum gradients over the ranks of the dimension that backward passes have not summed; a collective."""
+        """
+        Sum gradients over the ranks of the dimension, except gradients that backward passes have summed; a collective.
+        """

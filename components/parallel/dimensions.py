@@ -1,4 +1,4 @@
-"""All dimensions of a mesh, outermost first: further ones have neighbouring ranks."""
+"""All mesh dimensions, outermost first; ranks along inner dimensions are neighbours."""
 
 from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.data_replicate import DataReplicateDimension

@@ -1,8 +1,8 @@
 """
-Expert parallelism: each rank of a group has some of the experts of every layer, and tokens travel to their experts.
+Expert parallelism: each rank of a group has some of the experts of every layer, and tokens are sent to their experts.
 
-Lepikhin et al. 2020, "GShard", arXiv 2006.16668, section 3.2. All other parts of a model see the same ranks as data,
-context and tensor parallel ones. How tokens travel is a dispatcher's business.
+Lepikhin et al. 2020, "GShard", arXiv 2006.16668, section 3.2. The rest of the model treats the same ranks as data,
+context and tensor parallel ranks. A dispatcher exchanges the tokens.
 """
 
 import math
@@ -23,9 +23,9 @@ from drawloom.graph import Problem
 
 class ExpertParallel(nn.Module):
     """
-    Experts of a layer, whose own parameters are stacked by expert, (experts, ...).
+    Experts of a layer; the module's own parameters are stacked by expert, (experts, ...).
 
-    `dispatcher` brings tokens to them; without one, or with one rank, all experts are here.
+    `dispatcher` sends tokens to the experts; without one, or with one rank, all experts are on this rank.
     """
 
     dispatcher: Dispatcher | None = None
@@ -37,7 +37,7 @@ WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages
 
 @attrs.define(eq=False)
 class ExpertDimension(Dimension):
-    """Ranks that share the experts of a layer; ranks along `expert_replicate` and `expert_shard` have copies."""
+    """Ranks that partition the experts of a layer; ranks along `expert_replicate` and `expert_shard` have copies."""
 
     name: ClassVar[str] = "expert"
     splits_work: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class ExpertDimension(Dimension):
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of models without experts for the ranks, and of a dispatcher that is missing."""
+        """Yield problems of a model whose experts the ranks can't share, and of a missing dispatcher."""
         ranks, model = nodes.sizes.expert, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, ExpertModel):
             return
@@ -55,7 +55,7 @@ class ExpertDimension(Dimension):
         elif experts % ranks:
             text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
-        elif not any(supports_expert_parallel(part.component) for part in nodes.stages.neighbours("dispatcher")):
+        elif not any(supports_expert_parallel(node.component) for node in nodes.stages.neighbours("dispatcher")):
             hint = WRITE_DISPATCHER.replace("[stages]", f"[{nodes.stages.name}]")
             yield nodes.mesh.problem(cls.name, NO_DISPATCHER, hint)
 
@@ -66,21 +66,24 @@ class ExpertDimension(Dimension):
             return
         shards = sizes.data_shard * sizes.context
         replica = shards * sizes.tensor
-        further = replica // math.gcd(replica, sizes.expert)
-        sharded = f", and sharded over {further}" if further > 1 and shards > 1 else ""
+        expert_shards = replica // math.gcd(replica, sizes.expert)
+        sharded = f", and sharded over {expert_shards}" if expert_shards > 1 and shards > 1 else ""
         yield f"experts: partitioned over {sizes.expert} ranks{sharded}"
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
     def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return experts' parameters that are whole on several ranks of one copy of the model."""
+        """
+        Return the experts' parameters that are whole on several ranks of one copy of the model, except on the first
+        rank.
+        """
         if not parameters.experts or not self.mesh.indices.expert_shard:
             return frozenset()
         return parameters.experts - parameters.sharded
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of experts over the ranks that have the same ones."""
+        """Sum the gradients of experts over the ranks with the same experts."""
         if parameters.experts:
             parameters.sum_named(
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
@@ -89,22 +92,22 @@ class ExpertDimension(Dimension):
 
 
 def use_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
-    """Let a dispatcher bring tokens to the experts of a model."""
-    for part in module.modules():
-        if isinstance(part, ExpertParallel):
-            part.dispatcher = dispatcher
+    """Set the dispatcher on all experts of a model."""
+    for submodule in module.modules():
+        if isinstance(submodule, ExpertParallel):
+            submodule.dispatcher = dispatcher
 
 
 def split_experts(module: nn.Module, ranks: Group) -> dict[str, RankSlice]:
     """
     Partition the experts of a model on the meta device over ranks, and return the slices of their parameters by name.
 
-    Raises UserError for a number of experts that is not divisible.
+    Raises UserError if the number of experts is not divisible by the number of ranks.
     """
     splits: dict[str, RankSlice] = {}
-    for path, part in module.named_modules() if ranks.size > 1 else ():
-        if isinstance(part, ExpertParallel):
-            for leaf, _ in list(part.named_parameters(recurse=False)):
+    for path, submodule in module.named_modules() if ranks.size > 1 else ():
+        if isinstance(submodule, ExpertParallel):
+            for leaf, _ in list(submodule.named_parameters(recurse=False)):
                 name = f"{path}.{leaf}" if path else leaf
                 splits[name] = split_parameter(module, name, ranks, ExpertDimension.name, SplitDim(0))
     return splits

@@ -1,11 +1,11 @@
 """
-Masters and compute copies: what the optimizer keeps of a parameter, and what layers multiply with.
+Master weights, which the optimizer updates, and compute copies, which layers multiply with.
 
-A module's own parameter is the compute copy, cast from its master once a step. Copies persist, so that their addresses
-can be captured. The gradients of microbatches are summed in `Tensor.grad_dtype` on the copy, by autograd, or on a GPU
-by the product itself (`kernels/deferred_grads.py`); after the last one the sum becomes the master's `.grad`, and
-nothing is copied. Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.1, without the loss
-scaling, which bfloat16 does not need.
+A module's own parameter is the compute copy, cast from its master once a step. Copies persist, so that CUDA graphs can
+capture their addresses. For gradient accumulation over microbatches, autograd sums gradients in `Tensor.grad_dtype` on
+the copy, or on a GPU the matrix product itself does (`kernels/deferred_grads.py`). After the last microbatch the sum
+becomes the master's `.grad` without a copy. Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740,
+section 3.1, without the loss scaling, which bfloat16 does not need.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -22,12 +22,12 @@ from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, Shards
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
-"""The blocks of a stage's module, each of which is gathered and reduced by itself."""
+"""Function that returns the blocks of a stage's module; each block is gathered and reduced by itself."""
 
 
 @attrs.define(eq=False)
 class ParameterStore:
-    """The parameters of modules on one rank, each of them whole; no DTensors."""
+    """The parameters of modules on one rank, all of them whole, without DTensors."""
 
     masters: Mapping[str, nn.Parameter]
     _pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
@@ -36,10 +36,10 @@ class ParameterStore:
     @classmethod
     def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """
-        Take over the real parameters of modules, all that are trained in `precision.parameter`, and tied already.
+        Take over the real parameters of modules; trained ones are in `precision.parameter`, and tied already.
 
-        Those that layers compute with in another dtype are replaced, in the modules, by copies; frozen ones keep
-        nothing but the copy, for no optimizer needs more.
+        A parameter that layers compute with in another dtype is replaced in its module by a copy. A frozen parameter
+        keeps only the copy, because no optimizer needs the master.
         """
         copies: dict[nn.Parameter, nn.Parameter] = {}
         masters: dict[str, nn.Parameter] = {}
@@ -53,13 +53,15 @@ class ParameterStore:
                     _replace(module, name, copy)
                     if parameter.requires_grad:
                         masters[name] = parameter
-                for each in (parameter, copies.get(parameter)):
-                    if each is not None and each.requires_grad:
-                        each.grad_dtype = precision.gradient
+                for tensor in (parameter, copies.get(parameter)):
+                    if tensor is not None and tensor.requires_grad:
+                        tensor.grad_dtype = precision.gradient
         return cls(masters, [(parameter, copies[parameter]) for parameter in dict.fromkeys(masters.values())])
 
     def cast(self, only_if_changed: bool = False) -> None:
-        """Cast the masters to the copies; `only_if_changed`, if a step or a load may have changed one since."""
+        """
+        Cast the masters to the copies; with `only_if_changed`, only if a step or a load may have changed a master.
+        """
         versions = [master._version for master, _ in self._pairs]
         if not self._pairs or (only_if_changed and versions == self._cast_at):
             return
@@ -68,34 +70,34 @@ class ParameterStore:
         self._cast_at = versions
 
     def hand_over_gradients(self) -> None:
-        """Make the copies' gradients those of the masters, added to what a master has already."""
+        """Move the copies' gradients to the masters, or add them to a gradient that the master already has."""
         for master, copy in self._pairs:
             if copy.grad is not None:
                 master.grad = copy.grad if master.grad is None else master.grad.add_(copy.grad)
                 copy.grad = None
-        # An optimizer comes next, and torch's fused ones change parameters without a change of their versions.
+        # The optimizer is next, and torch's fused optimizers change parameters without a new version number.
         self._cast_at = []
 
-    def held_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a tensor of any shape, which is whole."""
+    def local_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor of any shape on this rank."""
         return tensor.nbytes
 
     @property
     def slices(self) -> Mapping[str, TensorSlice]:
-        """None: each parameter is whole."""
+        """This rank's slices of sharded parameters by name: none, because every parameter is whole."""
         return {}
 
     @property
     def summed(self) -> Set[str]:
-        """The parameters whose gradients backward passes sum over data-parallel ranks: none."""
+        """The parameters with gradients that backward passes sum over data-parallel ranks: none."""
         return frozenset()
 
     def shards_of(self, module: nn.Module) -> Shards | None:
-        """None: there are no data-parallel ranks."""
+        """Return the module's shards or replicas: None, because there are no data-parallel ranks."""
         return None
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of masters and of compute copies that are tensors of their own."""
+        """Return the bytes of masters that have compute copies, and of the copies."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
             "compute_copies": self.copied_bytes,
@@ -108,9 +110,9 @@ class ParameterStore:
 
 
 def compute_dtype(name: str, precision: Precision) -> torch.dtype:
-    """The dtype in which layers use a floating-point parameter; those of a loss, which is no layer, are not cast."""
-    keeps = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
-    return precision.parameter if keeps else precision.compute
+    """Return the dtype in which layers use a floating-point parameter; parameters of a loss are not cast."""
+    is_uncast = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
+    return precision.parameter if is_uncast else precision.compute
 
 
 def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Parameters of which each rank of a group has a slice, as ordinary parameters of its modules."""
+"""Parameters split over the ranks of a group; each slice is an ordinary parameter of its module."""
 
 import attrs
 import torch
@@ -12,9 +12,9 @@ from drawloom.graph import UserError
 @attrs.frozen
 class SplitDim:
     """
-    The dimension of a parameter that ranks share, of which `unit` elements at a time stay together.
+    The dimension of a parameter that is split over ranks, in units of `unit` consecutive elements.
 
-    With `uneven` the first ranks have one unit more than the last ones where the number of units does not divide.
+    With `uneven`, the number of units may not be divisible by the number of ranks: the first ranks get one unit more.
     """
 
     dim: int
@@ -22,27 +22,28 @@ class SplitDim:
     uneven: bool = False
 
 
-def split_parameter(module: nn.Module, name: str, ranks: Group, along: str, how: SplitDim) -> RankSlice:
+def split_parameter(module: nn.Module, name: str, ranks: Group, along: str, split_dim: SplitDim) -> RankSlice:
     """
-    Put this rank's slice in the place of a parameter on the meta device.
+    Replace a parameter on the meta device by this rank's slice.
 
-    Raises UserError if the ranks along a dimension of the mesh, `along`, can't share it so, or one would have nothing.
+    Raises UserError if the ranks along the mesh dimension `along` can't share the parameter like this.
     """
     owner, _, leaf = name.rpartition(".")
     whole = module.get_parameter(name)
-    place = _slice(name, tuple(whole.shape), how, ranks, along)
-    local = torch.empty(place.size, dtype=whole.dtype, device=whole.device)
+    tensor_slice = _slice_dim(name, tuple(whole.shape), split_dim, ranks, along)
+    local = torch.empty(tensor_slice.size, dtype=whole.dtype, device=whole.device)
     setattr(module.get_submodule(owner), leaf, nn.Parameter(local, whole.requires_grad))
-    return RankSlice(place, ranks)
+    return RankSlice(tensor_slice, ranks)
 
 
-def _slice(name: str, shape: tuple[int, ...], how: SplitDim, ranks: Group, along: str) -> TensorSlice:
-    dim, unit, units = how.dim, how.unit, shape[how.dim] // how.unit
-    if units < ranks.size if how.uneven else units % ranks.size:
-        what = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
-        fault = "" if how.uneven else " evenly"
-        raise UserError(f"mesh.{along} = {ranks.size} ranks can't share {what} of {name}{fault}", exit_code=2)
-    mine = rank_shares(units, ranks.size)[ranks.rank]
+def _slice_dim(name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Group, along: str) -> TensorSlice:
+    dim, unit = split_dim.dim, split_dim.unit
+    units = shape[dim] // unit
+    if units < ranks.size if split_dim.uneven else units % ranks.size:
+        part = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
+        fault = "" if split_dim.uneven else " evenly"
+        raise UserError(f"mesh.{along} = {ranks.size} ranks can't share {part} of {name}{fault}", exit_code=2)
+    local_units = rank_shares(units, ranks.size)[ranks.rank]
     offsets = [0] * len(shape)
-    offsets[dim] = mine.start * unit
-    return TensorSlice(shape, tuple(offsets), (*shape[:dim], len(mine) * unit, *shape[dim + 1 :]))
+    offsets[dim] = local_units.start * unit
+    return TensorSlice(shape, tuple(offsets), (*shape[:dim], len(local_units) * unit, *shape[dim + 1 :]))

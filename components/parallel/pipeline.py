@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the partition of layers over ranks, and parameters that several of these hold."""
+"""Pipeline parallelism: the partition of layers over ranks, and parameters that are on several ranks."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -20,10 +20,10 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.define(eq=False)
 class PipelineDimension(Dimension):
-    """Ranks that hold the layers of a model in turn; a parameter that several of them need is a copy on each."""
+    """Ranks with consecutive layers of a model; a parameter that several ranks need is copied to each."""
 
     name: ClassVar[str] = "pipeline"
-    _copies: dict[str, list[int]] = attrs.field(init=False, factory=dict)  # shapes of what several ranks hold
+    _copies: dict[str, list[int]] = attrs.field(init=False, factory=dict)  # shapes of parameters on several ranks
     _on_earlier_ranks: Set[str] = attrs.field(init=False, default=frozenset())
 
     @classmethod
@@ -32,25 +32,25 @@ class PipelineDimension(Dimension):
             yield f"layers: partitioned over {ranks} pipeline ranks"
 
     def open(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Find the parameters that several ranks hold: a tied embedding is on the first and on the last."""
+        """Find the parameters that are on several ranks: a tied embedding is on the first and on the last."""
         group = self.mesh.pipeline_group
         shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in trained.items()})
-        holders = Counter(name for names in shapes for name in names)
-        everywhere = {name: shape for names in shapes for name, shape in names.items()}
-        self._copies = {name: everywhere[name] for name in sorted(holders) if holders[name] > 1}
-        self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
+        copy_counts = Counter(name for by_name in shapes for name in by_name)
+        shape_by_name = {name: shape for by_name in shapes for name, shape in by_name.items()}
+        self._copies = {name: shape_by_name[name] for name in sorted(copy_counts) if copy_counts[name] > 1}
+        self._on_earlier_ranks = {name for by_name in shapes[: group.rank] for name in by_name}
 
     def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return self._on_earlier_ranks
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of copies; ranks without one take part with zeros, as the collective is of all ranks."""
+        """Sum the gradients of copies. Ranks without a copy add zeros, because all ranks join the collective."""
         gradients = [parameters.gradient(name, shape) for name, shape in self._copies.items()]
         parameters.sum(gradients, self.mesh.pipeline_group)
 
 
 def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Problems of the combination: a schedule for another number of ranks, or more stages than layers."""
+    """Yield problems of the combination: a schedule for another number of ranks, or more stages than layers."""
     built = build_schedule(schedule)
     if built is None:
         return
@@ -58,11 +58,12 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
     try:
         stages = len(built.stage_to_rank(ranks))
     except UserError as error:
-        cuts = isinstance(built, PartitioningSchedule)  # then it is its settings that do not fit
-        yield schedule.problem("use", str(error)) if cuts else mesh.problem("pipeline", str(error))
+        # A schedule that partitions layers does not fit because of its own settings.
+        partitions = isinstance(built, PartitioningSchedule)
+        yield schedule.problem("use", str(error)) if partitions else mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
-        text, hint = _too_few(layers, ranks, stages // ranks, model.name)
+        text, hint = _describe_too_few_layers(layers, ranks, stages // ranks, model.name)
         yield mesh.problem("pipeline", text, hint)
     elif isinstance(layers, int) and isinstance(built, PartitioningSchedule):
         try:
@@ -77,14 +78,14 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
 
 
 def build_schedule(schedule: NodeView) -> Schedule | None:
-    """The schedule, whose constructor is cheap; None if it has problems of its own, which it reports itself."""
+    """Return the schedule, which is cheap to construct; None if it has problems, which it reports itself."""
     if issubclass(schedule.component, Constrained) and any(schedule.component.constraints(schedule)):
         return None
     built: Schedule = schedule.component(**schedule.settings)
     return built
 
 
-def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
+def _describe_too_few_layers(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
     stages = ranks * per_rank
     fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""
     text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stage{'s' * (per_rank > 1)} on each"
@@ -93,10 +94,10 @@ def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, s
 
 def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> list[LayerRange]:
     """
-    The layers of each stage, as even as possible; a remainder goes to the earlier stages.
+    Divide layers over stages as evenly as possible; a remainder goes to the earlier stages.
 
-    `before` and `after` are the costs of embedding and head, in layers: the first and the last stage get so many fewer
-    layers, but at least one each. Raises ValueError for fewer layers than stages.
+    `before` and `after` are the costs of embedding and head, in layers: the first and the last stage get fewer layers
+    by these numbers, but at least one each. Raises ValueError for fewer layers than stages.
     """
     if layers < stages:
         raise ValueError(f"{layers} layers over {stages} stages leave a stage without any")
@@ -104,7 +105,7 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
     costs[0] += before
     costs[-1] += after
     sizes = [1] * stages
-    # Each further layer goes to the stage that costs least so far, to the first of several.
+    # Each further layer goes to the cheapest stage so far, the first one if several cost the same.
     for _ in range(layers - stages):
         cheapest = costs.index(min(costs))
         costs[cheapest] += 1
@@ -113,7 +114,7 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
 
 
 def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
-    """The stages with these numbers of layers, of which the first one has the embedding and the last one the head."""
+    """Return the stages with these numbers of layers; the first has the embedding and the last the head."""
     ends, last = accumulate(sizes), len(sizes) - 1
     return [
         LayerRange(end - size, end, embedding=stage == 0, head=stage == last)
@@ -121,11 +122,11 @@ def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
     ]
 
 
-def with_ends_apart(spans: Sequence[LayerRange], layers: int) -> list[LayerRange]:
+def split_off_embedding_and_head(spans: Sequence[LayerRange], layers: int) -> list[LayerRange]:
     """
-    Return the same spans without ends, between the embedding's span and the head's.
+    Return the same spans without embedding and head, between a span of the embedding and a span of the head.
 
-    The head's span has those of the model's `layers` that no other span has.
+    The head's span also has the model's `layers` after the other spans.
     """
     inner = [attrs.evolve(span, embedding=False, head=False) for span in spans]
     head = LayerRange(spans[-1].last, layers, embedding=False, head=True)

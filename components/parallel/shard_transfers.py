@@ -1,9 +1,10 @@
 """
-What ranks with shards send one another, from where it is to where it is used: FSDP2's hooks for collectives.
+Collectives of FSDP2 without intermediate copies: tensors are sent from where they are to where they are used.
 
-torch copies slices into one buffer before it gathers, and from another to the parameters; and gradients into a buffer
-before they are reduced. Of a step of the shape of Llama 3 8B on two H200 these copies took 3.4 %. They are operations
-on what a hook's `allocate` returns, so that it can return a tensor for which they move nothing.
+torch copies slices into one buffer before it gathers, and from another buffer to the parameters; it also copies
+gradients into a buffer before it reduces them. In a step of the shape of Llama 3 8B on two H200 these copies took 3.4
+%. They are operations on the result of a hook's `allocate`, so that `allocate` can return a tensor for which they copy
+nothing.
 """
 
 import math
@@ -18,18 +19,19 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.kernels.sum_parts import sum_parts
 
-SMALL = 2**18
+PACKED_BELOW_BYTES = 2**18
 """
-Bytes of a gradient for one rank below which it is copied into a message with others: a small message takes as long as
-one of a quarter of a megabyte.
+Size of a rank's part of a gradient below which it is copied into a message with others: a small message takes as long
+as a message of a quarter of a megabyte.
 """
 
 
 def sent_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     """
-    The dtype in which gradients travel to the rank that has their slice.
+    Return the dtype in which gradients are sent to the rank with their slice.
 
-    Those that `replicas` sum over, too, are the sums of a rank's shards, which would be rounded in between.
+    If `replicas` sum gradients, too, the wide dtype is sent: the sums of a rank's shards would otherwise be rounded in
+    between.
     """
     wide = torch.promote_types(precision.reduce, precision.gradient)
     return precision.gradient if precision.gradient.itemsize == 2 and wide == torch.float32 and not replicas else wide
@@ -37,7 +39,7 @@ def sent_dtype(precision: Precision, replicas: bool) -> torch.dtype:
 
 @attrs.define
 class _Listed:
-    """What a stand-in stands for: tensors, or, where they were gathered one behind the other, a buffer."""
+    """Tensors behind a stand-in or, if they were gathered one behind the other, their buffer."""
 
     tensors: Sequence[Tensor] = ()
     buffer: Tensor | None = None
@@ -45,29 +47,29 @@ class _Listed:
 
 class StandIn(Tensor):
     """
-    A tensor without memory, in the place of a buffer (n,) that FSDP2 copies tensors to, or from.
+    A tensor without memory that replaces a buffer (n,) to which, or from which, FSDP2 copies tensors.
 
-    It takes note of the tensors, and keeps them as long as torch keeps the buffer. Any other operation is an error.
+    It lists the tensors, and keeps them alive as long as torch keeps the buffer. Any other operation is an error.
     """
 
     listed: _Listed
 
     @staticmethod
     def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, listed: _Listed) -> "StandIn":
-        made: StandIn = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
-        made.listed = listed
-        return made
+        stand_in: StandIn = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+        stand_in.listed = listed
+        return stand_in
 
     @classmethod
     def empty(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> "StandIn":
-        """One that stands for nothing yet."""
+        """Return a stand-in without tensors."""
         return cls(size, dtype, device, _Listed())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The operations of torch's `_fsdp_collectives.py`."""
+        """Run the operations of torch's `_fsdp_collectives.py`."""
         named = kwargs or {}
         match function.name():
             case "aten::view":
@@ -91,47 +93,51 @@ class StandIn(Tensor):
 @attrs.frozen(eq=False)
 class DirectAllGather:
     """
-    Gathers slices straight into the parameters that `outputs` gives memory, as `set_custom_all_gather` takes it.
+    All-gather of slices directly into the parameters, which `outputs` allocates; for `set_custom_all_gather`.
 
-    Those that the program starts (`async_op`) wait in their turn for what the current stream was given, so that it owns
-    the memory. Others, of a forward pass without a gather before it, run in a stream of torch's: by way of a buffer.
+    A gather that the program starts (`async_op`) first waits for the earlier work of the current stream, which then
+    owns the memory. Other gathers, in a forward pass without a gather before it, run in a stream of torch's and need a
+    buffer.
     """
 
     outputs: Callable[[], Sequence[Tensor]]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What stands for all slices of all ranks (ranks * n,)."""
+        """Return a stand-in for all slices of all ranks (ranks * n,)."""
         return StandIn.empty(size, dtype, device)
 
     def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:
-        """Gather what torch has listed; the work to wait for, or None."""
+        """Gather the tensors that torch has listed, and return the work to wait for, or None."""
         listed = output_tensor.listed
         if async_op:
-            # No element of what a backward pass has saved is changed: `data` keeps the version counters.
-            wholes = [whole.data for whole in self.outputs()]
-            return group.allgather_into_tensor_coalesced(wholes, list(listed.tensors))
+            # `data` keeps the version counters: tensors that a backward pass has saved get the values they had.
+            outputs = [output.data for output in self.outputs()]
+            return group.allgather_into_tensor_coalesced(outputs, list(listed.tensors))
         listed.buffer = torch.empty(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-        mine = listed.buffer.chunk(group.size())[group.rank()]
-        for copy, slices in zip(mine.split([len(each) for each in listed.tensors]), listed.tensors, strict=True):
-            copy.copy_(slices)
-        group.allgather_into_tensor_coalesced([listed.buffer], [mine]).wait()
+        own_part = listed.buffer.chunk(group.size())[group.rank()]
+        copies = own_part.split([len(tensor) for tensor in listed.tensors])
+        for copy, tensor in zip(copies, listed.tensors, strict=True):
+            copy.copy_(tensor)
+        group.allgather_into_tensor_coalesced([listed.buffer], [own_part]).wait()
         return None
 
 
 @attrs.define(eq=False)
 class DirectReduceScatter:
     """
-    Sums gradients over shards, sent from where they are, as `set_custom_reduce_scatter` takes it.
+    Sums of gradients over shards, sent without a copy; for `set_custom_reduce_scatter`.
 
-    Those of 16 bits are sent as they are, and added up in float32 where they arrive, so that sums are rounded once: a
-    reduce-scatter of float32 would send each number in more bytes than it has, and one of 16 bits would round every
-    partial sum.
+    Gradients of 16 bits are sent as they are, and added up in float32 by the receiver, so that sums are rounded once: a
+    reduce-scatter in float32 would send twice the bytes, and one in 16 bits would round every partial sum.
     """
 
     _sums: bool = attrs.field(init=False, default=False)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """torch asks for two buffers in turn: for what is sent (ranks * n,), and for this rank's sums (n,)."""
+        """
+        Return a stand-in for the sent gradients (ranks * n,) or a buffer for this rank's sums (n,), as torch requests
+        in turn.
+        """
         self._sums = not self._sums
         if self._sums:
             return StandIn.empty(size, dtype, device)
@@ -141,11 +147,11 @@ class DirectReduceScatter:
         self, output_tensor: Tensor, input_tensor: StandIn, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """
-        Put the sums over ranks of this rank's slices of all gradients in output_tensor (n,), one behind the other.
+        Write the sums over ranks of this rank's slices of all gradients to output_tensor (n,), one behind the other.
 
         Slices are of the first dimension, (rows / ranks rounded up, ...) each; the last ones are padded.
         """
-        messages = [*_messages(input_tensor.listed.tensors, output_tensor, group.size())]
+        messages = [*_pack_messages(input_tensor.listed.tensors, output_tensor, group.size())]
         if output_tensor.itemsize == 2:
             _exchange(messages, group)
         else:
@@ -154,24 +160,27 @@ class DirectReduceScatter:
 
 @attrs.frozen(eq=False)
 class _Message:
-    """What each rank gets, parts (ranks, n), and where this rank's sums go, which are n elements in all."""
+    """Parts for each rank, (ranks, n), and the outputs for this rank's sums, of n elements in all."""
 
     parts: Tensor
     sums: Sequence[Tensor]
 
     def divided(self, row: Tensor) -> Sequence[Tensor]:
-        """What of a row (n,), or of rows (any, n), belongs to each of the sums."""
-        return torch.split(row, [len(each) for each in self.sums], dim=-1)
+        """Split a row (n,), or rows (any, n), into the parts of the sums."""
+        return torch.split(row, [len(out) for out in self.sums], dim=-1)
 
 
-def _messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterator[_Message]:
-    """One for each gradient, in place, and one for a copy of all that are small or do not divide evenly."""
-    sums = torch.split(output, [-(-len(each) // ranks) * math.prod(each.shape[1:]) for each in gradients])
+def _pack_messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterator[_Message]:
+    """
+    Yield a message for each large gradient, in place, and one for a copy of all gradients that are small or do not
+    divide evenly.
+    """
+    sums = torch.split(output, [-(-len(grad) // ranks) * math.prod(grad.shape[1:]) for grad in gradients])
     packed: list[tuple[Tensor, Tensor]] = []
     for gradient, out in zip(gradients, sums, strict=True):
-        # Alike on all ranks: it hangs on nothing but the shape. A rank's zeros may have another dtype and other strides
-        # than the gradient of another, which copies it then.
-        if len(gradient) % ranks == 0 and out.nbytes >= SMALL:
+        # The choice depends only on the shape, so that it is equal on all ranks: zeros on one rank may have another
+        # dtype and other strides than the gradient on another, and are copied then.
+        if len(gradient) % ranks == 0 and out.nbytes >= PACKED_BELOW_BYTES:
             yield _Message(gradient.to(out.dtype).contiguous().view(ranks, -1), [out])
         else:
             packed.append((gradient, out))
@@ -182,7 +191,7 @@ def _messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterat
 
 
 def _exchange(messages: Sequence[_Message], group: Any) -> None:
-    """Send every other rank its parts, in one launch, and add up what they sent, from rank 0 on, in float32."""
+    """Send every other rank its parts, in one launch, and add up the received parts, from rank 0 on, in float32."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     received = [message.parts.new_empty(len(peers), message.parts.shape[1]) for message in messages]
     operations = []
@@ -199,15 +208,15 @@ def _exchange(messages: Sequence[_Message], group: Any) -> None:
 
 
 def _reduce(messages: Sequence[_Message], group: Any, op: Any) -> None:
-    """Reduce and scatter all messages in one launch."""
-    found = [
+    """Reduce-scatter all messages in one launch."""
+    outputs = [
         message.sums[0] if len(message.sums) == 1 else message.parts.new_empty(message.parts.shape[1])
         for message in messages
     ]
-    how = dist.ReduceScatterOptions()
-    how.reduceOp = op
-    group.reduce_scatter_tensor_coalesced(found, [message.parts.view(-1) for message in messages], how).wait()
-    for message, row in zip(messages, found, strict=True):
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    group.reduce_scatter_tensor_coalesced(outputs, [message.parts.view(-1) for message in messages], options).wait()
+    for message, row in zip(messages, outputs, strict=True):
         if len(message.sums) > 1:
             for part, out in zip(message.divided(row), message.sums, strict=True):
                 out.copy_(part)

@@ -1,5 +1,5 @@
 """
-What a rank holds of sharded parameters, by their shapes: the memory of `ShardedStore` without ranks, for plans.
+Sizes of this rank's slices of sharded parameters: the memory of `ShardedStore` without other ranks, for plans.
 
 FSDP2 gives rank r of n the r-th of n parts of the first dimension, all but the last ones of the same size.
 """
@@ -20,28 +20,28 @@ from drawloom.components.ports.slices import TensorSlice
 
 @attrs.frozen
 class GatheredBytes:
-    """Bytes of a stage's parameters that are sharded, as layers compute with them: outside of blocks, and by block."""
+    """Bytes of a stage's sharded parameters in the dtype of layers: outside of blocks, and by block."""
 
     root: int
     blocks: Sequence[int]
 
-    def at_once(self, by_block: bool) -> int:
-        """The most that is gathered at one time; of blocks the one in use and the next."""
+    def peak_bytes(self, by_block: bool) -> int:
+        """Return the most bytes that are gathered at one time; of blocks, the one in use and the next."""
         return self.root + (2 * max(self.blocks, default=0) if by_block else sum(self.blocks))
 
 
 @attrs.define(eq=False)
 class SlicedStore(ParameterStore):
     """
-    The parameters of modules on the meta device, of which this rank would have slices; `masters` have their shapes.
+    The parameters of modules on the meta device, with `masters` in the shapes of this rank's slices.
 
-    The modules keep whole parameters, in the dtype in which layers compute: what they have gathered when they run.
+    The modules keep whole parameters, in the dtype in which layers compute, like gathered parameters.
     """
 
     slices: Mapping[str, TensorSlice] = attrs.field(factory=dict)
     gathered: Sequence[GatheredBytes] = ()
     by_block: bool = True
-    _held: Mapping[Tensor, int] = attrs.field(factory=dict)
+    _local_bytes: Mapping[Tensor, int] = attrs.field(factory=dict)
 
     @classmethod
     def sliced(
@@ -51,64 +51,69 @@ class SlicedStore(ParameterStore):
         ranks: Group,
         precision: Precision,
         by_block: bool,
-        of_experts: Set[str] = frozenset(),
+        experts: Set[str] = frozenset(),
         expert_ranks: int = 1,
     ) -> "SlicedStore":
-        """Slice parameters of meta modules, in `precision.parameter`; those `of_experts` over `expert_ranks`."""
-        whole = whole_parameters(modules, precision, frozenset() if expert_ranks > 1 else of_experts)
+        """Slice parameters of meta modules, in `precision.parameter`; those of `experts` over `expert_ranks` ranks."""
+        whole_by_module = whole_parameters(modules, precision, frozenset() if expert_ranks > 1 else experts)
         masters: dict[str, nn.Parameter] = {}
         slices: dict[str, TensorSlice] = {}
-        held: dict[Tensor, int] = {}
-        for module, apart in zip(modules, whole, strict=True):
+        local_bytes: dict[Tensor, int] = {}
+        for module, whole in zip(modules, whole_by_module, strict=True):
             for name, parameter in module.named_parameters():
-                if parameter in apart:
+                if parameter in whole:
                     continue
-                among = expert_ranks if name in of_experts else ranks.size
-                place = _slice(tuple(parameter.shape), among, ranks.rank % among)
-                masters[name] = nn.Parameter(parameter.detach().new_empty(place.size), parameter.requires_grad)
-                slices[name], held[parameter] = place, masters[name].nbytes
+                shards = expert_ranks if name in experts else ranks.size
+                tensor_slice = _slice_rows(tuple(parameter.shape), shards, ranks.rank % shards)
+                masters[name] = nn.Parameter(parameter.detach().new_empty(tensor_slice.size), parameter.requires_grad)
+                slices[name], local_bytes[parameter] = tensor_slice, masters[name].nbytes
                 parameter.data = parameter.data.to(precision.compute)
                 if parameter.requires_grad:
                     parameter.grad_dtype = precision.gradient
-        # Those that are whole are cast as without shards; the others are in the dtype of layers by now.
+        # `of` casts whole parameters as without shards; sharded ones already have the dtype of layers.
         store = cls.of(modules, precision)
         store.masters = {**store.masters, **masters}
-        store.slices, store.by_block, store._held = slices, by_block, held
-        store.gathered = [_gathered(module, blocks(module), held) for module in modules]
+        store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes
+        store.gathered = [_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
         return store
 
-    def held_bytes(self, tensor: Tensor) -> int:
-        """Bytes of this rank's slice of a tensor of any shape."""
-        return self._held.get(tensor, tensor.nbytes)
+    def local_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of this rank's slice of a tensor of any shape."""
+        return self._local_bytes.get(tensor, tensor.nbytes)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of masters that have copies, and of these copies and what is gathered at one time."""
+        """Return the bytes of masters that have copies, of these copies, and of the parameters gathered at one time."""
         whole = super().memory_bytes()
-        gathered = sum(each.at_once(self.by_block) for each in self.gathered)
+        gathered = sum(stage.peak_bytes(self.by_block) for stage in self.gathered)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
-def _slice(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
-    """The part of a parameter of one of several ranks."""
-    each = -(-shape[0] // ranks)
-    first = min(rank * each, shape[0])
-    size = (min(each, shape[0] - first), *shape[1:])
+def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
+    """Return the slice of a parameter on one of several ranks."""
+    share = -(-shape[0] // ranks)
+    first = min(rank * share, shape[0])
+    size = (min(share, shape[0] - first), *shape[1:])
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _gathered(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
-    sizes = [sum(each.nbytes for each in block.parameters() if each in sharded) for block in blocks]
-    every = sum(each.nbytes for each in module.parameters() if each in sharded)
-    return GatheredBytes(every - sum(sizes), sizes)
+def _gathered_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
+    sizes = [sum(param.nbytes for param in block.parameters() if param in sharded) for block in blocks]
+    total = sum(param.nbytes for param in module.parameters() if param in sharded)
+    return GatheredBytes(total - sum(sizes), sizes)
 
 
 def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """The most trained elements of a unit that is reduced by itself: a block, its experts, a head, or what is left."""
-    sizes = Counter({id(module): sum(each.numel() for each in module.parameters() if each.requires_grad)})
+    """
+    Return the most trained elements in a unit of reduction: a block, its experts, a head, or the rest of the module.
+    """
+    sizes = Counter({id(module): _trained_elements(module)})
     for block in (*blocks, *heads_of(module)):
-        experts = [part for part in block.modules() if isinstance(part, ExpertParallel)]
-        inside = sum(each.numel() for part in experts for each in part.parameters() if each.requires_grad)
-        whole = sum(each.numel() for each in block.parameters() if each.requires_grad)
-        sizes[id(module)] -= whole
-        sizes[id(block)] = max(inside, whole - inside)
+        in_experts = sum(_trained_elements(part) for part in block.modules() if isinstance(part, ExpertParallel))
+        in_block = _trained_elements(block)
+        sizes[id(module)] -= in_block
+        sizes[id(block)] = max(in_experts, in_block - in_experts)
     return max(sizes.values())
+
+
+def _trained_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)

@@ -1,10 +1,10 @@
 """
-Tensor parallelism: ranks that share every matrix product, with tokens split over them in between.
+Tensor parallelism: ranks share every matrix product, with tokens split over the ranks between products.
 
-Linear layers are split as in Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3: those before a
-nonlinearity by rows of their weights (colwise), those after it by columns (rowwise). Norms and residuals are computed
-by each rank for its own tokens (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section
-4.2.2, "sequence parallelism"), so that the collectives are an all-gather before and a reduce-scatter behind.
+Linear layers are split as in Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3: layers before a
+nonlinearity by rows of their weights (colwise), layers after it by columns (rowwise). Each rank computes norms and
+residuals for its own tokens (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section
+4.2.2, "sequence parallelism"), so the collectives are an all-gather before and a reduce-scatter after a pair of layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -31,10 +31,10 @@ Collective = Callable[[Tensor, Group], Tensor]
 @attrs.frozen(eq=False)
 class TensorRanks:
     """
-    The ranks that share matrix products, and what they exchange; alone, every method returns its argument.
+    The ranks that share matrix products, and their collectives; with one rank, every method returns its argument.
 
-    "Split tokens" are (tokens / size, width), this rank's part of the tokens of all rows one after the other; the last
-    rank's are padded where the number of tokens does not divide.
+    "Split tokens" are (tokens / size, width), this rank's part of the tokens of all rows one after the other. The last
+    rank's tokens are padded if their number is not divisible.
     """
 
     group: Group
@@ -42,9 +42,9 @@ class TensorRanks:
 
     def gather_tokens(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """
-        Split tokens to those of all ranks: (*shape, width), or without a shape (tokens, width) with what was padded.
+        Gather split tokens of all ranks: (*shape, width), or without a shape (tokens, width) including padding.
 
-        Each rank computes something else with them: the backward pass sums over the ranks.
+        Each rank computes something different with the tokens, so the backward pass sums gradients over the ranks.
         """
         if self.size == 1:
             return hidden
@@ -53,16 +53,16 @@ class TensorRanks:
 
     def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
         """
-        Split tokens to those of all ranks, (*shape, width), with which all ranks compute the same.
+        Gather split tokens of all ranks, (*shape, width), for a computation that is equal on all ranks.
 
-        Each rank has the whole gradient then, and the backward pass takes its part.
+        Each rank then has the whole gradient, so the backward pass selects this rank's part.
         """
         if self.size == 1:
             return hidden
         return _unpadded(_exchange(hidden, self.group, _gather, _own), shape)
 
     def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks of (..., width), as split tokens."""
+        """Sum (..., width) over the ranks and return the sum as split tokens."""
         if self.size == 1:
             return partial
         tokens = partial.flatten(0, -2)
@@ -72,81 +72,82 @@ class TensorRanks:
         return _exchange(tokens, self.group, _reduce_scatter, _gather)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A tensor (any shape) with which each rank computes something else: the backward pass sums over the ranks."""
+        """
+        Return a tensor (any shape) for different computations on each rank; the backward pass sums over the ranks.
+        """
         return tensor if self.size == 1 else _exchange(tensor, self.group, _same, _sum)
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks of a tensor of any shape, with which all ranks compute the same."""
+        """Sum a tensor of any shape over the ranks, for a computation that is equal on all ranks."""
         return partial if self.size == 1 else _exchange(partial, self.group, _sum, _same)
 
     def share(self, length: int) -> range:
-        """Which of `length` elements this rank has, where each has its share."""
+        """Return this rank's share of `length` elements."""
         return rank_shares(length, self.size)[self.group.rank]
 
     def gather_last(self, share: Tensor, length: int) -> Tensor:
-        """The last dimension (..., length), of which each rank has a share, with which all ranks compute the same."""
+        """Gather the shares of the last dimension, (..., length), for a computation that is equal on all ranks."""
         if self.size == 1:
             return share
         return _exchange(share, self.group, partial(_gather_last, length=length), _own_last)
 
     def rows_of(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
-        Which rows of this rank's share of a table (vocab_size, width) the tokens' are, and a mask (..., 1) of those it
-        has.
+        Return the tokens' rows in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its tokens.
 
-        tokens: int64 (...); the rows have their shape, and are 0 where another rank has the token's. Alone there is no
-        mask.
+        tokens: int64 (...); the rows have the same shape and are 0 for tokens of other ranks. With one rank the mask is
+        None.
         """
         if self.size == 1:
             return tokens, None
-        mine = self.share(vocab_size)
-        local = tokens - mine.start
-        here = (local >= 0) & (local < len(mine))
-        return local.where(here, 0), here.unsqueeze(-1)
+        share = self.share(vocab_size)
+        local = tokens - share.start
+        is_local = (local >= 0) & (local < len(share))
+        return local.where(is_local, 0), is_local.unsqueeze(-1)
 
     def vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
-        """The part of the vocabulary that this rank's share of the output weight is."""
+        """Return the part of the vocabulary in this rank's share of the output weight; None with one rank."""
         return None if self.size == 1 else VocabularyPart(self.share(vocab_size).start, self.group)
 
 
 ALONE = TensorRanks(SingleProcess())
-"""One rank, which computes everything."""
+"""A single rank, which computes everything."""
 
 
 class TensorParallel(nn.Module):
     """
-    A module that can share its work with `ranks`; until `split` sets them it is alone.
+    A module that shares its work among `ranks` after `split` has set them.
 
-    Its own parameters that `split_dims` does not name are whole on each rank, and get gradients of a part of the tokens
-    or channels there, which are summed over the ranks.
+    Its own parameters that are not in `split_dims` are whole on each rank. Each rank has the gradients of a part of the
+    tokens or channels, which are summed over the ranks.
     """
 
     ranks: TensorRanks = ALONE
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """The parameters that are split, by name."""
+        """Return the split dimension of each parameter that is split, by name."""
         return {}
 
 
 def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
     """
-    Split the modules of a model on the meta device over ranks; gives the slices of what is split, by name.
+    Split the modules of a model on the meta device over ranks, and return the slices by parameter name.
 
-    Raises UserError for a parameter that can't be split so.
+    Raises UserError for a parameter that can't be split like this.
     """
     splits: dict[str, RankSlice] = {}
-    for path, part in module.named_modules():
-        if ranks.size > 1 and isinstance(part, TensorParallel):
-            part.ranks = ranks
-            for leaf, how in part.split_dims().items():
+    for path, submodule in module.named_modules():
+        if ranks.size > 1 and isinstance(submodule, TensorParallel):
+            submodule.ranks = ranks
+            for leaf, split_dim in submodule.split_dims().items():
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = split_parameter(module, name, ranks.group, TensorDimension.name, how)
+                splits[name] = split_parameter(module, name, ranks.group, TensorDimension.name, split_dim)
     return splits
 
 
 @attrs.define(eq=False)
 class TensorDimension(Dimension):
-    """Ranks that share every matrix product; what they hold whole gets the gradients of a part of the tokens."""
+    """Ranks that share every matrix product; whole parameters get the gradients of each rank's part of the tokens."""
 
     name: ClassVar[str] = "tensor"
     splits_work: ClassVar[bool] = True
@@ -174,33 +175,37 @@ class TensorDimension(Dimension):
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of parameters that are whole on each rank, such as norms': each has its own tokens'."""
+        """Sum the gradients of whole parameters, such as norms', to which each rank contributes its own tokens."""
         whole = [name for name in parameters.trained if name in parameters.of_model and name not in parameters.split]
         parameters.sum_named(whole, self.mesh.tensor_group)
 
 
 def _unpadded(tokens: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tokens (at least as many as `shape` has, width) as (*shape, width)."""
+    """Return the tokens (at least as many as `shape` has, width) as (*shape, width)."""
     return tokens[: torch.Size(shape).numel()].view(*shape, -1)
 
 
 class _Exchange(Function):
-    """What `there` makes of a tensor and a group; the backward pass is `back` of the gradient and the group."""
+    """
+    A function of a tensor and a group: `operation` in the forward pass, `gradient_operation` in the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
-        """What `there` makes of a tensor of any shape and dtype, in that dtype."""
-        ctx.group, ctx.back = group, back
-        return there(tensor, group)
+    def forward(
+        ctx: Any, tensor: Tensor, group: Group, operation: Collective, gradient_operation: Collective
+    ) -> Tensor:
+        """Apply `operation` to a tensor of any shape and dtype; the result has the same dtype."""
+        ctx.group, ctx.gradient_operation = group, gradient_operation
+        return operation(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad, ctx.group), None, None, None
+        return ctx.gradient_operation(grad, ctx.group), None, None, None
 
 
-def _exchange(tensor: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(tensor, group, there, back)  # type: ignore[no-untyped-call]
-    return exchanged
+def _exchange(tensor: Tensor, group: Group, operation: Collective, gradient_operation: Collective) -> Tensor:
+    result: Tensor = _Exchange.apply(tensor, group, operation, gradient_operation)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _same(tensor: Tensor, group: Group) -> Tensor:
@@ -208,7 +213,7 @@ def _same(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _gather(part: Tensor, group: Group) -> Tensor:
-    """(n, ...) of each rank as (size * n, ...)."""
+    """Gather (n, ...) of each rank: (size * n, ...)."""
     if part.is_meta:
         return collective(
             part, (group.size * part.shape[0], *part.shape[1:]), "all_gather", TensorDimension.name, group.size
@@ -217,7 +222,7 @@ def _gather(part: Tensor, group: Group) -> Tensor:
 
 
 def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks of (size * n, ...), of which each gets (n, ...)."""
+    """Sum (size * n, ...) over the ranks and return this rank's (n, ...)."""
     parts = whole.view(group.size, -1, *whole.shape[1:])
     if whole.is_meta:
         return collective(whole, parts.shape[1:], "reduce_scatter", TensorDimension.name, group.size)
@@ -243,5 +248,5 @@ def _own(whole: Tensor, group: Group) -> Tensor:
 
 
 def _own_last(whole: Tensor, group: Group) -> Tensor:
-    mine = rank_shares(whole.shape[-1], group.size)[group.rank]
-    return whole[..., mine.start : mine.stop].contiguous()
+    share = rank_shares(whole.shape[-1], group.size)[group.rank]
+    return whole[..., share.start : share.stop].contiguous()

@@ -1,1 +1,1 @@
-"""What components promise one another: Protocols and plain data, nothing that does work."""
+"""Ports between components: Protocols and plain data, without behavior."""

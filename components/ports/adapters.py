@@ -1,4 +1,4 @@
-"""Adapters: what is trained of a model whose other weights are frozen, such as the low-rank factors of LoRA."""
+"""Ports of adapters: trained additions to a frozen model, such as the low-rank factors of LoRA."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -13,31 +13,34 @@ from drawloom.graph import port
 
 @port
 class Adapter(Protocol):
-    """Adds parameters to a frozen model on the meta device, or thaws some of its own (`ThawingAdapter`)."""
+    """A component that adds parameters to a frozen model on the meta device, or unfreezes some (`ThawingAdapter`)."""
 
     @property
     def targets(self) -> Sequence[str]:
-        """Patterns of the names of modules or parameters; the recipe is wrong if one matches nothing in the model."""
+        """
+        Patterns of the names of modules or parameters; a pattern without a match in the model is an error of the
+        recipe.
+        """
         ...
 
     def inject(self, module: nn.Module) -> Collection[str]:
         """
-        Adapt a span of the model in place; gives the patterns that matched something in it.
+        Adapt a span of the model in place, and return the patterns that matched something in it.
 
-        Parameters that are there keep their names, and those that are added belong to an `AdaptedLayer`.
+        Existing parameters keep their names; added parameters belong to an `AdaptedLayer`.
         """
         ...
 
 
 @runtime_checkable
 class ThawingAdapter(Protocol):
-    """An adapter of the model's own weights: no pass can leave its changes out."""
+    """An adapter that trains the model's own weights, so that no pass can leave its changes out."""
 
     thaws: ClassVar[bool]
 
 
 def thaws_weights(adapter: object) -> bool:
-    """Return whether an adapter, which is an object or a class, trains weights of the model itself."""
+    """Return whether an adapter, an object or a class, trains the model's own weights."""
     return isinstance(adapter, ThawingAdapter) and adapter.thaws
 
 
@@ -46,8 +49,8 @@ class LowRank:
     """
     One pair of low-rank factors, as PEFT's `adapter_config.json` describes it.
 
-    `target` is the name of a module in transformers; if `fused`, of a parameter that stacks experts. `scale` is what
-    the product of the factors is multiplied by.
+    `target` is the name of a module in transformers or, if `fused`, of a parameter that stacks experts. `scale` is the
+    factor of the matrices' product.
     """
 
     target: str
@@ -59,14 +62,14 @@ class LowRank:
 
 
 Fill = Callable[[str, nn.Parameter, float], None]
-"""Fills a parameter of this name with normal numbers of this standard deviation."""
+"""Callback that fills the parameter of a name with normal numbers of a standard deviation."""
 
 
 class AdaptedLayer(ABC):
     """
-    A layer with an adapter: a module with the parameters of the layer that it replaces, and some of its own.
+    A layer with an adapter: a module with the parameters of the layer it replaces, and its own.
 
-    The methods take the name of the layer in the model. A layer that is not `active` computes as the one that it
+    The methods get the name of the layer in the model. If `active` is False, the layer computes like the layer it
     replaces.
     """
 
@@ -75,25 +78,27 @@ class AdaptedLayer(ABC):
     @property
     @abstractmethod
     def adapter_names(self) -> list[str]:
-        """The names, in the layer, of the adapter's parameters."""
+        """The names of the adapter's parameters inside the layer."""
 
     @abstractmethod
     def fill_adapter(self, name: str, fill: Fill) -> None:
-        """Fill the adapter's parameters, in place, with their initial values; the layer's others have theirs."""
+        """
+        Fill the adapter's parameter `name` in place with its initial values; the layer's other parameters have theirs.
+        """
 
     @abstractmethod
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """
-        Maps the layer's parameters to those of a layer without an adapter that computes the same.
+        Return the mapper from the layer's parameters to an equivalent layer without an adapter.
 
-        Each group begins with the parameter that it changes. With `base`, the first also gives that parameter
-        unchanged, under this name.
+        The first input of each group is the parameter that the adapter changes. With `base`, the first group also
+        returns that parameter unchanged, under the name `base`.
         """
 
     @abstractmethod
     def peft_mapper(self, name: str) -> Mapper:
-        """Maps the adapter's parameters to the tensors of PEFT's `adapter_model.safetensors`."""
+        """Return the mapper from the adapter's parameters to the tensors of PEFT's `adapter_model.safetensors`."""
 
     @abstractmethod
     def low_ranks(self, name: str) -> list[LowRank]:
-        """The pairs of low-rank factors."""
+        """Return the pairs of low-rank factors."""

@@ -1,18 +1,18 @@
-"""The key-value cache: what attention keeps of a text, so that a pass sees its new tokens only."""
+"""The key-value cache of attention, with which a forward pass computes only new tokens."""
 
 from torch import Tensor
 
 
 class KeyValueCache:
     """
-    Keys and values of the tokens so far, of each layer of this rank's stages, for rows of one document.
+    Keys and values of all earlier tokens, for each layer of this rank's stages and rows of one document.
 
-    It is in the BatchContext of a pass over the new tokens, whose positions follow those of `length`. A model hands it
-    to `Kernels.attention_mask`; each layer's `Kernels.attention` then extends it, in the order of the layers, which is
-    that of the first pass. `advance` ends a pass.
+    The cache is in the BatchContext of a pass over the new tokens, whose positions start at `length`. A model passes it
+    to `Kernels.attention_mask`; `Kernels.attention` of each layer then extends it, always in the layer order of the
+    first pass. `advance` ends a pass.
     """
 
-    # No attrs class: a pass walks the trees of its inputs, and a cache is a leaf.
+    # Not an attrs class: a forward pass walks the trees of its inputs, in which a cache must be a leaf.
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
@@ -21,14 +21,14 @@ class KeyValueCache:
 
     @property
     def layers(self) -> int:
-        """How many layers have extended it; 0 as well if a model makes no use of a cache."""
+        """The number of layers that have extended the cache; 0 also if a model does not use a cache."""
         return len(self._layers)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Keys and values (rows, length + new, kv_heads, head_dim) of the next layer, from those of its new tokens.
+        Append the new tokens' keys and values of the next layer, and return all of its keys and values.
 
-        Raises ValueError if there are more than `capacity` tokens.
+        Both results are (rows, length + new, kv_heads, head_dim). Raises ValueError for more than `capacity` tokens.
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
@@ -42,6 +42,6 @@ class KeyValueCache:
         return keys[:, :end], values[:, :end]
 
     def advance(self, tokens: int) -> None:
-        """End a pass over this many new tokens: the next one begins at the first layer again."""
+        """End a pass over `tokens` new tokens; the next pass begins at the first layer again."""
         self.length += tokens
         self._next = 0

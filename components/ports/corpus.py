@@ -17,20 +17,23 @@ Split = Literal["train", "validation"]
 
 @port
 class Corpus(Protocol):
-    """Documents in a stable order, each of which belongs to the training or the validation split."""
+    """Documents in a stable order, divided into a training split and a validation split."""
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of a split."""
+        """Yield the texts of a split."""
         ...
 
 
 @port
 class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
+    """A converter between text and token ids."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids, known before `open`: rows and models that open first compare their ids with it."""
+        """
+        The number of token ids, known before `open`, because rows and models that open first check their ids against
+        it.
+        """
         ...
 
     @property
@@ -39,30 +42,30 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int32 of shape (tokens,), without `eos_id`."""
+        """Return the ids of a text, int32 (tokens,), without `eos_id`."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, int32 (tokens,), as `encode` gives them."""
+        """Return the ids of each text, int32 (tokens,), equal to the results of `encode`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 are replaced."""
+        """Return the text of ids; bytes that are not UTF-8 are replaced."""
         ...
 
     def token_bytes(self) -> np.ndarray:
         """
-        How many bytes of UTF-8 each id stands for, int64 (vocab_size,); 0 for `eos_id` and others that are no text.
+        Return the number of UTF-8 bytes of each id, int64 (vocab_size,); 0 for `eos_id` and other ids without text.
 
-        The bytes of a text's ids add up to those of the text.
+        The bytes of a text's ids add up to the bytes of the text.
         """
         ...
 
     def save(self, folder: Path) -> None:
         """
-        Write the files that other programs need for the same ids: `tokenizer.json` and its configuration.
+        Write the files from which other programs make the same ids: `tokenizer.json` and its configuration.
 
-        If the folder has a model's `config.json`, transformers chooses a class by it.
+        If the folder has a model's `config.json`, transformers chooses the tokenizer's class by it.
         """
         ...
 
@@ -70,16 +73,16 @@ class Tokenizer(Protocol):
 @port
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer with control tokens, between which a chat template writes conversations."""
+    """A tokenizer with control tokens, which separate the messages of a conversation in a chat template."""
 
     @property
     def chat_template(self) -> str | None:
-        """The tokenizer's own template, in jinja2; None if it has none."""
+        """The tokenizer's own template, in jinja2; None if it has no template."""
         ...
 
     @property
     def template_tokens(self) -> Mapping[str, str]:
-        """The tokens that templates know by a name, such as bos_token."""
+        """The tokens that templates use by name, such as bos_token."""
         ...
 
     @property
@@ -88,20 +91,22 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     def encode_control(self, text: str) -> np.ndarray:
-        """The ids of a text in which control tokens are written out, int32 (tokens,); `encode` takes them as text."""
+        """
+        Return the ids of a text with written-out control tokens, int32 (tokens,); `encode` reads them as plain text.
+        """
         ...
 
     def decode_control(self, ids: Sequence[int]) -> str:
-        """The text of ids, with control tokens written out; `decode` leaves them out."""
+        """Return the text of ids with control tokens written out; `decode` omits them."""
         ...
 
 
 class DocumentPart(NamedTuple):
     """
-    Some tokens of a document, one after another: `ids`, of any integer dtype (tokens,).
+    Consecutive tokens of a document: `ids`, of any integer dtype (tokens,).
 
-    `weights`, float32 of 0 and more (tokens,), is what each weighs as a target; None: 1 each. `reference` is the
-    log-probability of all trained tokens of the document by another model, where the data have it.
+    `weights`, non-negative float32 (tokens,), is the weight of each token as a target; None: 1 each. `reference` is
+    another model's log-probability of all trained tokens of the document, if the data have it.
     """
 
     ids: np.ndarray
@@ -111,37 +116,37 @@ class DocumentPart(NamedTuple):
 
 class TokenDocuments(Protocol):
     """
-    Documents of token ids, with random access by number from 0. It can be pickled, for worker processes.
+    Documents of token ids, with random access by number from 0; picklable for worker processes.
 
-    A document that ends has its end token; one that was cut off may have none.
+    A complete document ends with its end token; a truncated one may not.
     """
 
     @property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document, any integer dtype (documents,)."""
+        """The number of tokens of each document, any integer dtype (documents,)."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all ids, weights and references in their order; it differs if any of them does."""
+        """A digest of all ids, weights and references in their order."""
         ...
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """The tokens of a document from `first` to before `last`, or to its end."""
+        """Return the tokens of a document from `first` to before `last`, or to the end of the document."""
         ...
 
     def source(self, document: int) -> str:
-        """Where a document comes from, for people: a file, and a position in it."""
+        """Return the origin of a document for messages: a file and a position in it."""
         ...
 
 
 @port
 class TokenCorpus(Protocol):
-    """Documents of token ids in a stable order, each of which belongs to the training or the validation split."""
+    """Documents of token ids in a stable order, divided into a training split and a validation split."""
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """The size of the vocabulary; every id is below it."""
         ...
 
     @property
@@ -150,14 +155,14 @@ class TokenCorpus(Protocol):
         ...
 
     def documents(self, split: Split) -> TokenDocuments:
-        """The documents of a split."""
+        """Return the documents of a split."""
         ...
 
 
 @runtime_checkable
 class KnownDocuments(Protocol):
-    """A corpus that knows how long its documents are before it is opened."""
+    """A corpus that estimates the length of its documents before it is opened."""
 
     def mean_length(self) -> float | None:
-        """The tokens of a document in mean; None if the data are not here."""
+        """Return the mean number of tokens of a document; None if the data are not on this machine."""
         ...

@@ -17,22 +17,23 @@ IGNORE_INDEX = -100
 """The target of a token without a loss, as in torch's cross_entropy."""
 
 MAX_LENGTH = 100_000_000
-"""The greatest number of tokens of a row: ten times the longest contexts."""
+"""The maximum sequence length: ten times the longest contexts in use."""
 
 
 class TokenBatch(Batch):
     """
-    One microbatch of packed documents; every tensor has shape (rows, length), and is int64 unless it says otherwise.
+    One microbatch of packed documents; tensors have shape (rows, length) and are int64 unless another dtype is named.
 
-    `targets` is the token after each, IGNORE_INDEX where there is none to learn. `positions` counts from 0 in each
-    document. `document_ids` numbers the documents of a row: attention stays inside equal numbers. `weights`, float32 of
-    0 and more, is the weight of each token's loss, 0 where there is no target.
+    `targets` is the next token, or IGNORE_INDEX if there is nothing to learn. `positions` counts from 0 in each
+    document. `document_ids` numbers the documents of a row: attention stays inside equal numbers. `weights`,
+    non-negative float32, is the weight of each token's loss, 0 without a target.
 
-    Rows of pairs have the preferred document of each pair at an even number in `document_ids`, the other one at the
-    next; the weights of a pair's tokens add up to that of the pair. `reference`, float32 or float64, is for a loss that
-    compares the model with another: the other's log-probabilities of the targets, which count as a sum by document.
+    In rows of pairs, `document_ids` is even for the preferred document of a pair and the next number for the other one;
+    the weights of a pair's tokens add up to the weight of the pair. `reference`, float32 or float64, is for a loss that
+    compares the model with another model: the other model's log-probabilities of the targets, used as a sum by
+    document.
 
-    `padding` is how many positions of all rows are no tokens of documents: they are not counted as tokens.
+    `padding` is the number of positions in all rows without a token of a document; they are not counted as tokens.
     """
 
     tokens: Tensor = leaf("tokens")
@@ -55,7 +56,7 @@ class TokenBatch(Batch):
         reference: np.ndarray | None = None,
         padding: int = 0,
     ) -> Self:
-        """Return the batch of these arrays, (rows, length) each, whose memory it shares."""
+        """Return a batch that shares the memory of these arrays, (rows, length)."""
         return cls(
             tokens=torch.from_numpy(tokens),
             targets=torch.from_numpy(targets),
@@ -68,14 +69,14 @@ class TokenBatch(Batch):
 
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
-        """Return a batch without a reference on the meta device."""
+        """Return a batch on the meta device, without a reference."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
         return cls(whole, whole, whole, whole, torch.empty_like(whole, dtype=torch.float32))
 
     def has_whole_rows(self) -> bool:
-        """Whether each row is one document, as far as the host knows: False of ids that are on a GPU."""
+        """Return whether the host knows that each row is one document; False if the ids are on a GPU."""
         ids = self.document_ids
-        # Each microbatch is asked: `equal` makes no tensor, and stops where ids differ.
+        # Called for each microbatch: `equal` allocates no tensor and stops at the first difference.
         return ids.is_cpu and ids.equal(ids[:, :1].expand_as(ids))
 
     def without_weights(self) -> Self:
@@ -90,7 +91,7 @@ class TokenBatch(Batch):
 
 
 def token_batch(batch: Batch, reader: str) -> TokenBatch:
-    """Return the batch if it has tokens. Raises UserError, which names the reader, for another class."""
+    """Return the batch if it is a TokenBatch. Raises UserError, which names the reader, for another class."""
     if isinstance(batch, TokenBatch):
         return batch
     leaves = ", ".join(batch.specs)
@@ -99,7 +100,7 @@ def token_batch(batch: Batch, reader: str) -> TokenBatch:
 
 def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tensor:
     """
-    Sum the bytes that targets stand for, times the weights: float64 ().
+    Return the weighted number of bytes of the targets' text: float64 ().
 
     targets, weights: (rows, length); bytes_by_id: float64 (vocab_size,).
     """
@@ -109,14 +110,16 @@ def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tenso
 
 @runtime_checkable
 class ReadsLeaves(Protocol):
-    """A component class that reads leaves by their names."""
+    """A component class that reads leaves of batches by name."""
 
     batch_leaves: ClassVar[tuple[str, ...]]
 
 
 @runtime_checkable
 class WritesBatches(Protocol):
-    """A component class that makes batches; None if another component makes them, such as a collator."""
+    """
+    A component class that makes batches; `batch_type` is None if another component makes them, such as a collator.
+    """
 
     batch_type: ClassVar[type[Batch] | None]
 
@@ -131,7 +134,7 @@ def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
 
 @port
 class PackedDataset(Protocol):
-    """Rows of one length, with random access; rows of pairs of documents are `PairedDocuments`."""
+    """Rows of equal sequence length, with random access; rows of pairs of documents are also `PairedDocuments`."""
 
     @property
     def batch_type(self) -> type[Batch] | None:
@@ -140,19 +143,21 @@ class PackedDataset(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens in a row; 1 if rows do not consist of tokens."""
+        """The sequence length: tokens in a row; 1 if rows do not consist of tokens."""
         ...
 
     def count(self, split: Split) -> int:
-        """The number of rows of a split."""
+        """Return the number of rows of a split."""
         ...
 
     def fill_rate(self, split: Split) -> float:
-        """The fraction of a split's rows that is tokens of documents, and no padding; 1 if there are no rows."""
+        """
+        Return the fraction of a split's positions with tokens of documents instead of padding; 1 if there are no rows.
+        """
         ...
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
-        """The rows at these indices."""
+        """Return the rows at these indices."""
         ...
 
 
@@ -161,7 +166,7 @@ class PairedDocuments(Protocol):
     """
     A corpus of pairs of documents, rows that keep pairs together, or a loss that compares the documents of pairs.
 
-    `check` refuses such rows with another loss, and such a loss with other rows.
+    `check` rejects rows of pairs with another loss, and a loss of pairs with other rows.
     """
 
     pairs: ClassVar[bool]
@@ -184,19 +189,19 @@ class RowsOfTokens(Protocol):
 
 @runtime_checkable
 class TracedRows(Protocol):
-    """Rows with known sources of their documents."""
+    """Rows that know the sources of their documents."""
 
     def sources(self, split: Split, row: int) -> Sequence[str]:
-        """Return the sources of the documents of a row, in order: a file and a position in it, for people."""
+        """Return the source of each document of a row, in order: a file and a position, for messages."""
         ...
 
 
 @attrs.frozen
 class RowSource:
     """
-    The training rows of one source of a mixture: `rows` of them from number `first` on, with `tokens` tokens.
+    Training rows of one source of a mixture: `rows` rows from row `first` on, with `tokens` tokens.
 
-    `weight` is its share of the tokens that are trained on, relative to those of other sources.
+    `weight` is the source's share of the trained tokens, relative to the weights of other sources.
     """
 
     name: str
@@ -209,46 +214,47 @@ class RowSource:
 @port
 @runtime_checkable
 class MeasuredRows(PackedDataset, Protocol):
-    """Rows that know where they come from, and how full each is."""
+    """Rows with known sources and token counts."""
 
     def row_sources(self, split: Split) -> Sequence[RowSource]:
-        """The sources of a split's rows, in the order of their rows; all rows are of one of them."""
+        """Return the sources of a split in the order of their rows; every row belongs to a source."""
         ...
 
     def row_tokens(self, split: Split) -> np.ndarray:
-        """The tokens in each row that are no padding, int64 (rows,)."""
+        """Return the number of tokens in each row, without padding: int64 (rows,)."""
         ...
 
 
 @port
 class RowOrder(Protocol):
-    """The order in which the rows of a source come in an epoch. It depends on seed, source and epoch only."""
+    """Order of a source's rows in an epoch, which depends only on the seed, the source and the epoch."""
 
     def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
         """
-        The rows at some places of an epoch, both from 0 to below `source.rows`, int64 (places,).
+        Return the rows at some positions of an epoch, both from 0 to below `source.rows`: int64 (places,).
 
-        Over all places each row comes once.
+        All positions together visit every row once.
         """
         ...
 
 
 Example = Mapping[str, Any]
 """
-An example of a data set of one's own: a dict, of which a collator makes a row.
+An example of a user's data set: a dict that a collator converts to a row.
 
-That of `data.pad_collator` reads `input_ids`, a sequence of token ids; `labels`, as many, of which IGNORE_INDEX is not
-trained; and `weights`, as many, those of their losses. Only the first is needed. A `source` is for messages.
+`data.pad_collator` reads `input_ids`, a sequence of token ids, and two optional sequences of equal length: `labels`,
+with IGNORE_INDEX for tokens that are not trained, and `weights`, the weights of their losses. Messages name the
+`source`, if any.
 """
 
 
 @port
 class Examples(Protocol):
-    """A data set of one's own: examples of each split, the same on every rank and at every start."""
+    """A user's data set: examples of each split, equal on every rank and at every start."""
 
     def examples(self, split: Split) -> Iterable[Example]:
         """
-        The examples of a split, as a list of dicts, as any other sequence, or as an iterable.
+        Return the examples of a split, as a list of dicts, as another sequence, or as an iterable.
 
         A sequence is read when a row is needed, also by worker processes, to which it is pickled. Any other iterable is
         read into a list at once.
@@ -258,7 +264,7 @@ class Examples(Protocol):
 
 @port
 class Collator(Protocol):
-    """Makes rows of examples, one of each."""
+    """A converter of examples to rows, one row for each example."""
 
     @property
     def batch_type(self) -> type[Batch]:
@@ -266,43 +272,43 @@ class Collator(Protocol):
         ...
 
     def count(self, example: Example) -> int:
-        """The number of tokens of an example; its row is at least as long."""
+        """Return the number of tokens of an example; its row is at least as long."""
         ...
 
     def collate(self, examples: Sequence[Example], length: int) -> Batch:
-        """The rows of examples that have at most `length` tokens, (examples, length) where tensors are of tokens."""
+        """Return the rows of examples with at most `length` tokens; tensors of tokens are (examples, length)."""
         ...
 
 
 @port
 class TrainingData(Protocol):
-    """This rank's microbatches, step after step."""
+    """This rank's microbatches, step by step."""
 
     def next_step(self) -> list[Batch]:
-        """This data-parallel rank's microbatches of the next step."""
+        """Return this data-parallel rank's microbatches of the next step."""
         ...
 
 
 @port
 class MovableData(TrainingData, Protocol):
-    """Training data in an endless order of rows, in which it can be moved on."""
+    """Training data with an adjustable position in an endless order of rows."""
 
     @property
     def position(self) -> int:
-        """The place in the order with which the next step begins."""
+        """The position in the order at which the next step begins."""
         ...
 
     def continue_at(self, position: int) -> None:
-        """Have the next step begin at a place in the order; the rows up to there are not seen."""
+        """Begin the next step at a position in the order, and skip the rows up to it."""
         ...
 
 
 @port
 class SourceProgress(Protocol):
-    """How far training has come in each source of a mixture."""
+    """The progress of training in each source of a mixture."""
 
     def tokens_by_source(self, step: int) -> Mapping[str, float]:
-        """The tokens of each source in all steps up to and with this one, padding left out."""
+        """Return the tokens of each source in all steps up to and including `step`, without padding."""
         ...
 
 
@@ -311,9 +317,12 @@ class ValidationData(Protocol):
     """A fixed set of validation rows, always in the same order."""
 
     def row_counts(self) -> tuple[int, int]:
-        """How many rows all ranks evaluate together, and of how many they are taken."""
+        """Return the number of rows that all ranks evaluate together, and the number of rows they are chosen from."""
         ...
 
     def batches(self) -> Iterator[Batch]:
-        """This data-parallel rank's microbatches, as many as on every other: ranks may wait for each other in one."""
+        """
+        Yield this data-parallel rank's microbatches; their number is equal on all ranks, which may wait for one
+        another.
+        """
         ...

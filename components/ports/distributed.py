@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.graph import port
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-"""Mesh dimensions, in the order in which ranks are numbered: their sizes multiply to the number of ranks."""
+"""Mesh dimensions in the order of the rank numbering; the product of their sizes is the number of ranks."""
 
 
 @attrs.frozen
@@ -18,7 +18,7 @@ class PerDimension:
     """
     A number for each mesh dimension.
 
-    Experts see the ranks of a pipeline stage as expert_replicate x expert_shard x expert.
+    The ranks of a pipeline stage also form the expert dimensions expert_replicate x expert_shard x expert.
     """
 
     pipeline: int = 1
@@ -31,7 +31,7 @@ class PerDimension:
     expert: int = 1
 
     def dense(self) -> dict[str, int]:
-        """Return the numbers by name, without those of experts."""
+        """Return the numbers by name, without the expert dimensions."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @classmethod
@@ -45,7 +45,7 @@ class PerDimension:
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
-        """Return the sizes in a mesh's settings; "auto" and a size that is left out are 1, the least it can be."""
+        """Return the sizes in a mesh's settings; "auto" and omitted sizes count as 1, the smallest possible size."""
         names = (*DIMENSIONS, "expert")
         return cls(**{name: size for name in names if isinstance(size := settings.get(name), int)})
 
@@ -55,7 +55,7 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group, from 0."""
+        """The index of this rank in the group, from 0."""
         ...
 
     @property
@@ -69,7 +69,9 @@ class Group(Protocol):
 
     def start_sum(self, tensor: Tensor) -> "Pending":
         """
-        Begin `sum` of a contiguous tensor, of any shape and on the device of the ranks, which is not used meanwhile.
+        Start `sum` of a contiguous tensor, of any shape and on the device of the ranks.
+
+        The tensor must not be used until the sum is completed.
         """
         ...
 
@@ -78,54 +80,56 @@ class Group(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Write the tensor of a rank, by its number in the group, over those of the others: one shape and dtype."""
+        """
+        Copy the tensor of rank `source` of the group into the tensors of all other ranks, of the same shape and dtype.
+        """
         ...
 
     def gather_json(self, value: Any) -> list[Any]:
-        """All-gather a JSON value: the values of all ranks, by rank."""
+        """All-gather a JSON value and return the values of all ranks in rank order."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
+        """All-gather tensors of one shape (...) and dtype: (size, ...), in rank order."""
         ...
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """All-gather tensors of one dtype and number of dimensions, whose shapes (...) differ: by rank."""
+        """All-gather tensors of one dtype and number of dimensions, with different shapes (...), in rank order."""
         ...
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
+        """
+        Return this rank's part (...) of the sum of `parts` over ranks. parts: (size, ...), one part for each rank.
+        """
         ...
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """
-        The rows (sum(received), ...) that all ranks have for this one, by rank.
+        Exchange rows with all ranks; return the received rows (sum(received), ...) in rank order.
 
-        rows: (sum(sent), ...), the first sent[0] of which are for rank 0; received[0] come from it. Numbers may be 0.
+        rows: (sum(sent), ...); the first sent[0] rows go to rank 0, and received[0] rows come from it. Counts may be 0.
         """
         ...
 
     def symmetric_memory(self, size: int) -> "SymmetricMemory":
         """
-        Memory of `size` bytes on each rank, on the device of the ranks, which all of them can read; all call this.
+        Allocate `size` bytes on each rank's device, readable and writable by all ranks; a collective.
 
-        Raises UserError where they can't, as on several hosts.
+        Raises UserError if ranks can't reach one another's memory, for example on several hosts.
         """
         ...
 
 
 class SymmetricMemory(Protocol):
-    """As many bytes on each rank of a group, which all of its ranks can read and write."""
+    """Memory of equal size on each rank of a group, which all ranks of the group can read and write."""
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """The memory of each rank, by rank: uint8 (bytes,), all of one size; that of this rank is local."""
+        """The memory of each rank, in rank order: uint8 (bytes,) of equal size; this rank's memory is local."""
         ...
 
     def barrier(self) -> None:
-        """
-        Wait until all ranks call this: what comes after sees what they wrote before. On a GPU only the stream waits.
-        """
+        """Wait until all ranks call this; later reads see all earlier writes. On a GPU only the stream waits."""
         ...
 
 
@@ -133,24 +137,24 @@ class Pending(Protocol):
     """A send, receive, sum or gather in progress."""
 
     def is_completed(self) -> bool:
-        """Whether the tensor has been sent, received, summed or gathered."""
+        """Return whether the transfer or the collective is completed."""
         ...
 
     def wait(self) -> None:
         """
         Wait for completion; on a GPU only the current stream waits, not the host.
 
-        Raises a UserError if the peer is gone or takes too long.
+        Raises UserError if the peer is gone or takes too long.
         """
         ...
 
 
 class P2PChannel(Protocol):
     """
-    Both directions between this rank and a peer, neither of which ever waits for the other.
+    Point-to-point channel with a peer, with two independent directions: sends never wait for receives.
 
-    Tensors of a direction arrive in the order in which they were sent. They are contiguous, of the shape and dtype of
-    the receiver's tensor, and must not be changed until the transfer is completed.
+    Tensors of a direction arrive in the order of the sends. They are contiguous, have the shape and dtype of the
+    receiver's tensor, and must not be changed until the transfer is completed.
     """
 
     def send(self, tensor: Tensor) -> Pending:
@@ -164,7 +168,7 @@ class P2PChannel(Protocol):
 
 @port
 class Processes(Protocol):
-    """The processes of a launch, of which this is one."""
+    """The processes of a launch, seen from this process."""
 
     @property
     def rank(self) -> int:
@@ -188,7 +192,7 @@ class Processes(Protocol):
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine among those of the launch, from 0."""
+        """The index of this machine in the launch, from 0."""
         ...
 
     @property
@@ -198,53 +202,54 @@ class Processes(Protocol):
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """
-        Make a group for each of these sets of ranks; the one that this process is in.
+        Make a process group for each set of ranks and return the group of this process.
 
-        The sets are disjoint and hold every rank. All processes make the same groups in the same order.
+        The sets are disjoint and contain every rank. All processes make the same groups in the same order.
         """
         ...
 
     def channel(self, name: str, first: int, second: int) -> P2PChannel:
         """
-        Return the channel of this name between two ranks, one of which is this one; connected at the first call.
+        Return the channel with this name between this rank and another, connected at the first call.
 
-        Both ranks call this with the same arguments; ranks that make several follow one order, or they deadlock.
+        `first` and `second` are the two ranks. Both call this with the same arguments; ranks that make several channels
+        follow one order, or they deadlock.
         """
         ...
 
     def control_group(self, name: str) -> Group:
         """
-        A separate CPU group of all processes, which a background thread may use during other collectives.
+        Make a separate CPU group of all processes, which a background thread may use during other collectives.
 
-        It has no timeout. All processes make the same groups in the same order.
+        The group has no timeout. All processes make the same groups in the same order.
         """
         ...
 
 
 @port
 class Timed(Protocol):
-    """Timeouts of collectives, and the diagnosis of hangs and failures."""
+    """Timeouts of collectives, and diagnosis of hangs and failures."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
+        """Set the timeout of collectives and transfers, for existing and future groups."""
         ...
 
     def set_location(self, location: str) -> None:
-        """Set the step and phase of this rank that a hang diagnosis and a failure name."""
+        """Set this rank's step and phase, which messages about hangs and failures name."""
         ...
 
     def diagnose(self) -> str:
-        """Which ranks keep the others waiting, as a message; empty if unknown. Takes about a second."""
+        """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
     def fail(self, text: str) -> None:
-        """Report a failure of this rank, which ends all ranks."""
+        """Report a failure of this rank and end all ranks."""
         ...
 
 
 @port
 class Mesh(Protocol):
-    """The device mesh: the ranks of a run, laid out in named dimensions."""
+    """Device mesh: the ranks of a run, arranged in named dimensions."""
 
     @property
     def world(self) -> Group:
@@ -253,19 +258,22 @@ class Mesh(Protocol):
 
     @property
     def replicas(self) -> Group:
-        """The ranks that hold the same parameters as this one and see other data."""
+        """The ranks with the same parameters as this rank and other data: the replicas of DDP."""
         ...
 
     def group(self, *dimensions: str) -> Group:
         """
-        The ranks that differ from this one only in their indices along these dimensions, in the order of all ranks.
+        Return the ranks that differ from this rank only in their indices along `dimensions`, in the order of all ranks.
 
-        All ranks of the group ask for it in the same order as for others: the first time, it is made.
+        The first call makes the group. All its ranks request their groups in the same order.
         """
         ...
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """Return torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions."""
+        """
+        Return torch's DeviceMesh with a dimension for each argument; its ranks are `group(*names)` of the argument's
+        names.
+        """
         ...
 
     @property
@@ -280,37 +288,37 @@ class Mesh(Protocol):
 
     @property
     def pipeline_group(self) -> Group:
-        """The ranks that hold the other layers of this rank's copy of the model."""
+        """The ranks with the other layers of this rank's copy of the model."""
         ...
 
     @property
     def context_group(self) -> Group:
-        """The ranks with other tokens of the same rows."""
+        """The ranks with other tokens of the same rows (context parallelism)."""
         ...
 
     @property
     def tensor_group(self) -> Group:
-        """The ranks that share every matrix product with this one."""
+        """The ranks that share every matrix product with this rank (tensor parallelism)."""
         ...
 
     @property
     def expert_group(self) -> Group:
-        """The ranks with other experts of the same layers."""
+        """The ranks with other experts of the same layers (expert parallelism)."""
         ...
 
     @property
     def data_group(self) -> Group:
-        """The ranks with other tokens: losses and token counts are summed over them."""
+        """The ranks with other tokens, over which losses and token counts are summed."""
         ...
 
     @property
     def shard_group(self) -> Group:
-        """The ranks over which FSDP shards parameters: each computes with all of them, on its own tokens."""
+        """The ranks over which FSDP shards parameters; each gathers all parameters and computes on its own tokens."""
         ...
 
     @property
     def model_group(self) -> Group:
-        """The ranks that hold one copy of the model together."""
+        """The ranks that together have one copy of the model."""
         ...
 
     @property
@@ -320,26 +328,25 @@ class Mesh(Protocol):
 
     @property
     def data_tensor_group(self) -> Group:
-        """The ranks with the same layers: those of `data_group`, each with its `tensor_group`."""
+        """The ranks with the same layers: `data_group`, with the `tensor_group` of each of its ranks."""
         ...
 
 
 @port
 class Neighbours(Protocol):
-    """P2P channels inside the mesh."""
+    """Point-to-point channels inside the mesh."""
 
     def links(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """
-        Return P2P channels between pairs of pipeline ranks, those of this rank by the peer's index.
-
-        A collective of all ranks.
+        Return this rank's channels for `edges`, pairs of pipeline ranks, by the peer's index; a collective of all
+        ranks.
         """
         ...
 
 
 @port
 class Device(Protocol):
-    """The device of tensors, and the backend of its ranks."""
+    """The device of this rank's tensors, and the backend of its collectives."""
 
     @property
     def device(self) -> torch.device:
@@ -352,48 +359,48 @@ class Device(Protocol):
         ...
 
     def memory(self) -> int:
-        """Peak memory of this process so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
+        """Return this process's peak memory so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
         ...
 
 
 @port
 class Precision(Protocol):
-    """In which dtype each kind of number is kept."""
+    """Dtypes of parameters, activations, gradients and reductions."""
 
     @property
     def parameter(self) -> torch.dtype:
-        """Of parameters, as the optimizer and checkpoints keep them."""
+        """Dtype of parameters in the optimizer and in checkpoints: the master weights, if `compute` is narrower."""
         ...
 
     @property
     def compute(self) -> torch.dtype:
-        """Of activations, and of the copies of parameters that layers multiply with."""
+        """Dtype of activations, and of the copies of parameters that layers multiply with."""
         ...
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of gradients, summed over the microbatches of a step."""
+        """Dtype of gradients, which are summed over the microbatches of a step (gradient accumulation)."""
         ...
 
     @property
     def reduce(self) -> torch.dtype:
-        """Of sums over ranks, at least: wider numbers stay as wide as they are."""
+        """Smallest dtype of sums over ranks: wider numbers keep their own dtype."""
         ...
 
     @property
     def uncast(self) -> Sequence[str]:
-        """Patterns (fnmatch) of names of parameters that layers use in the parameter dtype."""
+        """Patterns (fnmatch) of the names of parameters that layers use in the parameter dtype."""
         ...
 
 
 @port
 class Reduce(Protocol):
-    """Sums and maxima over the ranks that hold different parameters, such as of a squared norm."""
+    """Reductions over the ranks with different parameters, for example of a squared norm."""
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over ranks of a float64 tensor of any shape, as a new tensor."""
+        """Return the sum over ranks of a float64 tensor of any shape, as a new tensor."""
         ...
 
     def largest(self, value: Tensor) -> Tensor:
-        """The maximum over ranks of a float64 tensor of any shape, as a new tensor."""
+        """Return the maximum over ranks of a float64 tensor of any shape, as a new tensor."""
         ...

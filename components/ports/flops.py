@@ -1,4 +1,4 @@
-"""The floating-point operations that a model needs, and the port of models that know them."""
+"""Floating-point operations of a model, and the ports of components that count them."""
 
 from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
@@ -13,10 +13,11 @@ from drawloom.graph import port
 @attrs.frozen
 class ForwardFlops:
     """
-    Floating-point operations of matrix products in a forward pass: an addition and a multiplication are two.
+    Floating-point operations of matrix products in a forward pass; a multiply-add counts as two.
 
-    `by_parameter` are those of one token, by the parameter that it is multiplied by; of experts, those that it visits.
-    `per_pair` are those of attention for a query and a key that it sees, by the window of layers, None without one.
+    `by_parameter` has the operations for one token by parameter; for experts, only those that the token visits.
+    `per_pair` has the operations of attention for a query and a visible key, by the window of layers; the key None is
+    for layers without a window.
     """
 
     by_parameter: Mapping[str, float]
@@ -24,10 +25,12 @@ class ForwardFlops:
 
     def of_training(self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()) -> float:
         """
-        Those of a forward and a backward pass over `tokens`; `pairs` are of a query and a key that it sees, by window.
+        Return the operations of a forward and a backward pass over `tokens` tokens and `pairs` attended pairs by
+        window.
 
-        A backward pass has two products for each of the forward pass, of which frozen parameters need one. What is
-        computed again does not count (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, appendix B).
+        A backward pass has two products for each product of the forward pass, or one if the parameter is frozen.
+        Activation checkpointing's recomputation does not count (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311,
+        appendix B).
         """
         products = sum(flops * (2 if name in frozen else 3) for name, flops in self.by_parameter.items())
         return tokens * products + 3 * sum(flops * pairs[window] for window, flops in self.per_pair.items())
@@ -35,32 +38,32 @@ class ForwardFlops:
 
 @port
 class CountsFlops(Protocol):
-    """A model that knows its floating-point operations."""
+    """A model that counts its floating-point operations."""
 
     def forward_flops(self) -> ForwardFlops:
-        """Those of a forward pass of the whole model, its head included."""
+        """Return the operations of a forward pass of the whole model, including its head."""
         ...
 
 
 @runtime_checkable
 class UpdateFlops(Protocol):
-    """An optimizer whose update has matrix products."""
+    """An optimizer with matrix products in its update."""
 
     def update_flops(self) -> float:
-        """Floating-point operations of them on this rank, in bfloat16; that needs no `open`."""
+        """Return the floating-point operations of an update on this rank, in bfloat16; works before `open`."""
         ...
 
 
 def attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
     """
-    How many keys all queries of some rows see together: causally, inside of documents, and at most `window` each.
+    Count the query-key pairs of causal attention inside documents, with at most `window` keys for a query.
 
-    document_ids: int64 (rows, length); the tokens of a document are next to one another.
+    document_ids: int64 (rows, length); the tokens of a document are consecutive.
     """
     length = document_ids.shape[1]
-    places = torch.arange(length).expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    firsts = places.where(begins, 0).cummax(1).values if length else places
-    seen = places - firsts + 1
-    return int(seen.clamp(max=length if window is None else window).sum())
+    positions = torch.arange(length).expand_as(document_ids)
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = positions.where(is_start, 0).cummax(1).values if length else positions
+    visible_keys = positions - starts + 1
+    return int(visible_keys.clamp(max=length if window is None else window).sum())

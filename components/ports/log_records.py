@@ -3,10 +3,10 @@
 import logging
 
 PRINTED = "printed"
-"""A record that was already printed on the terminal by other means."""
+"""Mark of a record that was already printed on the terminal."""
 
 STEP_LINE = "step_line"
-"""A record with the numbers of a step."""
+"""Mark of a record with the numbers of a step."""
 
 
 def is_marked(record: logging.LogRecord, mark: str) -> bool:

@@ -1,4 +1,4 @@
-"""The port of what holds memory from step to step, and the kinds of memory."""
+"""Kinds of memory, and the port of nodes that occupy it from step to step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol, get_args
@@ -7,8 +7,8 @@ from drawloom.graph import port
 
 MemoryKind = Literal["parameters", "masters", "compute_copies", "gradients", "optimizer_state", "workspace"]
 """
-What bytes are used for. `parameters` are those that are their own master and compute copy, with buffers; `workspace`
-is what a peak has besides all others: activations, temporary tensors, and on a CPU the process itself.
+The use of bytes. `parameters` are buffers and parameters that are both master weight and compute copy; `workspace` is
+the part of a peak beyond all other kinds: activations, temporary tensors, and on a CPU the process itself.
 """
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
@@ -16,21 +16,21 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 @port
 class MemoryUser(Protocol):
-    """A node that holds tensors on this rank's device for longer than a step, or gradients."""
+    """A node that keeps gradients, or tensors for longer than a step, on this rank's device."""
 
     def memory_bytes(self) -> Mapping[MemoryKind, int]:
         """
-        Bytes of this node on this rank by kind, also of what is allocated in the first step; {} before `open`.
+        Return this node's bytes on this rank by kind, including bytes allocated in the first step; {} before `open`.
 
-        An optimizer needs no `open`: its bytes follow from the parameters, which may be on the meta device.
+        An optimizer answers before `open`: its bytes follow from the parameters, which may be on the meta device.
         """
         ...
 
 
 def memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
-    """Bytes of all users by kind, without kinds that nothing is held of; with a peak, `workspace` is its rest."""
-    each = [user.memory_bytes() for user in users]
-    known = {kind: sum(held.get(kind, 0) for held in each) for kind in MEMORY_KINDS}
+    """Sum the bytes of all users by kind, without empty kinds; with a peak, `workspace` is the remainder."""
+    bytes_by_user = [user.memory_bytes() for user in users]
+    totals = {kind: sum(by_kind.get(kind, 0) for by_kind in bytes_by_user) for kind in MEMORY_KINDS}
     if peak is not None:
-        known["workspace"] += max(0, peak - sum(known.values()))
-    return {kind: size for kind, size in known.items() if size}
+        totals["workspace"] += max(0, peak - sum(totals.values()))
+    return {kind: size for kind, size in totals.items() if size}

@@ -1,4 +1,4 @@
-"""Actions and programs: what each rank of a pipeline does, in order."""
+"""Actions and programs of pipeline ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -14,7 +14,7 @@ MessageOp = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 ShardOp = Literal["UNSHARD", "RESHARD", "REDUCE_SCATTER", "REDUCE_GRAD"]
 
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
-"""Op codes: an op's index here is its number in a program's columns."""
+"""Compute ops; the index of an op is its number in a program's columns."""
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 
@@ -26,10 +26,11 @@ class Action:
 
     Compute ops are forward (F) and backward (B), or a split backward: gradients of the stage's inputs (I), then of its
     weights (W). Message ops carry an output to the next stage (SEND_F, RECV_F) or a gradient to the previous stage
-    (SEND_B, RECV_B); `stage` is this rank's stage, `peer` the rank on the other side. Shard ops gather a stage's
-    sharded parameters (UNSHARD), free them (RESHARD), and say that with the stage's next backward gradients are final,
-    and to be reduced (REDUCE_GRAD), or that those so far are to be added to the slices of ranks (REDUCE_SCATTER);
-    `microbatch` is that of the action for which they are done.
+    (SEND_B, RECV_B); `stage` is this rank's stage, `peer` the rank on the other side.
+
+    Shard ops gather a stage's sharded parameters (UNSHARD), free them (RESHARD), add the gradients so far to the ranks'
+    slices (REDUCE_SCATTER), or announce that the stage's next backward makes gradients final and reduces them
+    (REDUCE_GRAD); `microbatch` is the microbatch of the compute op that they serve.
     """
 
     stage: int
@@ -58,12 +59,12 @@ RankProgram = list[Action | Overlap]
 @attrs.frozen(eq=False)
 class Program:
     """
-    The compute actions of every rank, in order, without sends and receives.
+    Compute actions of every rank, in order, without sends and receives.
 
-    The ranks' programs are concatenated in columns of one length, one row for each action: its `stage`, its `op` as an
-    index into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to
-    `bounds[r + 1]`. `stage_to_rank` holds the rank of each stage, and `recompute` what its backward passes compute
-    again; if that is empty, the stages say it.
+    The ranks' programs are concatenated in columns of equal length, one row for each action: its `stage`, its `op` as
+    an index into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to `bounds[r +
+    1]`. `stage_to_rank` has the rank of each stage, and `recompute` the policy of activation checkpointing of each
+    stage; if `recompute` is empty, the policies of the stages apply.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -83,10 +84,11 @@ class Program:
         recompute: Sequence[Recompute] = (),
     ) -> "Program":
         """
-        A program from the actions of each rank. Without `stage_to_rank`, a stage belongs to the rank that works on it.
+        Return a program of the actions of each rank. Without `stage_to_rank`, a stage belongs to the rank that works on
+        it.
 
-        Raises ValueError for a message action, for a stage on which several ranks work or none, and for policies of
-        recomputation of which there are not as many as stages, or that are none.
+        Raises ValueError for a message action, for a stage on which several ranks or no ranks work, for an unknown
+        recompute policy, and if there is not one policy for each stage.
         """
         parts = [[_row(part, joined) for item in line for part, joined in _parts(item)] for line in rank_programs]
         rows = [row for line in parts for row in line]
@@ -120,22 +122,22 @@ class Program:
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 
     def rows(self, rank: int) -> slice:
-        """The rows of a rank in the columns."""
+        """Return the rows of a rank in the columns."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
     def rank_program(self, rank: int) -> RankProgram:
-        """The actions of one rank, in order."""
+        """Return the actions of one rank, in order."""
         return group_overlaps(
             (self.action(row), bool(self.overlaps_previous[row])) for row in range(*self.bounds[rank : rank + 2])
         )
 
     def action(self, row: int) -> Action:
-        """The action in one row of the columns."""
+        """Return the action in one row of the columns."""
         return Action(int(self.stage[row]), OPS[self.op[row]], int(self.microbatch[row]))
 
     def select(self, kept: NDArray[np.bool_]) -> "Program":
-        """The same program with the `kept` actions only; what remains of an overlap is an action by itself."""
-        # An action whose overlapping predecessor is dropped does not overlap the one before that.
+        """Return the same program with the `kept` actions only; the remainder of an overlap is an action by itself."""
+        # An action does not overlap any earlier action if its direct predecessor is dropped.
         before = np.concatenate([[False], kept[:-1]])
         bounds = np.concatenate([[0], np.cumsum(kept)])[self.bounds]
         columns = {name: getattr(self, name)[kept] for name in ("stage", "op", "microbatch")}
@@ -143,13 +145,13 @@ class Program:
 
 
 def flat(line: RankProgram) -> Iterator[Action]:
-    """The actions one by one, with overlaps taken apart."""
+    """Yield the actions one by one, without their grouping in overlaps."""
     for item in line:
         yield from item.parts if isinstance(item, Overlap) else (item,)
 
 
 def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
-    """A rank's program from actions, each with whether it overlaps the previous one."""
+    """Return a rank's program of actions, each with a flag that is True if it overlaps the previous one."""
     groups: list[list[Action]] = []
     for action, joined in actions:
         if joined:
@@ -176,14 +178,14 @@ def _fault_of_policies(policies: Sequence[Recompute], stages: int) -> str | None
         return f"there are {stages} stages; write a policy for each, or for none"
     for policy in policies:
         if policy not in ("none", "selective", "blocks") and not (isinstance(policy, int) and policy > 0):
-            return f"{policy!r} is no policy; write 'none', 'selective', 'blocks', or n for one of n blocks"
+            return f"{policy!r} is not a policy; write 'none', 'selective', 'blocks', or n for one of n blocks"
     return None
 
 
 def _stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
-    found = {(row[0], rank) for rank, line in enumerate(rank_programs) for row in line}
-    stage_to_rank = dict(sorted(found))
-    for stage, rank in sorted(found):
+    pairs = sorted({(row[0], rank) for rank, line in enumerate(rank_programs) for row in line})
+    stage_to_rank = dict(pairs)
+    for stage, rank in pairs:
         if stage_to_rank[stage] != rank:
             raise ValueError(f"ranks {rank} and {stage_to_rank[stage]} both work on stage {stage}")
     if sorted(stage_to_rank) != list(range(len(stage_to_rank))):

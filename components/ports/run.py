@@ -52,15 +52,15 @@ def _as_state(values: "StepState | Mapping[str, Any]") -> StepState:
 @attrs.define
 class Step:
     """
-    One optimizer step on its way through the phases: `index` from 1, of `total`.
+    One optimizer step on its way through the phases: step `index`, counted from 1, of `total` steps.
 
-    `state` has the values that phases declare to read and write; a mapping of values may be given in its place.
-    `started` is the start on the monotonic clock; `excluded_seconds` of the time since then were not spent on training
-    (evaluation, saving). A phase that sets `goes_back`, on all ranks, has the run continue from its newest checkpoint
-    after this step, which is skipped.
+    `state` maps names to the values that phases read and write; a plain mapping is converted to a StepState. `started`
+    is the start on the monotonic clock; `excluded_seconds` is the time since then that was not spent on training, such
+    as evaluation and saving. If a phase sets `goes_back` on all ranks, this step is skipped and the run continues from
+    its newest checkpoint.
 
-    Whether the update is skipped is `skip` in the state, float32 () on the device of the gradients: 1 if it is, else 0.
-    On a GPU the host issues the update before it knows that number. `before_update` is called before every update.
+    The state's value `skip`, float32 () on the device of the gradients, is 1 if the update is skipped, else 0. On a GPU
+    the host issues the update before it knows that number. `before_update` is called before every update.
     """
 
     index: int
@@ -74,17 +74,19 @@ class Step:
 
     @property
     def last(self) -> bool:
-        """Whether this is the last step of the run."""
+        """Whether the run ends with this step."""
         return self.index == self.total
 
     @property
     def tokens(self) -> int:
-        """The tokens of this step on all ranks, without padding; 0 before they are counted. Waits for their copy."""
+        """
+        The number of tokens in this step on all ranks, without padding; 0 before they are counted. Waits for the copy.
+        """
         return round(self.state.number("tokens")) if "tokens" in self.state else 0
 
     def skip_if(self, condition: Tensor, reason: Callable[[], str]) -> None:
         """
-        Skip the update if a condition, bool () on any device, is true.
+        Skip the update if `condition`, bool () on any device, is true.
 
         `reason` is called when the host knows the state's numbers; it returns a sentence, or "" if it does not apply.
         """
@@ -99,17 +101,17 @@ class Step:
 
     @property
     def skip_reason(self) -> str:
-        """Why the update is skipped; empty if it is applied. Waits for the copy of the numbers that decide it."""
+        """The reason for which the update is skipped, or "" if it is applied. Waits until the host knows `skip`."""
         if "skip" not in self.state or not self.state.number("skip"):
             return ""
         return next(filter(None, (reason() for reason in self._skip_reasons)), "a phase skipped it")
 
     def apply_update(self, update: Callable[[Tensor | None], object]) -> None:
         """
-        Apply an update of the step, such as the optimizer's, unless the step is skipped.
+        Apply an update, such as the optimizer's, unless the step is skipped.
 
         `update` gets None if the host knows that the step is not skipped. On a GPU it gets the flag `skip`, float32 ()
-        there, and changes nothing where that is 1; the host does not wait.
+        on the GPU, and must change nothing if the flag is 1; the host does not wait.
         """
         self.before_update()
         flag: Tensor | None = self.state.get("skip")
@@ -130,43 +132,45 @@ class Phase(Protocol):
 
 @runtime_checkable
 class NamesNumbers(Protocol):
-    """A phase's class some of whose settings are names of numbers in the state, such as `checkpoint.best`."""
+    """A class of phases with settings that name numbers in the state, such as `checkpoint.best`."""
 
     number_settings: ClassVar[tuple[str, ...]]
 
 
 @runtime_checkable
 class SavingPhase(Protocol):
-    """A phase that saves after some steps, for which a run allows more time than for others."""
+    """A phase that saves after some steps. Saving steps get a longer timeout."""
 
     def saves_after(self, step: Step) -> bool:
-        """Return whether `run_phase` saves in this step; equal on all ranks."""
+        """Return whether `run_phase` saves in this step; the result is equal on all ranks."""
         ...
 
 
 @runtime_checkable
 class PlannedPhase(Protocol):
-    """A component of a phase whose values are planned over all steps of the run, as a learning-rate schedule's are."""
+    """A component of a phase that plans its values over all steps of the run, such as a learning-rate schedule."""
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Return whether another number of steps would change the value of any step."""
+        """Return whether a different number of steps would change the value of any step."""
         ...
 
     @classmethod
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
-        """Yield the problems of the node's settings in a run of `total` steps."""
+        """Yield the problems that the node's settings have in a run of `total` steps."""
         ...
 
 
-# all arithmetic with batch sizes is behind this port, so that no component divides by the world size itself
+# All arithmetic with batch sizes is behind this port, so that no component divides by the world size itself.
 @port
 class Batching(Protocol):
-    """Batch sizes, and which rows each rank sees in a step."""
+    """Batch sizes, and the assignment of rows to ranks."""
 
     @property
     def global_size(self) -> int:
-        """Rows in a step, over all data-parallel ranks; of a run that begins with fewer, those at its end."""
+        """
+        Rows in a step over all data-parallel ranks: the global batch size. If the batch size grows, its final value.
+        """
         ...
 
     @property
@@ -176,42 +180,44 @@ class Batching(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel size: the number of parts into which the rows of a step are divided."""
+        """Data-parallel size: the number of ranks that divide the rows of a step among themselves."""
         ...
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank: the index of this rank's part, from 0."""
+        """Data-parallel rank: the index of this rank among the data-parallel ranks, from 0."""
         ...
 
     def start(self, step: int) -> int:
-        """The position in the endless order of rows with which a step (from 1) begins: the rows of all before it."""
+        """
+        Return the number of rows in all steps before `step` (from 1): its first position in the endless order of rows.
+        """
         ...
 
     def positions(self, step: int) -> list[list[int]]:
-        """This rank's microbatches of a step (from 1), each as positions in the endless order of rows."""
+        """Return this rank's microbatches of a step (from 1), each a list of positions in the endless order of rows."""
         ...
 
 
 @port(named=True)
 class Stateful(Protocol):
     """
-    A node that a checkpoint saves, under the node's name.
+    A node with state that checkpoints save under the node's name.
 
     State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. All ranks have
-    the same state, unless the node declares a separate one on each rank (`LocalState`), or a state that is sharded over
-    ranks (`SlicedState`).
+    the same state, unless the node declares a separate state on each rank (`LocalState`) or a state that is sharded
+    over ranks (`SlicedState`).
 
-    Tensors of a state are read until `Step.apply_update` is called in the next step; a node that changes one earlier
+    Tensors of a state are read until the next step calls `Step.apply_update`; a node that changes a tensor earlier
     returns a copy.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a bit-exact resume needs."""
+        """Return the state that a bit-exact resume needs."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state. Raises KeyError or ValueError if it does not fit the node."""
+        """Load a saved state. Raises KeyError or ValueError if the state does not fit the node."""
         ...
 
 
@@ -225,14 +231,14 @@ class LocalState(Protocol):
 @runtime_checkable
 class SlicedState(Protocol):
     """
-    A stateful node whose entries are sharded over ranks.
+    A stateful node with entries that are sharded over ranks.
 
-    Entries are loaded again, whichever ranks saved them, in whatever slices. Tensors with as many dimensions as the
-    slice of their entry are slices, others are not.
+    A checkpoint can be loaded by a different number of ranks with different slices. A tensor is a slice if it has as
+    many dimensions as its entry's slice; other tensors are whole.
     """
 
     def state_slices(self) -> Mapping[str, TensorSlice | None]:
-        """Return the slice of each entry that this rank holds by name; None for a whole entry."""
+        """Return this rank's slice of each entry by name; None for a whole entry."""
         ...
 
 
@@ -244,7 +250,7 @@ class GrowingState(Stateful, Protocol):
         """
         Return the state as it will be after the first step, with the shape and dtype of every tensor.
 
-        Its tensors may be on the meta device: only their bytes are counted, for the check of free disk space.
+        Tensors may be on the meta device: only their bytes are counted, by the check of free disk space.
         """
         ...
 
@@ -273,7 +279,10 @@ class Event:
 
 @port
 class Listener(Protocol):
-    """Observes a run's events, all or some (`SelectiveListener`). Its exceptions are logged and do not stop the run."""
+    """
+    An observer of all events of a run, or of some kinds (`SelectiveListener`). Its exceptions are logged and do not
+    stop the run.
+    """
 
     def on_event(self, event: Event) -> None:
         """Handle an event."""
@@ -282,19 +291,19 @@ class Listener(Protocol):
 
 @runtime_checkable
 class SelectiveListener(Protocol):
-    """A listener for events of some kinds only."""
+    """A listener that observes only some kinds of events."""
 
     observes: ClassVar[Collection[EventKind]]
 
 
 def observed_kinds(listener: object) -> Collection[EventKind]:
-    """Return the kinds of events for a listener."""
+    """Return the kinds of events that a listener observes."""
     return listener.observes if isinstance(listener, SelectiveListener) else get_args(EventKind)
 
 
 @port
 class Events(Protocol):
-    """Sends events to listeners."""
+    """A sender of events to listeners."""
 
     def emit(self, event: Event) -> None:
         """Send an event to the listeners that observe its kind."""
@@ -302,11 +311,11 @@ class Events(Protocol):
 
 
 METRIC_TOTALS = "metric_totals"
-"""The name of the totals of all metrics in the state of a step: a dict by op of float64 tensors (numbers,)."""
+"""The name of the metrics' totals in the state of a step: a dict by op of float64 tensors (numbers,)."""
 
 
 Value = float | bool | None
-"""The value of a metric; None if it has none at this step."""
+"""The value of a metric; None if the metric has no value at this step."""
 
 
 @attrs.frozen
@@ -314,10 +323,10 @@ class Accumulator:
     """
     A float64 tensor of fixed shape that is combined over ranks at each step.
 
-    `of` says which ranks have a part in a sum: "data" is what ranks see differently, such as losses, which those along
-    `tensor` have alike; "rows" is what is counted from whole rows, which ranks along `context` share out;
-    "activations" is what each rank has of hidden states; and "model" is what replicas hold alike, such as norms of
-    gradients, of which one replica's is taken.
+    `of` names the ranks that contribute to a sum. "data" is for values that differ by batch, such as losses, and are
+    equal along `tensor`. "rows" is for counts of whole rows, which ranks along `context` share. "activations" is for
+    hidden states, of which every rank has its own. "model" is for values that replicas have in common, such as gradient
+    norms: one replica contributes.
     """
 
     op: Literal["sum", "max", "min"] = "sum"
@@ -325,7 +334,7 @@ class Accumulator:
     of: Literal["data", "rows", "activations", "model"] = "data"
 
     def identity(self) -> torch.Tensor:
-        """What changes nothing when it is combined: the part of a rank that has none."""
+        """Return the neutral element of `op`: the contribution of a rank without values."""
         value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
         return torch.full(self.shape, value, dtype=torch.float64)
 
@@ -334,100 +343,104 @@ class Accumulator:
 @runtime_checkable
 class Metric(Protocol):
     """
-    Numbers worth writing down about each step.
+    Numbers to record about each step.
 
-    Each rank calls `update` once a step. What it gives is combined over all ranks, together with that of all other
-    metrics, and `compute` makes values of the totals, which are the same on every rank. A metric of what a step has on
-    every rank already needs no accumulators.
+    Each rank calls `update` once a step. The results are combined over all ranks, together with the accumulators of all
+    other metrics, and `compute` derives values from the totals, which are equal on every rank. A metric that reads only
+    values known to every rank needs no accumulators.
     """
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """By name, what is combined over ranks; the same on every rank once the run is open."""
+        """Accumulators that are combined over ranks, by name; equal on every rank once the run is open."""
         ...
 
     def update(self, step: Step) -> Mapping[str, torch.Tensor]:
-        """This rank's part of accumulators, on any device; those that it leaves out it has no part in."""
+        """
+        Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
+        """
         ...
 
     def compute(self, totals: Mapping[str, torch.Tensor], step: Step) -> Mapping[str, Value]:
-        """Name to value, for this step, from float64 totals on the CPU. On a GPU it is called a step later."""
+        """
+        Return the values of this step by name, from float64 totals on the CPU. On a GPU it is called a step later.
+        """
         ...
 
 
 @port
 @runtime_checkable
 class Tracker(Protocol):
-    """Stores the values of metrics by step; step 0 is before training. It writes on rank 0 only."""
+    """A store of metric values by step; step 0 is before training. Only rank 0 writes."""
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Store the values of a step."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Delete the values of later steps: the run resumes after this one. Step -1 deletes all values."""
+        """Delete the values of steps after `step`, from which the run resumes. Step -1 deletes all values."""
         ...
 
 
 @port
 @runtime_checkable
 class Durable(Protocol):
-    """Writes logs that must be on disk before a later checkpoint is committed."""
+    """A writer of logs that must be on disk before a later checkpoint is committed."""
 
     def flush(self) -> None:
-        """Return when everything written so far is on disk. May be called in any thread."""
+        """Return when everything written so far is on disk. May be called from any thread."""
         ...
 
 
 @port
 class KnownSteps(Protocol):
-    """Has recorded numbers of some steps where damage is detected, as checkpoints have."""
+    """A node with recorded numbers by which damage to its steps is detected, such as a store of checkpoints."""
 
     def known_steps(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
-        """Return steps, each with numbers among its outputs; None for one that was not finite."""
+        """Return steps with some of their output numbers; None replaces a number that was not finite."""
         ...
 
 
 @port
 class Restorer(Protocol):
-    """Saves and restores checkpoints of the run."""
+    """The component that saves and restores checkpoints of the run."""
 
     def restore(self) -> int:
-        """Load the newest checkpoint into every stateful node; its step, 0 if there is none."""
+        """Load the newest checkpoint into every stateful node and return its step, 0 if there is none."""
         ...
 
     def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, unless it is saved already."""
+        """Save a checkpoint after a step, unless it is already saved."""
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the state may change, because a save has copied it."""
+        """Wait until the save in progress has copied the state, so that the state may change."""
         ...
 
 
 @port
 class AfterRestore(Protocol):
-    """Acts when the state of the run has been restored."""
+    """A node that acts after the state of the run has been restored."""
 
     def after_restore(self, done: int) -> None:
         """
         Act on every rank before the first step, and again whenever the run goes back to a checkpoint.
 
-        `done` is the step of the checkpoint; 0 in a new run, which has nothing to restore.
+        `done` is the step of the checkpoint; 0 in a new run, which restores nothing.
         """
         ...
 
 
 FILES = "files"
-"""The folder in a run folder with copies of the files that nodes read: files/NODE/SETTING/NAME."""
+"""The folder inside a run folder with copies of the files that nodes read: files/NODE/SETTING/NAME."""
 
 
 @port
 class ReadsFiles(Protocol):
-    """Reads files outside of the run folder without which its checkpoints are of no use: a tokenizer, a config."""
+    """A node that reads files outside of the run folder, such as a tokenizer, without which a checkpoint is useless."""
 
     def files_read(self) -> Mapping[str, Sequence[Path]]:
-        """The files, which exist, by the setting that names them or their folder; the run folder keeps copies."""
+        """Return existing files by the setting that names them or their folder; the run folder keeps copies."""
         ...
 
 
@@ -436,12 +449,16 @@ class Randomness(Protocol):
     """Random generators of a run."""
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """A CPU generator that depends only on the run's seed and this purpose."""
+        """Return a CPU generator that depends only on the run's seed and `purpose`."""
         ...
 
 
 class StoppedError(BaseException):
-    """A signal has asked the run to end; like KeyboardInterrupt it is not an Exception, which a component may catch."""
+    """
+    A request by a signal to end the run.
+
+    It is a BaseException like KeyboardInterrupt, so that no component catches it as an Exception.
+    """
 
     def __init__(self, signal: int) -> None:
         super().__init__(signal)
@@ -450,15 +467,16 @@ class StoppedError(BaseException):
 
 @port
 class Stop(Protocol):
-    """Whether a signal asks the run to end."""
+    """Signals that ask the run to end."""
 
     def agreed(self) -> int:
-        """The number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
+        """Return the number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
         ...
 
     def raising(self) -> AbstractContextManager[None]:
         """
-        Return a context for the time after the last step, when all state is saved: a signal raises StoppedError in it.
+        Return a context for the time after the last step, when all state is saved, in which a signal raises
+        StoppedError.
 
         A signal that was received earlier raises on entry.
         """
@@ -470,12 +488,11 @@ class FinalTask(Protocol):
     """
     A task after the last step, such as an export. It is atomic, so that it can be retried.
 
-    Its result records the step of the weights that it was made from: a run that is continued to more steps makes it
-    again.
+    Its result records the step of the weights. If the run is continued to more steps, the task runs again.
     """
 
     def is_finished(self, step: int) -> bool:
-        """Whether the task was completed with the weights after this step, perhaps by an earlier process."""
+        """Return whether the task was completed with the weights after this step, perhaps by an earlier process."""
         ...
 
     def finish(self, step: int) -> None:
@@ -483,17 +500,17 @@ class FinalTask(Protocol):
         ...
 
 
-# "last" and "never" instead of 0 or -1: a recipe says which of the two it means
+# Words instead of 0 or -1, so that a recipe is clear about "last" and "never".
 Cadence = int | Literal["last", "never"]
 
 
 def due(cadence: Cadence, step: Step) -> bool:
-    """Whether a step is in the cadence: every n-th step and the last, only the last, or none."""
+    """Return whether a cadence contains the step: every n-th step and the last, only the last, or none."""
     if isinstance(cadence, int):
         return step.last or step.index % cadence == 0
     return cadence == "last" and step.last
 
 
 def check_cadence(value: Cadence) -> str | None:
-    """A setting's check: a number of steps is at least 1."""
+    """Return the fault of a cadence of less than 1 step, else None."""
     return f"{value} steps is less than 1; 'never' turns it off" if isinstance(value, int) and value < 1 else None

@@ -1,4 +1,4 @@
-"""Slices of tensors: which part of a whole tensor one rank holds."""
+"""Slices of tensors: the part of a whole tensor on one rank."""
 
 from itertools import pairwise
 from math import prod
@@ -14,29 +14,29 @@ from drawloom.components.ports.distributed import Group
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether a tensor of any shape is a DTensor."""
-    # Without importing the class, which takes a second.
+    # Importing the class for isinstance would take a second.
     return hasattr(tensor, "placements")
 
 
 def rank_shares(length: int, ranks: int) -> list[range]:
     """
-    Which of `length` elements each of several ranks has: consecutive ones.
+    Divide `length` elements into consecutive ranges, one for each rank.
 
-    Where they do not divide, the first ranks have one more than the last.
+    If `length` is not divisible by `ranks`, the first ranks get one more element than the last.
     """
-    each, more = divmod(length, ranks)
-    starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
+    share, remainder = divmod(length, ranks)
+    starts = [rank * share + min(rank, remainder) for rank in range(ranks + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
     """
-    The whole dimension `dim` of `length` elements, of which each rank of a group has its share; a collective.
+    Gather dimension `dim`, of `length` elements, from the shares of all ranks of a group; a collective.
 
     share: (..., n, ...), of any dtype; the result is (..., length, ...).
     """
-    sizes = [len(each) for each in rank_shares(length, ranks.size)]
-    if missing := sizes[0] - sizes[ranks.rank]:  # a group gathers tensors of one shape
+    sizes = [len(indices) for indices in rank_shares(length, ranks.size)]
+    if missing := sizes[0] - sizes[ranks.rank]:  # a group gathers tensors of equal shape
         share = F.pad(share, (*(0, 0) * (share.ndim - 1 - dim), 0, missing))
     parts = zip(ranks.gather(share), sizes, strict=True)
     return torch.cat([part.narrow(dim, 0, size) for part, size in parts], dim)
@@ -44,7 +44,7 @@ def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
 
 @attrs.frozen
 class TensorSlice:
-    """A box in a tensor of shape `shape`: it begins at `offsets` and has the shape `size`."""
+    """A box in a tensor of shape `shape`, with its origin at `offsets` and the shape `size`."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "TensorSlice":
-        """All of a tensor."""
+        """Return the slice of a complete tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
@@ -61,41 +61,46 @@ class TensorSlice:
         return prod(self.size)
 
     def index(self, within: "TensorSlice | None" = None) -> tuple[slice, ...]:
-        """The index of the slice in the whole tensor, or in the tensor of another slice that contains it."""
+        """Return the index of the slice in the whole tensor, or in the tensor of a slice `within` that contains it."""
         base = within.offsets if within else (0,) * len(self.shape)
         return tuple(
-            slice(at - start, at - start + size) for at, start, size in zip(self.offsets, base, self.size, strict=True)
+            slice(offset - start, offset - start + size)
+            for offset, start, size in zip(self.offsets, base, self.size, strict=True)
         )
 
     def overlap(self, other: "TensorSlice") -> "TensorSlice | None":
-        """What two slices of one tensor have in common; None if that is nothing."""
-        low = tuple(max(mine, theirs) for mine, theirs in zip(self.offsets, other.offsets, strict=True))
+        """Return the intersection of two slices of one tensor; None if it is empty."""
+        starts = tuple(map(max, self.offsets, other.offsets))
         ends = (
-            min(a + size, b + length)
-            for a, size, b, length in zip(self.offsets, self.size, other.offsets, other.size, strict=True)
+            min(offset + size, other_offset + other_size)
+            for offset, size, other_offset, other_size in zip(
+                self.offsets, self.size, other.offsets, other.size, strict=True
+            )
         )
-        size = tuple(end - start for end, start in zip(ends, low, strict=True))
-        return TensorSlice(self.shape, low, size) if all(length > 0 for length in size) else None
+        size = tuple(end - start for end, start in zip(ends, starts, strict=True))
+        return TensorSlice(self.shape, starts, size) if all(length > 0 for length in size) else None
 
     @staticmethod
     def nested(outer: "TensorSlice | None", inner: "TensorSlice | None") -> "TensorSlice | None":
-        """The slice `inner` of the slice `outer` of a tensor, as a slice of the tensor; None is all of one."""
+        """
+        Return `inner`, a slice of the slice `outer`, as a slice of the whole tensor; None means a complete tensor.
+        """
         if outer is None or inner is None:
             return outer or inner
-        offsets = tuple(first + second for first, second in zip(outer.offsets, inner.offsets, strict=True))
+        offsets = tuple(start + offset for start, offset in zip(outer.offsets, inner.offsets, strict=True))
         return TensorSlice(outer.shape, offsets, inner.size)
 
 
 @attrs.frozen(eq=False)
 class RankSlice:
-    """The slice of a parameter that this rank computes with, where the ranks of a group have the others."""
+    """The slice of a parameter that this rank computes with; the other ranks of the group have the rest."""
 
     place: TensorSlice
     ranks: Group
 
     @property
     def dim(self) -> int:
-        """The dimension that is split; the first if there is one rank."""
+        """The dimension that is split; the first if there is only one rank."""
         sizes = zip(self.place.size, self.place.shape, strict=True)
         return next((dim for dim, (part, length) in enumerate(sizes) if part < length), 0)
 
@@ -103,10 +108,10 @@ class RankSlice:
 @attrs.frozen(eq=False)
 class ModelParameter:
     """
-    A parameter of the model, of which ranks may have slices.
+    A parameter of the model, which may be split over ranks.
 
-    `tensor` is this rank's: a DTensor where FSDP shards it, and of its slice where it is `split`, too. Persistent
-    buffers, which are whole on each rank, are written like parameters.
+    `tensor` is this rank's tensor: a DTensor if FSDP shards it, and of the slice `split` if tensor parallelism splits
+    the parameter. Persistent buffers, which are whole on each rank, are written like parameters.
     """
 
     tensor: Tensor
@@ -115,32 +120,31 @@ class ModelParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole parameter."""
+        """The shape of the whole parameter."""
         return self.split.place.shape if self.split else tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of all slices."""
         return self.tensor.dtype
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks have other slices."""
+        """Whether the parameter is divided among ranks."""
         return self.split is not None or is_dtensor(self.tensor)
 
     def whole(self) -> Tensor:
-        """The whole parameter, of any shape; a collective of the ranks that have slices of it."""
+        """Gather the whole parameter, of any shape; a collective of the ranks with its slices."""
         tensor: Any = self.tensor.detach()
-        mine: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        local: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
         if self.split is None:
-            return mine
-        return gather_shares(mine, self.split.ranks, self.split.dim, self.shape[self.split.dim])
+            return local
+        return gather_shares(local, self.split.ranks, self.split.dim, self.shape[self.split.dim])
 
 
 class SlicedTensor:
-    """A slice of a tensor, in a state: `tensor` has the shape `place.size`."""
+    """A slice of a tensor in a state: `tensor` has the shape `place.size`."""
 
-    # Not an attrs class: trees of states are descended into these.
+    # Not an attrs class: walks over a tree of state descend into attrs classes.
     __slots__ = ("place", "tensor")
 
     def __init__(self, tensor: Tensor, place: TensorSlice) -> None:

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: modules of some layers, how ranks share their parameters, and what changes these."""
+"""Ports of pipeline stages: their modules, their sharded parameters, and components that change them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -19,55 +19,58 @@ LOSS = "loss"
 
 Recompute = int | Literal["none", "blocks", "selective"]
 """
-What the backward pass computes again: "none" is nothing, "blocks" every block, a number n the first of every n blocks,
-"selective" norms, gates and rotations, whose inputs are kept anyway.
+Policy of activation checkpointing: "none" recomputes nothing in the backward pass, "blocks" every block, a number n the
+first of every n blocks, and "selective" norms, gates and rotations, whose inputs are kept anyway.
 """
 
 
 class Shards(Protocol):
     """
-    A stage's parameters on several data-parallel ranks: gathered before they are used, if each has a slice; their
-    gradients reduced.
+    A stage's parameters on several data-parallel ranks, which gather sharded parameters before use and reduce gradients
+    (FSDP, DDP).
     """
 
     @property
     def by_block(self) -> bool:
-        """Whether each block is gathered when it is used, so that the program need not gather the stage."""
+        """Whether each block is gathered before its use, so that the program need not gather the stage."""
         ...
 
     @property
     def by_microbatch(self) -> bool:
-        """Whether gradients are added to the slices of ranks after each microbatch, and not only after the last."""
+        """Whether gradients are reduced after each microbatch instead of only after the last."""
         ...
 
     def unshard(self) -> None:
-        """Start to gather the whole stage."""
+        """Start to gather the parameters of the whole stage."""
         ...
 
     def reshard(self) -> None:
-        """Free what was gathered."""
+        """Free the gathered parameters."""
         ...
 
     def reduce_next(self, final: bool) -> None:
-        """Gradients are reduced with the stage's next backward pass; `final`, if they are those of the step then."""
+        """Reduce gradients with the stage's next backward pass; `final` marks the last reduction of the step."""
         ...
 
     def reduced(self) -> None:
-        """That pass is done: later ones add up gradients on this rank."""
+        """End the backward pass that `reduce_next` announced; later passes accumulate gradients on this rank."""
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
-        """Parts of the parameters, in the order in which all ranks reduce gradients that no hook of autograd tells."""
+        """
+        Return groups of parameters whose gradients no autograd hook reports, in the order in which all ranks reduce
+        them.
+        """
         ...
 
     def reduce(self) -> None:
-        """Reduce the gradients that no part had, and end the reduction."""
+        """Reduce the gradients that no part reduced, and end the reduction."""
         ...
 
 
 @attrs.frozen(eq=False)
 class ReducedPart:
-    """Parameters (by the ids of these tensors) whose gradients are reduced together; `reduce` begins that."""
+    """Parameters (by the ids of their tensors) with gradients that are reduced together, from `reduce` on."""
 
     parameters: Set[int]
     reduce: Callable[[], None]
@@ -76,14 +79,14 @@ class ReducedPart:
 @attrs.frozen
 class Stage:
     """
-    One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module.
+    One pipeline stage of this rank: its index, the number of all stages, and its real module.
 
-    The last stage's module holds the loss's, too, as `loss`.
-    The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
-    they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
-    into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
-    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again;
-    `capture`, whether passes are launched as CUDA graphs.
+    The last stage's module contains the loss's module, as `loss`. The module computes with its own parameters.
+    `masters` maps names to the master weights, if the module's parameters are casts of them; if parameters are gathered
+    from `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module;
+    without adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slice of each
+    parameter that several ranks compute with in slices. `recompute` is the policy of activation checkpointing.
+    `capture` is True if passes are launched as CUDA graphs.
     """
 
     index: int
@@ -98,12 +101,14 @@ class Stage:
     capture: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
+        """
+        Yield each parameter's master weight, or the parameter itself without one: exports and checkpoints save these.
+        """
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
     def model_parameters(self) -> dict[str, ModelParameter]:
-        """The model's parameters by name, without the loss's."""
+        """Return the model's parameters by name, without the loss's."""
         named = self.named_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
@@ -115,7 +120,7 @@ class Stage:
         }
 
     def model_buffers(self) -> dict[str, ModelParameter]:
-        """The model's persistent buffers by name, which are whole on each rank, without the loss's."""
+        """Return the model's persistent buffers by name, without the loss's; they are whole on each rank."""
         saved = self.module.state_dict(keep_vars=True)
         named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
         return {
@@ -135,48 +140,47 @@ class Stages(Protocol):
 
 @port
 class TrainableStages(Stages, Protocol):
-    """Stages whose modules may compute with casts of the parameters that the optimizer keeps."""
+    """Stages with modules that may compute with casts of the optimizer's parameters."""
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """
-        Before the forward passes of a step: cast parameters to what layers compute with.
+        Cast parameters to the dtypes that layers compute with, before the forward passes of a step.
 
-        `only_if_changed` does it only if a step was taken since the last time, or a parameter was changed in place.
+        With `only_if_changed`, cast only after a step was taken or a parameter was changed in place.
         """
         ...
 
     def hand_over_gradients(self) -> None:
-        """After the backward passes of a step: gradients are those of the parameters that the optimizer keeps."""
+        """Give gradients to the parameters that the optimizer updates, after the backward passes of a step."""
         ...
 
 
 @port
 class StageInputs(Protocol):
-    """Shapes and dtypes of what is sent between stages."""
+    """Shapes and dtypes of the tensors that are sent between stages."""
 
     def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        """What a stage takes for a microbatch with these inputs: a tree of tensors on the meta device."""
+        """Return the inputs of `stage` for a microbatch with these inputs: a tree of tensors on the meta device."""
         ...
 
 
 @port
 class Parameters(Protocol):
     """
-    The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`; of sharded ones its
-    slices.
+    Trained parameters of this rank, as the optimizer updates them, in `precision.parameter`; slices of sharded ones.
 
-    Layers may compute with casts of them (`TrainableStages`): a parameter is changed in place, and the forward passes
-    of the next step use the new values. Between forward_backward and the optimizer the gradient of each is its `.grad`,
-    summed over this rank's microbatches, in `precision.gradient`; it is None if nothing reached the parameter.
-    Clippers, metrics and optimizers read and change it there, and the optimizer sets it to None.
+    Layers may compute with casts (`TrainableStages`): change a parameter in place, and the forward passes of the next
+    step use the new values. Between forward_backward and the optimizer, `.grad` is the gradient summed over this rank's
+    microbatches (gradient accumulation), in `precision.gradient`; it is None if no gradient reached the parameter.
+    Clippers, metrics and optimizers read and change `.grad`, and the optimizer sets it to None.
     """
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Fully qualified names and parameters, each once, in a stable order."""
+        """Return fully qualified names and parameters, each once, in a stable order."""
         ...
 
     def slices(self) -> dict[str, TensorSlice | None]:
-        """Of each of these parameters, the slice that this rank has; None for a whole one."""
+        """Return this rank's slice of each of these parameters; None for a whole parameter."""
         ...
 
 
@@ -185,63 +189,73 @@ class AveragedWeights(Protocol):
     """Averages of the trained weights over steps."""
 
     def averages(self) -> Mapping[str, Tensor]:
-        """The averages (any shape, at least float32) of this rank's slices by parameter; none before the first step."""
+        """
+        Return the averages (any shape, at least float32) of this rank's slices by parameter; {} before the first step.
+        """
         ...
 
     def swapped(self) -> AbstractContextManager[None]:
-        """While it is open the averages are in place of the weights, which come back unchanged, also after an error."""
+        """
+        Replace the weights by the averages inside of the context, and restore the weights on exit, also after an error.
+        """
         ...
 
 
 def averaged(average: AveragedWeights | None) -> AbstractContextManager[None]:
-    """The averages in place of the weights, if there are any."""
+    """Return a context that replaces the weights by the averages, if there are any."""
     return nullcontext() if average is None else average.swapped()
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """A parameter's gradient (any shape), in place; zeros where nothing reached it: all ranks sum the same tensors."""
+    """
+    Return a parameter's gradient (any shape), not a copy; set it to zeros if it is None, because all ranks reduce the
+    same tensors.
+    """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad
 
 
 IN_PARAMETERS = frozenset({"weights", "local_gradients", "gradients"})
-"""Values of a step's dataflow that phases find in the port Parameters, and not in the state of the step."""
+"""Values of a step's dataflow that phases read from the port Parameters instead of the step's state."""
 
 
 @port
 class SpreadParameters(Parameters, Protocol):
-    """The parameters of a model over pipeline ranks; some, such as a tied embedding, are on several ranks."""
+    """The parameters of a model over pipeline ranks; a tied embedding, for example, is on several ranks."""
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named` that count on this rank: each parameter of the model counts on exactly one."""
+        """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
         ...
 
     def sum_gradients(self) -> None:
-        """Sum the gradient of each parameter over the ranks that hold it, as far as backward passes have not."""
+        """Sum each parameter's gradient over the ranks that have it, unless the backward passes already did."""
         ...
 
 
 @port
 class Transform(Protocol):
-    """Changes a stage's module while it is on the meta device; see `FusedBackward`."""
+    """A change of a stage's module on the meta device; see `FusedBackward`."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module to use instead."""
+        """Return the module that replaces `module`."""
         ...
 
 
 @runtime_checkable
 class FusedBackward(Protocol):
     """
-    A model or transform whose modules compute weight gradients together with the gradients of their inputs.
+    A model or transform with modules that compute weight gradients together with input gradients.
 
-    torch.utils.checkpoint and torch.compile do. `check` warns of it with a schedule that puts weight gradients off.
+    torch.utils.checkpoint (activation checkpointing) and torch.compile do so. `check` warns if the schedule delays
+    weight gradients.
     """
 
     fuses_backward: ClassVar[bool]
 
 
 def fuses_backward(component: object) -> bool:
-    """Return whether a model or transform, an object or a class, computes weight gradients with those of inputs."""
+    """
+    Return whether a model or transform, an object or a class, computes weight gradients together with input gradients.
+    """
     return isinstance(component, FusedBackward) and component.fuses_backward

@@ -1,4 +1,4 @@
-"""Port of staging: copies of a state that do not change while training continues."""
+"""Port of staging: copies of a state that stay unchanged while training continues."""
 
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -9,31 +9,32 @@ from drawloom.graph import port
 @port
 class Stager(Protocol):
     """
-    Copies a state, so that the copy is written while the state changes.
+    A copier of states, so that a copy is written to disk while the state changes.
 
     It also implements `torch.distributed.checkpoint.staging.AsyncStager`, for torch's `async_save`.
     """
 
     @property
     def copies(self) -> bool:
-        """Whether `stage` returns a copy; if not, the state must not change until it is written."""
+        """Whether `stage` returns a copy; otherwise the state must not change until it is written."""
         ...
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """For torch: whether it calls `synchronize_staging` itself."""
+        """Whether torch's `async_save` calls `synchronize_staging`."""
         ...
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """
-        A copy of the state dict, or its future. Its memory is not reused while any tensor of the copy is alive.
+        Return a copy of the state dict, or its future. The copy's memory is not reused while any of its tensors is
+        alive.
 
         Raises TypeError, with the path, for a value that can't be copied.
         """
         ...
 
     def synchronize_staging(self) -> None:
-        """Wait until the state may change; raises the error of a failed copy."""
+        """Wait until the state may change. Raises the error of a failed copy."""
         ...
 
     def close(self) -> None:

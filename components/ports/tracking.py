@@ -1,4 +1,4 @@
-"""What trackers may take beyond numbers: histograms, contexts of values, and properties of the run."""
+"""Optional capabilities of trackers: histograms, contexts of values, and properties of the run."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -10,10 +10,10 @@ from drawloom.components.ports.run import Step, Value
 from drawloom.graph import port
 
 Context = Mapping[str, str]
-"""What values of one series differ in: `{"phase": "train"}` or `{"phase": "validation"}`."""
+"""Labels that distinguish values of one name: `{"phase": "train"}` or `{"phase": "validation"}`."""
 
 _VALIDATION = "validation_"
-"""Begins the names of values that were measured on validation data."""
+"""The prefix of the names of values that were measured on validation data."""
 
 
 @attrs.frozen
@@ -26,7 +26,7 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """The edges of the bins: one more than there are bins."""
+        """The edges of the bins: one more than the number of bins."""
         width = (self.high - self.low) / len(self.counts)
         return [*(self.low + width * number for number in range(len(self.counts))), self.high]
 
@@ -40,10 +40,10 @@ class Histogram:
 @port
 @runtime_checkable
 class DistributionMetric(Protocol):
-    """A metric of distributions, from the same totals as its values."""
+    """A metric that derives distributions from its totals."""
 
     def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
-        """Return histograms by name, none at steps that were not measured; as `compute`, but for distributions."""
+        """Return histograms by name, in the manner of `compute`; {} at steps that were not measured."""
         ...
 
 
@@ -60,10 +60,10 @@ class DistributionTracker(Protocol):
 @port
 @runtime_checkable
 class ContextTracker(Protocol):
-    """A tracker that stores values of one name in several contexts; it gets these instead of calls of `track`."""
+    """A tracker that stores values of one name in several contexts; `track_in_context` replaces `track`."""
 
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
-        """Store the values of a step that have this context."""
+        """Store the values of a step with their context."""
         ...
 
 
@@ -73,23 +73,23 @@ class PropertyTracker(Protocol):
     """A tracker that stores properties of the run, also called hyperparameters, beside its values."""
 
     def describe(self, properties: Mapping[str, Any]) -> None:
-        """Take the resolved recipe's settings, as nested tables; once, before the first call of `rewind`."""
+        """Store the resolved recipe's settings, as nested tables; called once, before `rewind`."""
         ...
 
 
 def by_context(values: Mapping[str, Value]) -> list[tuple[Context, dict[str, Value]]]:
-    """Split a step's values into those of training and of validation, whose names lose `validation_`."""
+    """Split a step's values into training and validation values, and strip `validation_` from the latter's names."""
     training = {name: value for name, value in values.items() if not name.startswith(_VALIDATION)}
     validation = {name.removeprefix(_VALIDATION): values[name] for name in values.keys() - training.keys()}
     split: list[tuple[Context, dict[str, Value]]] = [
         ({"phase": "train"}, training),
         ({"phase": "validation"}, validation),
     ]
-    return [(context, found) for context, found in split if found]
+    return [(context, named) for context, named in split if named]
 
 
 def flat_properties(properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one: `{"optimizer": {"lr": 0.1}}` becomes `{"optimizer.lr": 0.1}`."""
+    """Flatten nested tables: `{"optimizer": {"lr": 0.1}}` becomes `{"optimizer.lr": 0.1}`."""
     flat: dict[str, Any] = {}
     for name, value in properties.items():
         flat |= flat_properties(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}

@@ -1,4 +1,4 @@
-"""Mappings of the tensors of one state to those of another, as plain data that names inputs and outputs."""
+"""Mappings between the tensors of two states, as plain data that names inputs and outputs."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,12 +6,14 @@ import attrs
 from torch import Tensor
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""A group's input tensors (any shapes, in the order of `inputs`) to its outputs; it changes none in place."""
+"""
+A function of a group's input tensors (any shapes, in the order of `inputs`) to its outputs; it changes none in place.
+"""
 
 
 @attrs.frozen
 class TensorGroup:
-    """A conversion of some tensors to others; `revert` is its inverse, None if there is none."""
+    """A conversion of some tensors to others; `revert` is its inverse, None if the conversion is not invertible."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -19,12 +21,12 @@ class TensorGroup:
     revert: Convert | None = None
 
     def __attrs_post_init__(self) -> None:
-        for what, names in (("inputs", self.inputs), ("outputs", self.outputs)):
+        for field, names in (("inputs", self.inputs), ("outputs", self.outputs)):
             if not names or len(set(names)) < len(names):
-                raise ValueError(f"a group's {what} are {names}; write at least one name, and each once")
+                raise ValueError(f"a group's {field} are {names}; write at least one name, and each once")
 
     def inverse(self) -> "TensorGroup":
-        """The group that converts the outputs, of any shape, back to the inputs. Raises ValueError if there is none."""
+        """Return the group that converts the outputs back to the inputs. Raises ValueError if there is no inverse."""
         if self.revert is None:
             raise ValueError(f"the conversion of {', '.join(self.inputs)} to {', '.join(self.outputs)} has no inverse")
         return TensorGroup(self.outputs, self.inputs, self.revert, self.convert)
@@ -33,9 +35,10 @@ class TensorGroup:
 @attrs.frozen
 class Mapper:
     """
-    Independent groups: no two share an input or an output.
+    Independent conversions of tensors: no two groups share an input or an output.
 
-    Their order is the same in every process: a group may contain collectives, which all ranks must run in one order.
+    The order of groups is the same in every process: a group may contain collectives, which all ranks must run in one
+    order.
     """
 
     groups: tuple[TensorGroup, ...]
@@ -51,5 +54,5 @@ class Mapper:
         return [name for group in self.groups for name in group.outputs]
 
     def inverse(self) -> "Mapper":
-        """The inverse of every group. Raises ValueError if a group has none."""
+        """Return the mapper of the inverse groups. Raises ValueError if a group has no inverse."""
         return Mapper(tuple(group.inverse() for group in self.groups))

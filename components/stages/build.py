@@ -9,7 +9,7 @@ from torch import nn
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, use_dispatcher
 from drawloom.components.parallel.master_weights import compute_dtype
-from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, with_ends_apart
+from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision
@@ -34,8 +34,7 @@ class ParallelModules:
     """
     This rank's modules on the meta device, by stage, and the layer ranges (`spans`) of all stages.
 
-    Of the parameters in `splits` the modules have this rank's slices; `experts` are the names of those that expert
-    ranks share.
+    `splits` are this rank's slices of split parameters; `experts` are the names of parameters split over expert ranks.
     """
 
     spans: Sequence[LayerRange]
@@ -46,7 +45,7 @@ class ParallelModules:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StageBuilder:
-    """Builds the modules of stages for a mesh; `dimensions` say what its ranks split."""
+    """Builder of the modules of stages for a mesh; `dimensions` determine how ranks split them."""
 
     model: Model
     loss: Loss
@@ -65,10 +64,10 @@ class StageBuilder:
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
         spans, local = self._spans(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
         if embeds_on_every_rank(self.schedule):
-            spans = with_ends_apart(spans, self.model.num_hidden_layers)
+            spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
-            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
+            adapted_model(self.model, self.adapters)  # checks patterns on the whole model, not on this rank's part
         splits: dict[str, RankSlice] = {}
         experts: set[str] = set()
         modules = {index: self.build(spans[index]) for index in local}
@@ -86,8 +85,8 @@ class StageBuilder:
         with torch.device("meta"):
             module = self.model.build(span)
             inject(self.adapters, module)
-        if span.head and (of_loss := module_of(self.loss)) is not None:
-            module.add_module(LOSS, of_loss)
+        if span.head and (loss_module := module_of(self.loss)) is not None:
+            module.add_module(LOSS, loss_module)
         for transform in self.transforms:
             module = transform.transform(module)
         refuse_shared(module)
@@ -105,12 +104,12 @@ class StageBuilder:
         return module
 
     def _cast(self, module: nn.Module) -> None:
-        """Cast parameters on the meta device to the dtypes that they are kept in; buffers keep their module's."""
+        """Cast parameters on the meta device to the dtypes that they are stored in; buffers keep their module's."""
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
-                # A frozen parameter is read, and sharded, in the dtype of its layer: nothing else needs it.
-                kept = self.precision.parameter if parameter.requires_grad else compute_dtype(name, self.precision)
-                parameter.data = parameter.data.to(kept)
+                # A frozen parameter has the dtype of its layer, because no optimizer needs a wider one.
+                dtype = self.precision.parameter if parameter.requires_grad else compute_dtype(name, self.precision)
+                parameter.data = parameter.data.to(dtype)
 
     def _spans(self, stages: int) -> list[LayerRange]:
         """Partition the layers over this number of stages."""
@@ -119,7 +118,8 @@ class StageBuilder:
             sizes = [*self.schedule.layers_by_stage(ranks, layers)]
             if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
                 text = f"layers_by_stage gives {sizes} for {layers} layers in {stages} stages"
-                raise UserError(f"{type(self.schedule).__name__}.{text}; let each have some, and all {layers} together")
+                hint = f"return at least 1 layer for each stage, and {layers} in all"
+                raise UserError(f"{type(self.schedule).__name__}.{text}; {hint}")
             return layer_ranges(sizes)
         try:
             if isinstance(self.schedule, OuterLayersSchedule):
@@ -130,17 +130,17 @@ class StageBuilder:
 
 
 def refuse_shared(module: nn.Module) -> None:
-    """Raise UserError for a parameter of two modules: each would get memory of its own for it."""
+    """Raise UserError for a parameter of two modules, because each module would allocate its own copy."""
     owners: dict[nn.Parameter, str] = {}
-    for path, part in module.named_modules():
-        for leaf, parameter in part.named_parameters(prefix=path, recurse=False):
+    for path, submodule in module.named_modules():
+        for leaf, parameter in submodule.named_parameters(prefix=path, recurse=False):
             if (first := owners.setdefault(parameter, leaf)) != leaf:
                 text = f"{first} and {leaf} are one parameter of two modules, which would be two parameters in a run"
                 raise UserError(f"{text}; let one module hold it, and both layers that module", exit_code=2)
 
 
 def tie(modules: Sequence[nn.Module]) -> None:
-    """Make parameters of one name, in modules of one rank, the same parameter."""
+    """Make parameters with the same name, in modules of one rank, the same parameter."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters()):

@@ -1,4 +1,4 @@
-"""What `check` and `explain` say of stages with their neighbours: what does not fit a mesh, and what ranks share."""
+"""Checks and notes of stages, for `check` and `explain`: conflicts with the mesh, and the work that ranks share."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +20,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def stage_nodes(stages: NodeView) -> StageNodes | None:
-    """Return the nodes that decide how stages are shared; None for a recipe without a mesh."""
+    """Return the nodes that determine the parallelism of stages; None for a recipe without a mesh."""
     mesh = stages.neighbour("mesh")
     if mesh is None:
         return None
@@ -29,29 +29,31 @@ def stage_nodes(stages: NodeView) -> StageNodes | None:
     )
 
 
-def roundings(stages: NodeView) -> Iterator[Problem]:
-    """Warn of weights that are wider than the parameters that they become."""
+def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
+    """Warn of weights in a wider dtype than the parameters that they initialize."""
     model, precision = stages.neighbour("model"), stages.neighbour("precision")
     if model is None or precision is None:
         return
-    named = model.settings.get("path") if model.settings.get("weights") else None
-    folder: Path | None = stages.settings["weights"] or named
-    kept = getattr(torch, str(precision.settings["parameter"]))
-    found: set[torch.dtype] = set()
+    model_folder = model.settings.get("path") if model.settings.get("weights") else None
+    folder: Path | None = stages.settings["weights"] or model_folder
+    parameter_dtype = getattr(torch, str(precision.settings["parameter"]))
+    weight_dtypes: set[torch.dtype] = set()
     if folder is not None:
-        with suppress(UserError):  # a problem of its own
-            found = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
-    if wider := sorted(str(each).removeprefix("torch.") for each in found if torch.promote_types(each, kept) != kept):
+        with suppress(UserError):  # reported elsewhere
+            weight_dtypes = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
+    wider_dtypes = {dtype for dtype in weight_dtypes if torch.promote_types(dtype, parameter_dtype) != parameter_dtype}
+    if wider := sorted(str(dtype).removeprefix("torch.") for dtype in wider_dtypes):
         text = f"the weights in {folder} are {wider[0]}, and are rounded to {precision.settings['parameter']}"
         yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
-def misfits_of_capture(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield meshes and adapters whose passes are not the same launches in each step."""
+def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
+    """Yield problems of meshes and adapters whose passes launch different kernels in each step."""
     if not nodes.stages.settings["capture"]:
         return
     sizes = nodes.sizes.settings()
-    if name := next((kind.name for kind in DIMENSIONS if not kind.can_capture and sizes[kind.name] > 1), None):
+    uncapturable = (dimension.name for dimension in DIMENSIONS if not dimension.can_capture)
+    if name := next((name for name in uncapturable if sizes[name] > 1), None):
         text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
         yield nodes.stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{nodes.mesh.name}]")
     for adapter in nodes.stages.neighbours("adapters"):
@@ -61,8 +63,8 @@ def misfits_of_capture(nodes: StageNodes) -> Iterator[Problem]:
             yield nodes.stages.problem("capture", text, hint)
 
 
-def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Costs of embedding and head in layers, where no stage has them instead of layers, or the schedule has them."""
+def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+    """Yield problems of costs of embedding and head in layers if the schedule makes them ineffective."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and embeds_on_every_rank(schedule.component):
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
@@ -72,15 +74,15 @@ def costs_of_ends(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
-def policies_of_schedule(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
-    """A policy of recomputation where the schedule has one for each stage."""
+def check_single_recompute(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
+    """Yield the problem of a recompute policy if the schedule also has a policy for each stage."""
     if stages.settings["recompute"] != "none" and (schedule.settings.get("recompute") or _policies(schedule, mesh)):
         text = f"[{schedule.name}] says what each stage recomputes"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
-def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
-    """How many layers each stage has and what it recomputes, for `explain`, if the schedule says so."""
+def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
+    """Yield the schedule's own partition of layers, and its recompute policies."""
     built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
@@ -88,11 +90,11 @@ def layers_of_stages(schedule: NodeView, mesh: NodeView, model: NodeView) -> Ite
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            inside = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
-            if inside < layers:
-                yield f"layers {inside} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if again := text_of(_policies(schedule, mesh)):
-        yield f"recomputed, by [{schedule.name}] if a step has {_microbatches(schedule, mesh)} microbatches: {again}"
+            in_stages = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
+            if in_stages < layers:
+                yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
+    if policies := text_of(_policies(schedule, mesh)):
+        yield f"recomputed, by [{schedule.name}] if a step has {_microbatches(schedule, mesh)} microbatches: {policies}"
 
 
 def _microbatches(schedule: NodeView, mesh: NodeView) -> int:
@@ -100,7 +102,9 @@ def _microbatches(schedule: NodeView, mesh: NodeView) -> int:
 
 
 def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
-    """What each stage recomputes by the schedule's program; none if that has no policies, or a problem of its own."""
+    """
+    Return each stage's recompute policy in the schedule's program; () if there are none, or the schedule has problems.
+    """
     built = build_schedule(schedule)
     with suppress(UserError, ValueError):
         if built is not None:
@@ -110,8 +114,8 @@ def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     return ()
 
 
-def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
-    """A loss that is a module itself: its parameters belong to the stages."""
+def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
+    """Yield the problem of a loss that is an nn.Module itself: the stages must own its parameters."""
     if issubclass(loss.component, nn.Module):
         where = f"under [{loss.name}] and [{stages.name}]"
         text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
@@ -119,14 +123,14 @@ def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Proble
 
 
 def fault_of_policy(policy: Recompute) -> str | None:
-    """What is wrong with a policy, if it is a number."""
+    """Return the fault of a numeric recompute policy below 1, else None."""
     return f"{policy} is not above 0" if isinstance(policy, int) and policy < 1 else None
 
 
 def notes_of_policy(policy: Recompute) -> Iterator[str]:
-    """What a policy keeps of a microbatch, and what it costs."""
+    """Yield a sentence about the activations that a recompute policy keeps, and its cost (activation checkpointing)."""
     if policy == "selective":
         yield "recompute: norms, gates and rotations run again in the backward pass; their results are not kept"
     elif policy != "none":
-        which = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
-        yield f"recompute: of {which} only the input is kept, and its forward runs again in the backward pass"
+        blocks = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
+        yield f"recompute: of {blocks} only the input is kept, and its forward runs again in the backward pass"

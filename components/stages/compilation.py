@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one, and what `check` says of stages whose backward passes can't be split."""
+"""torch.compile for blocks, one by one, and checks of combinations with compiled blocks."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,30 +19,31 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile the forward of each block when it first runs; blocks of one kind share the result."""
     for block in blocks:
         for part in block.modules():
-            # How many tokens other ranks send is known at run time only.
+            # The number of tokens from other ranks is known only at run time.
             if isinstance(part, ExpertParallel) and part.dispatcher is not None:
                 part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
-        # Not the call: hooks, such as those that gather parameters, are no part of what is compiled.
+        # Compile `forward` instead of the module, so that hooks, such as FSDP's, stay outside of the compiled code.
         block.forward = torch.compile(block.forward)
 
 
-def undivided_backwards(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
-    """Warnings of weight gradients that a schedule puts off, but that come with those of the inputs."""
-    if not _splits(schedule, mesh):
+def warn_compiled_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
+    """Warn of weight gradients that a schedule delays, but that are computed together with input gradients."""
+    if not _splits_backward(schedule, mesh):
         return
-    why = f"so that W has nothing left to do where [{schedule.name}] puts it into the bubble"
-    other = f"or take a schedule without W in [{schedule.name}], such as pipeline.schedules.one_f_one_b"
+    effect = f"so that W has nothing left to do where [{schedule.name}] puts it into the bubble"
+    alternative = f"or take a schedule without W in [{schedule.name}], such as pipeline.schedules.one_f_one_b"
     if stages.settings["compile"]:
-        text = f"a compiled block computes the gradients of its weights with that of its input, {why}"
-        yield stages.warning("compile", text, f"write compile = false, {other}")
+        text = f"a compiled block computes the gradients of its weights with that of its input, {effect}"
+        yield stages.warning("compile", text, f"write compile = false, {alternative}")
     for part in (*stages.neighbours("model"), *stages.neighbours("transforms")):
         if fuses_backward(part.component):
-            text = f"{part.use!r} computes the gradients of weights with those of inputs, as it says, {why}"
-            yield part.warning("use", text, f"write recompute or compile in [{stages.name}] in its place, {other}")
+            text = f"{part.use!r} computes the gradients of weights with those of inputs, as it says, {effect}"
+            hint = f"write recompute or compile in [{stages.name}] in its place, {alternative}"
+            yield part.warning("use", text, hint)
 
 
-def idle_policies(stages: NodeView) -> Iterator[Problem]:
-    """Warnings of policies of recomputation that compiled blocks do not follow."""
+def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
+    """Warn of recompute policies that compiled blocks ignore."""
     if not stages.settings["compile"]:
         return
     text = "torch chooses what compiled blocks recompute, so that 'selective' is for what is outside of them"
@@ -54,11 +55,11 @@ def idle_policies(stages: NodeView) -> Iterator[Problem]:
             yield schedule.warning("recompute", text, hint)
 
 
-def _splits(schedule: NodeView, mesh: NodeView) -> bool:
-    """Whether a schedule takes stages backward in two parts; False if it has problems of its own."""
+def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
+    """Return whether a schedule splits the backward pass of stages; False if the schedule has problems."""
     built, ranks = build_schedule(schedule), PerDimension.of_settings(mesh.settings).pipeline
     try:
-        # In a schedule that knows ranks alone, all of them split or none.
+        # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.
         program = None if built is None else program_for(built, 0, ranks, 2 * ranks)
     except UserError:
         return False

@@ -1,4 +1,4 @@
-"""The memory of a rank's modules, and the values that a run starts from: drawn, or read from a folder."""
+"""Memory and initial values of a rank's modules: random, or read from a folder."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,10 +23,10 @@ from drawloom.graph import UserError
 
 def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.device) -> None:
     """Raise UserError if this rank's share of parameters of any shape, partitioned over `ranks`, exceeds its device."""
-    wanted = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
-    if wanted > (capacity := memory_of(device)):
+    needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
+    if needed > (capacity := memory_of(device)):
         raise UserError(
-            f"the parameters of this rank take {byte_size(wanted)}, and its device, {device}, has "
+            f"the parameters of this rank take {byte_size(needed)}, and its device, {device}, has "
             f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
         )
 
@@ -41,10 +41,10 @@ def memory_of(device: torch.device) -> int:
 @attrs.frozen
 class InitialValues:
     """
-    Gives the modules of a rank memory and values: those of a folder, or random ones that follow from seed and name.
+    Initializer of a rank's modules, with weights of a folder, or random values by seed and name.
 
-    `splits` are the slices that tensor and expert ranks have of parameters; of a sharded one a rank fills its slice
-    only.
+    `splits` are the slices of parameters that are split over tensor and expert ranks. Of a sharded parameter, a rank
+    fills only its slice.
     """
 
     model: Model
@@ -54,38 +54,38 @@ class InitialValues:
     splits: Mapping[str, TensorSlice]
 
     def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Give parameters and buffers of modules on the meta device their memory and values."""
+        """Allocate and fill the parameters and buffers of modules on the meta device."""
         for module in modules:
-            # Weights of a folder make parameters real one by one, without a second copy of the model.
+            # Weights of a folder are read parameter by parameter, without a second copy of the model.
             if self._folder is None or any(map(is_dtensor, module.parameters())):
                 module.to_empty(device=self.device)
             fill_buffers(module, self.device, self.seed)
-            if (of_loss := getattr(module, LOSS, None)) is not None:
-                fill_parameters(LOSS, of_loss, self.device, self.seed)
+            if (loss_module := getattr(module, LOSS, None)) is not None:
+                fill_parameters(LOSS, loss_module, self.device, self.seed)
             if self._folder is not None:
                 self._read(self._folder, module)
             else:
                 self._draw(module)
 
     def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
-        """Fill what adapters have added. A collective of ranks that share weights, which DoRA reads."""
+        """Fill the adapters' parameters; a collective of ranks that share weights, because DoRA reads whole weights."""
         for module in modules:
             fill_adapters(module, self.device, self._fill_normal)
 
     def origin(self, parameters: Iterable[nn.Parameter]) -> str:
-        """What the values of frozen parameters follow from; empty if all are trained."""
+        """Return a fingerprint of the source of frozen parameters, or "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
         return f"seed {self.seed}" if self._folder is None else folder_fingerprint(self._folder)
 
     def other_origin(self) -> str:
-        """What to say when a run resumes with another origin."""
-        where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
-        return f"{where} are not those that the run started from; name those in stages.weights"
+        """Return the message for a run that resumes with frozen parameters of another origin."""
+        weights = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+        return f"{weights} are not those that the run started from; name those in stages.weights"
 
     @property
     def _folder(self) -> Path | None:
-        """The folder of the weights to start from: the one that is named, or the model's own."""
+        """The folder of the initial weights: the recipe's, or the model's own."""
         return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
 
     def _read(self, folder: Path, module: nn.Module) -> None:
@@ -95,28 +95,28 @@ class InitialValues:
         try:
             load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
         except UserError as error:
-            named = "weights: " if self.weights else ""  # otherwise the model has named them
-            raise UserError(f"{named}{error}", error.exit_code) from error
+            prefix = "weights: " if self.weights else ""  # otherwise the folder is not in this setting
+            raise UserError(f"{prefix}{error}", error.exit_code) from error
 
     def _draw(self, module: nn.Module) -> None:
-        others = adapter_names(module)
+        in_adapters = adapter_names(module)
         for name, parameter in module.named_parameters():
-            if not name.startswith(f"{LOSS}.") and name not in others:
-                mine = local_part(parameter) if is_dtensor(parameter) else parameter.data
-                self.model.initialise(name, mine, self.seed, self._place(name, parameter))
+            if not name.startswith(f"{LOSS}.") and name not in in_adapters:
+                local = local_part(parameter) if is_dtensor(parameter) else parameter.data
+                self.model.initialise(name, local, self.seed, self._slice(name, parameter))
 
-    def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
-        """The slice that this rank has of a parameter; None for a whole one."""
+    def _slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
+        """Return this rank's slice of a parameter; None for a whole parameter."""
         return TensorSlice.nested(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
-        place = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
+        tensor_slice = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
         key = derive_seed(self.seed, "initial weights", name)
-        fill_normal(parameter.data, key, std, place.shape, place.offsets)
+        fill_normal(parameter.data, key, std, tensor_slice.shape, tensor_slice.offsets)
 
 
 Tensors = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
-"""Those tensors of a module, by their names in it, that its `reset_parameters()` has to fill."""
+"""Function that yields the names and tensors of a module that its `reset_parameters()` has to fill."""
 
 
 def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
@@ -133,10 +133,10 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
 
 def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
     """
-    Make all parameters and buffers of a module called `name` real, with the values that their owners give them.
+    Allocate all parameters and buffers of a module called `name`, and fill them by their owners' `reset_parameters()`.
 
-    As for buffers alone, what an owner draws follows from the seed and its name. Raises UserError for an owner that
-    does not fill all of its tensors.
+    Random values depend on the seed and the owner's name. Raises UserError for an owner that does not fill all of its
+    tensors.
     """
     for path, owner in module.named_modules(prefix=name):
         if any(True for _ in _tensors(owner)):
@@ -145,17 +145,17 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
 
 def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
     owner.to_empty(device=device, recurse=False)
-    # An inherited reset_parameters() may not know of a tensor. A tensor that it fills has the same values after a fill
-    # with 0 as after a fill with 1.
-    first, second = (_values(name, owner, device, seed, before, tensors) for before in (0, 1))
-    if left := [key for key, value in first.items() if not torch.equal(value, second[key])]:
-        raise _unfilled(name, owner, left, "has a reset_parameters() that does not fill them")
+    # An inherited reset_parameters() may skip a tensor. A tensor that it fills has the same values, whether its
+    # elements were 0 or 1 before.
+    first, second = (_reset_values(name, owner, device, seed, before, tensors) for before in (0, 1))
+    if unfilled := [key for key, value in first.items() if not torch.equal(value, second[key])]:
+        raise _unfilled(name, owner, unfilled, "has a reset_parameters() that does not fill them")
 
 
-def _values(
+def _reset_values(
     name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
 ) -> dict[str, Tensor]:
-    """The owner's tensors after `reset_parameters()`, having been `before` everywhere."""
+    """Return the owner's tensors after `reset_parameters()`, with all elements `before` that call."""
     if not isinstance(owner, BufferOwner):
         raise _unfilled(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
     with torch.no_grad(), device, _seeded(device, seed):

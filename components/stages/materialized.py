@@ -1,4 +1,4 @@
-"""Builds the stages that this rank owns, and gives their parameters memory and values."""
+"""The stages of this rank: their modules, their parameters' memory and values, and their state."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -30,17 +30,21 @@ from drawloom.components.ports.stages import Recompute, Stage, Transform
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie
 from drawloom.components.stages.checks import (
-    costs_of_ends,
+    check_cuda_graphs,
+    check_layer_costs,
+    check_loss_is_not_module,
+    check_single_recompute,
+    describe_layers,
     fault_of_policy,
-    layers_of_stages,
-    losses_that_are_modules,
-    misfits_of_capture,
     notes_of_policy,
-    policies_of_schedule,
-    roundings,
     stage_nodes,
+    warn_narrowed_weights,
 )
-from drawloom.components.stages.compilation import compile_blocks, idle_policies, undivided_backwards
+from drawloom.components.stages.compilation import (
+    compile_blocks,
+    warn_compiled_recompute,
+    warn_compiled_split_backward,
+)
 from drawloom.components.stages.initial_values import InitialValues, check_capacity
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -49,16 +53,18 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
 
 FROZEN = "frozen"
-"""The entry of a state with the fingerprint of the weights that it leaves out; parameters' names have dots."""
+"""
+The entry of a state with the fingerprint of frozen weights, which the state omits. Names of parameters contain dots.
+"""
 
 
 @component
 class MaterializedStages:
     """
-    This rank's stages: built on the meta device, adapted and transformed, materialised, then initialised or loaded.
+    This rank's stages: built on the meta device, adapted, transformed, materialized, and then initialized or loaded.
 
-    With `adapters` the model is frozen but for what these train. A checkpoint holds what is trained; the rest is made
-    again from the same folder or seed, of which it holds a fingerprint.
+    With `adapters`, only the adapters' parameters are trained. A checkpoint has the trained parameters and a
+    fingerprint of the frozen ones, which a resumed run makes again from the same folder or seed.
     """
 
     model: Model
@@ -75,78 +81,79 @@ class MaterializedStages:
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="cost of the embedding in layers, of which the first stage holds fewer",
+        doc="cost of the embedding in layers; the first stage gets fewer layers by this number",
     )
     head_layer_cost: int = setting(
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="cost of the head in layers, of which the last stage holds fewer",
+        doc="cost of the head in layers; the last stage gets fewer layers by this number",
     )
     reshard_after_forward: bool | None = setting(
         default=None,
         impact="safe",
-        doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
-        "which takes less memory and more time; if left out, with one pipeline rank",
+        doc="whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
+        "backward: less memory, more communication; default: true with one pipeline rank",
     )
     sync_each_microbatch: bool = setting(
         default=False,
         impact="safe",
-        doc="whether ranks of `mesh.data_shard` reduce gradients after each microbatch, so that none keeps those of "
-        "whole parameters until the last one, which takes less memory and more messages",
+        doc="whether FSDP ranks reduce gradients after each microbatch instead of after gradient accumulation: less "
+        "memory, more communication",
     )
     bucket_bytes: int = setting(
         default=BUCKET_BYTES,
         impact="safe",
         check=above(0),
-        doc="bytes of gradients that replicas sum in one collective, while the backward pass computes others",
+        doc="bytes of gradients that DDP replicas sum in one collective during the backward pass",
     )
     recompute: Recompute = setting(
         default="none",
         impact="safe",
         check=fault_of_policy,
-        doc="what the backward pass computes again instead of keeping it: 'none'; 'selective': norms, gates and "
-        "rotations of the kernels; 'blocks': every block; a number n: one of n blocks",
+        doc="activation checkpointing: what the backward pass recomputes; 'none'; 'selective': norms, gates and "
+        "rotations; 'blocks': every block; a number n: one of n blocks",
     )
     compile: bool = setting(
         default=False,
-        doc="whether each block is compiled by torch.compile; its weights' gradients can't be put off then",
+        doc="whether torch.compile compiles each block; a schedule can't delay a compiled block's weight gradients",
     )
     capture: bool = setting(
         default=False,
         impact="safe",
-        doc="whether a GPU gets the passes of a stage as CUDA graphs, which is faster where microbatches are small",
+        doc="whether passes of a stage are launched as CUDA graphs on a GPU; faster for small microbatches",
     )
     weights: Path | None = setting(
-        default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
+        default=None,
+        doc="Hugging Face folder of initial weights; default: the folder of `model.auto`, or random weights",
     )
     _values: InitialValues = attrs.field(init=False, default=None)
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)  # what holds the parameters
+    store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield what does not fit together: see checks.py, compilation.py, and each mesh dimension's `check`."""
+        """Yield problems of combinations: see checks.py, compilation.py, and each mesh dimension's `check`."""
         if nodes := stage_nodes(node):
             for dimension in DIMENSIONS:
                 yield from dimension.check(nodes)
             if schedule := node.neighbour("schedule"):
-                yield from undivided_backwards(node, schedule, nodes.mesh)
-                yield from policies_of_schedule(node, schedule, nodes.mesh)
-            yield from misfits_of_capture(nodes)
-        yield from roundings(node)
+                yield from warn_compiled_split_backward(node, schedule, nodes.mesh)
+                yield from check_single_recompute(node, schedule, nodes.mesh)
+            yield from check_cuda_graphs(nodes)
+        yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
-            yield from losses_that_are_modules(node, loss)
+            yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
-            yield from costs_of_ends(node, schedule)
-        yield from idle_policies(node)
+            yield from check_layer_costs(node, schedule)
+        yield from warn_compiled_recompute(node)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield how the ranks of the mesh share the parameters, and what is recomputed."""
+        """Yield how ranks of the mesh share the parameters, and which activations are recomputed."""
         yield from notes_of_policy(node.settings["recompute"])
         if node.settings["capture"]:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
@@ -155,7 +162,7 @@ class MaterializedStages:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
             if schedule and nodes.model:
-                yield from layers_of_stages(schedule, nodes.mesh, nodes.model)
+                yield from describe_layers(schedule, nodes.mesh, nodes.model)
 
     def check_machine(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files."""
@@ -221,7 +228,7 @@ class MaterializedStages:
             by_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             by_microbatch=self.sync_each_microbatch,
             bucket_bytes=self.bucket_bytes,
-            # Hooks, by which replicas begin to sum before a backward pass ends, are not part of a CUDA graph.
+            # A CUDA graph does not run the hooks with which replicas sum gradients during a backward pass.
             overlaps=not self.capture,
             experts=parallel.experts,
         )
@@ -232,7 +239,7 @@ class MaterializedStages:
         check_capacity(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._data_parallel(parallel)
         sharded = data_parallel.shard(modules)
-        slices = {name: part.place for name, part in parallel.splits.items()}
+        slices = {name: rank_slice.place for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules))
         if self.adapters:
@@ -241,7 +248,7 @@ class MaterializedStages:
         return data_parallel.store(modules, sharded)
 
     def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
-        """Make modules, whose parameters the store holds, this rank's stages."""
+        """Make the modules this rank's stages, with parameters in `store`."""
         self.store = store
         self.local = [
             Stage(
@@ -271,36 +278,36 @@ class MaterializedStages:
 
     @property
     def _layers_keep_shapes(self) -> bool:
-        """Whether every layer gives what it takes: the model says so, and nothing here makes layers different."""
+        """
+        Whether every layer keeps the shapes of its inputs: the model declares it, and nothing here changes layers.
+        """
         changed = bool(self.transforms or self.precision.uncast)
         return not changed and layers_keep_shapes(self.model)
 
     def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        """What a stage takes for a microbatch with these inputs: a tree of tensors on the meta device."""
         return self._activations.of(stage, inputs, shared)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The trained parameters of all local stages, each once; none while these are not open."""
+        """Return the trained parameters of all local stages, each once; [] before `open`."""
         return [] if self._parameters is None else self._parameters.named()
 
     def slices(self) -> dict[str, TensorSlice | None]:
-        """Of each trained parameter, the slice that this rank has; None for a whole one."""
         return {name: self._parameters.slice(name) for name, _ in self.named()}
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
         return self._parameters.counted()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
-        """Cast parameters to what layers compute with."""
         self.store.cast(only_if_changed)
 
     def hand_over_gradients(self) -> None:
-        """Give the gradients of a step's microbatches to the parameters that the optimizer keeps."""
         self.store.hand_over_gradients()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of parameters, buffers, masters and compute copies, and of the gradients that a step will have."""
+        """
+        Return the bytes of parameters, buffers, masters and compute copies, and of the gradients of a step; {} before
+        `open`.
+        """
         return self._parameters.memory_bytes() if self._parameters is not None else {}
 
     def sum_gradients(self) -> None:
@@ -308,35 +315,35 @@ class MaterializedStages:
         self._parameters.sum_gradients()
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
+        """Return this rank's slices of trained parameters and persistent buffers by name; None for whole ones."""
         return {name: self._parameters.slice(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
+        """Return trained parameters and persistent buffers by name, and a fingerprint of frozen parameters."""
         state: dict[str, Any] = {
-            name: tensor.detach() for held in self._parameters.changing() for name, tensor in held.items()
+            name: tensor.detach() for tensors in self._parameters.state_tensors() for name, tensor in tensors.items()
         }
         return state | ({FROZEN: self._fingerprint} if self._fingerprint else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy saved tensors into place."""
+        """Copy saved tensors into place. Raises KeyError for other names, and UserError for other frozen parameters."""
         if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
         if state.get(FROZEN) != (self._fingerprint or None):
             raise UserError(self._values.other_origin())
         with torch.no_grad():
-            # By stage, because two stages of this rank may each hold a buffer of one name.
-            for held in self._parameters.changing():
-                for name, tensor in held.items():
+            # By stage, because two stages of this rank may have buffers with the same name.
+            for tensors in self._parameters.state_tensors():
+                for name, tensor in tensors.items():
                     tensor.copy_(state[name])
 
     def _check_patterns(self) -> None:
-        """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
+        """Raise UserError for a pattern of `precision.uncast` that matches no parameter on any rank."""
         patterns = self.precision.uncast
         names = [name for stage in self.local for name, _ in stage.module.named_parameters()]
-        found = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
-        everywhere = {pattern for each in self.mesh.pipeline_group.gather_json(found) for pattern in each}
-        if unknown := [pattern for pattern in patterns if pattern not in everywhere]:
+        matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+        matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}
+        if unknown := [pattern for pattern in patterns if pattern not in matched]:
             raise UserError(
                 f"precision.uncast: no parameter is called {unknown[0]!r}; one is {names[0]!r}", exit_code=2
             )

@@ -1,4 +1,4 @@
-"""What other components see of the parameters of this rank's stages: names, slices, gradients, and a state."""
+"""The parameters of this rank's stages for other components: names, slices, gradients and state."""
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
@@ -22,8 +22,8 @@ class StageParameters:
     """
     The parameters of this rank's `stages`, which `store` keeps.
 
-    Of those in `splits` the modules have slices, and other tensor or expert ranks the others; those in `experts` are
-    experts'.
+    `splits` are this rank's slices of parameters that are split over tensor or expert ranks; `experts` are the names of
+    experts' parameters.
     """
 
     stages: Sequence[Stage]
@@ -34,12 +34,12 @@ class StageParameters:
     bucket_bytes: int
     splits: Mapping[str, RankSlice]
     experts: Set[str]
-    # The trained ones of each stage: to walk through its modules takes milliseconds, and every phase asks for them.
+    # Trained parameters of each stage, cached because a walk through modules takes milliseconds in every phase.
     _trained: list[dict[str, nn.Parameter]] = attrs.field(init=False)
     _named: dict[str, nn.Parameter] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Find the parameters that are trained."""
+        """Collect the trained parameters."""
         self._trained = [
             {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
             for stage in self.stages
@@ -47,12 +47,12 @@ class StageParameters:
         self._named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
 
     def open(self) -> None:
-        """Find out which other ranks hold these parameters; a collective."""
+        """Determine which other ranks have these parameters; a collective."""
         for dimension in self.dimensions:
             dimension.open(self._named)
 
     def all(self) -> dict[str, nn.Parameter]:
-        """All parameters of the stages, frozen ones too."""
+        """Return all parameters of the stages by name, including frozen ones."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -60,7 +60,7 @@ class StageParameters:
         return list(self._named.items())
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters this rank owns: every parameter of the model is owned by exactly one rank."""
+        """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
         shared = self._shared
         elsewhere = set[str]().union(*(dimension.owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
@@ -79,28 +79,30 @@ class StageParameters:
         )
 
     def slice(self, name: str) -> TensorSlice | None:
-        """The slice that this rank has of a parameter; None for a whole one."""
-        place = self.splits[name].place if name in self.splits else None
-        return TensorSlice.nested(place, self.store.slices.get(name))
+        """Return this rank's slice of a parameter; None for a whole parameter."""
+        split = self.splits[name].place if name in self.splits else None
+        return TensorSlice.nested(split, self.store.slices.get(name))
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of parameters, buffers, masters and compute copies, and of the gradients that a step will have."""
+        """Return the bytes of parameters, buffers, masters and compute copies, and of the gradients of a step."""
         modules = [stage.module for stage in self.stages]
-        tensors = dict.fromkeys(each for module in modules for each in chain(module.parameters(), module.buffers()))
+        tensors = dict.fromkeys(tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(self.store.held_bytes, tensors)) - self.store.copied_bytes,
+            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copied_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
     def sum_gradients(self) -> None:
-        """Sum the gradients that backward passes have not summed, along each dimension, the innermost first."""
+        """Sum the gradients that backward passes have not summed along each dimension, innermost first."""
         shared = self._shared
         for dimension in reversed(self.dimensions):
             dimension.sum_gradients(shared)
 
-    def changing(self) -> list[dict[str, Tensor]]:
-        """What changes from step to step in each stage: trained parameters and persistent buffers, of any shape."""
+    def state_tensors(self) -> list[dict[str, Tensor]]:
+        """
+        Return the trained parameters and persistent buffers of each stage, of any shape: the state that steps change.
+        """
         stages = zip(self.stages, self._trained, strict=True)
         return [{**trained, **persistent_buffers(stage.module)} for stage, trained in stages]

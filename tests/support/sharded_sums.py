@@ -71,7 +71,7 @@ def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
 
 def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows]]:
     """By step, logits of this rank's rows without a gather by the program, and with it, with gradients' slices."""
-    shard_transfers.SMALL = small
+    shard_transfers.PACKED_BELOW_BYTES = small
     with joined(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device, reshard_after_forward=by_block)
         shards: Any = stages.local[0].shards

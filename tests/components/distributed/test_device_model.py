@@ -81,8 +81,8 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     [
         (None, "there is no such device or TOML file; did you mean 'h100'?"),
         ("bfloat16 = 1\n", "it has no 'memory'"),
-        (DESCRIBED + "colour = 1\n", "'colour' is no figure of a device"),
-        (DESCRIBED + "[reached]\nspeed = 1\n", "'reached.speed' is no figure of a device"),
+        (DESCRIBED + "colour = 1\n", "'colour' is not a figure of a device"),
+        (DESCRIBED + "[reached]\nspeed = 1\n", "'reached.speed' is not a figure of a device"),
         (DESCRIBED.replace("8", "-8"), "memory = -8 is not a number from 0 on"),
         (DESCRIBED.replace("8", "'8'"), "memory = '8' is not a number"),
         (DESCRIBED.replace("10\n", "inf\n"), "link = inf is not a number"),

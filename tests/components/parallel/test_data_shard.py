@@ -12,7 +12,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.parallel.data_shard import ShardedModule, _parts
+from drawloom.components.parallel.data_shard import ShardedModule, _fsdp_params
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.model import TokenContext
@@ -126,8 +126,8 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
                 shards.reduced()
-                whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _parts(unit)]
-                sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _parts(unit)]
+                whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
+                sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
                 found[sync].append([sum(whole), sum(sliced)])
         return found
 
@@ -153,7 +153,7 @@ def _reduced_with_the_head() -> dict[str, list[bool]]:
 
         def look(_grad: torch.Tensor) -> None:
             for name, unit in (("head", head), ("rest", shards.root)):
-                found[name] = [_numel(part.sharded_param.grad) > 0 for part in _parts(unit)]
+                found[name] = [_numel(part.sharded_param.grad) > 0 for part in _fsdp_params(unit)]
 
         shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
         tokens = torch.arange(6).view(1, 6)
@@ -182,7 +182,7 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
         scatter = DirectReduceScatter.__call__
 
         def look(self: Any, **how: Any) -> None:
-            left = [part.unsharded_param.grad for unit in shards.units for part in _parts(unit)]
+            left = [part.unsharded_param.grad for unit in shards.units for part in _fsdp_params(unit)]
             sent = how["input_tensor"].listed.tensors
             found.append((sum(each is not None for each in left), any(not each.any() for each in sent)))
             scatter(self, **how)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.parallel.pipeline import partition_layers, with_ends_apart
+from drawloom.components.parallel.pipeline import partition_layers, split_off_embedding_and_head
 
 
 def sizes(*arguments: int) -> list[int]:
@@ -42,7 +42,7 @@ def test_every_layer_is_in_one_stage(layers: int, stages: int) -> None:
 
 def test_ends_apart_leave_the_layers_as_they_are() -> None:
     """Embedding and head are spans without layers, before and after all others, which have neither."""
-    spans = with_ends_apart(partition_layers(7, 3), 7)
+    spans = split_off_embedding_and_head(partition_layers(7, 3), 7)
     assert [(span.first, span.last) for span in spans] == [(0, 0), (0, 3), (3, 5), (5, 7), (7, 7)]
     assert [span.embedding for span in spans] == [True, False, False, False, False]
     assert [span.head for span in spans] == [False, False, False, False, True]
@@ -50,6 +50,6 @@ def test_ends_apart_leave_the_layers_as_they_are() -> None:
 
 def test_layers_outside_of_stages_are_in_the_span_of_the_head() -> None:
     """Of nine layers, of which stages have seven, the head's span has the last two."""
-    spans = with_ends_apart(partition_layers(7, 3), 9)
+    spans = split_off_embedding_and_head(partition_layers(7, 3), 9)
     assert [(span.first, span.last) for span in spans] == [(0, 0), (0, 3), (3, 5), (5, 7), (7, 9)]
     assert [span.head for span in spans] == [False, False, False, False, True]

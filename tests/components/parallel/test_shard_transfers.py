@@ -45,7 +45,7 @@ def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
     """A rank's sums, after the steps in which torch calls the hook."""
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
-    shard_transfers.SMALL = small
+    shard_transfers.PACKED_BELOW_BYTES = small
     with joined() as (processes, _):
         ranks, scatter = processes.world_size, DirectReduceScatter()
         how: Any = {"dtype": dtype, "device": torch.device("cpu")}

@@ -340,7 +340,7 @@ def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: A
     assert [name for name, _ in stages.named()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]
     assert [(each.span.embedding, each.span.head) for each in stages.local] == [[(True, False)], [(False, True)]][rank]
     for sizes in ((3, 2), (4, 0), (2, 1, 1)):
-        with pytest.raises(UserError, match=r"Cuts.layers_by_stage gives .* for 4 layers in 2 stages; let each have"):
+        with pytest.raises(UserError, match=r"Cuts.layers_by_stage gives .* for 4 layers in 2 stages; return at least"):
             made(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
 
 
