@@ -16,7 +16,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.pipeline.program.timing import Costs, Deadlock
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.ports.program import OPS, Action, RankProgram, flat
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]
@@ -52,7 +52,7 @@ Events = dict[Name, TimedEvent]
 
 
 def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> Events:
-    """The events of lowered programs of all ranks, with their times; Deadlock if they never end."""
+    """The events of lowered programs of all ranks, with their times; DeadlockError if they never end."""
     events: Events = {}
     for rank_program in rank_programs:
         _add_rank(events, rank_program, costs, channels)
@@ -157,4 +157,4 @@ def _time(events: Sequence[TimedEvent]) -> None:
                 ready.append(follower)
     if done < len(followers):
         blocked = [event.name for event in events if unfinished[id(event)]]
-        raise Deadlock("events wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in blocked[:8]))
+        raise DeadlockError("events wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in blocked[:8]))

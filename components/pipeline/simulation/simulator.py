@@ -127,7 +127,7 @@ class Simulation:
 def simulate(
     program: Program, costs: Costs, channels: Channels = "free", sharding: Sharding | None = None
 ) -> Simulation:
-    """Simulate a program, whose parameters may be sharded; raises Deadlock if it can't finish."""
+    """Simulate a program, whose parameters may be sharded; raises DeadlockError if it can't finish."""
     # Without contention the vectorized timing suffices; it is far faster than simulating single events.
     if channels == "free" and sharding is None:
         timing = time(program, costs)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Costs, CostTable, Deadlock, ManyTimings, time
+from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError, ManyTimings, time
 from support.schedules import schedule
 
 
@@ -31,7 +31,7 @@ def test_an_action_is_in_a_later_wave_than_its_inputs() -> None:
 
 def test_a_deadlock_names_the_waiting_actions() -> None:
     """The error says which action each rank waits to do."""
-    with pytest.raises(Deadlock, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
+    with pytest.raises(DeadlockError, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
         time(read_program("0: 0B0 0F0\n1: 1B0 1F0\n"), Costs())
 
 
@@ -47,7 +47,7 @@ def test_a_part_of_a_program_waits_for_nothing_of_other_ranks() -> None:
 def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
     """A rank whose own stages wait for one another has no timing, whatever other ranks do."""
     whole = read_program("0: 0F0 2B0 2F0 0B0\n1: 1F0 1B0\n")
-    with pytest.raises(Deadlock, match="rank 0 waits to do 2B0"):
+    with pytest.raises(DeadlockError, match="rank 0 waits to do 2B0"):
         time(whole.select(whole.rank == 0), Costs())
 
 
