@@ -14,7 +14,7 @@ from drawloom.components.pipeline.program.builders import loop
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.partition import even
-from drawloom.components.pipeline.program.recomputation import repeated
+from drawloom.components.pipeline.program.recomputation import repeat_fraction
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
@@ -69,10 +69,10 @@ class Units:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs of every stage; recomputation adds its fraction of a forward pass to the backward pass."""
-        costs = self.given.divided(stages_per_rank)
+        costs = self.given.divide(stages_per_rank)
         if not recompute:
             return costs
-        again = costs.forward * np.array([repeated(policy) for policy in recompute])
+        again = costs.forward * np.array([repeat_fraction(policy) for policy in recompute])
         zeros = np.zeros_like(again)
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
@@ -99,14 +99,14 @@ class Traced:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs of every stage in seconds, including the recomputation of the traced run."""
-        return self._table.resampled(sizes or (1,) * (ranks * stages_per_rank))
+        return self._table.resample(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; the costs of a stage besides its layers are not known."""
-        return slices_of(self._table.resampled((1,) * (2 * ranks)))
+        return slices_of(self._table.resample((1,) * (2 * ranks)))
 
 
 @attrs.frozen

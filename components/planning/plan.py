@@ -238,7 +238,7 @@ class Planner:
             memory=memory,
             time=step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
-            flops=_flops(self._counted, tokens, document_rows, frozen),
+            flops=_flops(self._forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
             steps=self.nodes.steps,
         )
@@ -263,14 +263,14 @@ class Planner:
     def _fractions(self, rows: Rows) -> AttentionFractions:
         """Estimate attention; cuDNN computes rows of one document, unless the recipe names another kernel."""
         if not self.device.is_gpu:
-            fractions = estimate_attention_fractions(self._counted, Rows(rows.count, rows.length), 1.0)
+            fractions = estimate_attention_fractions(self._forward_flops, Rows(rows.count, rows.length), 1.0)
             return attrs.evolve(fractions, packed=0.0)
         captured = bool(self.nodes.settings(self.nodes.stages).get("capture")) and rows.document < math.inf
         by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
-        return estimate_attention_fractions(self._counted, rows, rows.whole * by_cudnn)
+        return estimate_attention_fractions(self._forward_flops, rows, rows.whole * by_cudnn)
 
     @cached_property
-    def _counted(self) -> ForwardFlops | None:
+    def _forward_flops(self) -> ForwardFlops | None:
         """Return the FLOPs of the model's forward pass, or None if the model does not count them."""
         if not self.nodes.counts_flops:
             return None

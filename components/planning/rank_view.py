@@ -45,7 +45,7 @@ class RankView:
     update_flops: float
 
     @property
-    def sliced(self) -> SlicedStore | None:
+    def sharded_store(self) -> SlicedStore | None:
         """Return the store of sharded parameters, or None if parameters are not sharded."""
         store = self.stages.store
         return store if isinstance(store, SlicedStore) else None
@@ -83,7 +83,7 @@ class RankView:
         Gradients of sharded parameters are whole until they are reduced: once a step, or unit by unit.
         """
         size, elements = int(self.stages.precision.gradient.itemsize), self.elements[stage.index]
-        if self.sliced is None:
+        if self.sharded_store is None:
             return elements.owned * size
         by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
         return (elements.owned + 2 * elements.unit if by_unit else elements.trained) * size
@@ -92,7 +92,7 @@ class RankView:
         """Return the bytes that the reduction over ranks takes beyond the gradients."""
         # Every bucket is a copy that lives until all sums are written back.
         buckets = self.trained * self._reduced_itemsize
-        if self.sliced is not None:
+        if self.sharded_store is not None:
             # A unit's gradients are sent without a copy; the gradients received from other ranks take as much again.
             units = (elements.unit for elements in self.elements.values())
             return self._sent_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
@@ -117,8 +117,8 @@ class RankView:
 
     def exchange(self, device: DeviceModel) -> ReplicaTimes:
         """Return the seconds of gathering parameters, reducing gradients and updating weights."""
-        gathers = {} if self.sliced is None else self._gather_seconds(self.sliced, device)
-        by_block = self.sliced is not None and self.sliced.by_block
+        gathers = {} if self.sharded_store is None else self._gather_seconds(self.sharded_store, device)
+        by_block = self.sharded_store is not None and self.sharded_store.by_block
         reduces = self._reduce_seconds(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
         replicas = 2 * self.trained * self._reduced_itemsize * self._seconds_per_byte(device, "data_replicate")
@@ -138,7 +138,7 @@ class RankView:
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds of reducing the gradients of a stage's sharded parameters, by stage."""
-        if self.sliced is None:
+        if self.sharded_store is None:
             return {}
         seconds = self._sent_itemsize * self._seconds_per_byte(device, *SHARDS)
         return {stage: elements.all * seconds for stage, elements in self.elements.items()}

@@ -108,7 +108,7 @@ def _table(plan: Plan) -> Iterator[str]:
     sizes += [("  other activations", rest)] if any(rest) else []
     sizes += [("buffers", [sum(memory.buffers.values()) for memory in plan.memory])]
     sizes += [("peak", [memory.peak for memory in plan.memory])]
-    yield from _aligned(
+    yield from _align_columns(
         [
             [unit, *(f"rank {number}" for number in _first_ranks(plan))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
@@ -126,7 +126,7 @@ def _first_ranks(plan: Plan) -> Sequence[int]:
     return range(0, plan.ranks, plan.ranks // len(plan.memory))
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]

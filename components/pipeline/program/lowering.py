@@ -129,7 +129,7 @@ class Sharding:
     gathered: bool = False
     by_microbatch: bool = False
 
-    def applied(self, line: RankProgram) -> RankProgram:
+    def apply(self, line: RankProgram) -> RankProgram:
         """Return a rank's program with its actions on shards."""
         stages = {action.stage for action in flat(line)}
         return with_shard_actions(

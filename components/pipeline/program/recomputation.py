@@ -30,7 +30,7 @@ MAX_INDEPENDENT_STAGES = 2
 """A rank with more stages uses one policy for all of them."""
 
 
-def repeated(policy: Recompute) -> float:
+def repeat_fraction(policy: Recompute) -> float:
     """Return the approximate part of a stage's forward pass that its backward pass repeats."""
     if isinstance(policy, int):
         return 1 / policy

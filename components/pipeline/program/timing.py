@@ -56,7 +56,7 @@ class Costs:
         """Return the costs of some stages."""
         return attrs.evolve(self, factors=tuple(self.factors[stage] for stage in stages) if self.factors else ())
 
-    def divided(self, stages_per_rank: int) -> "Costs":
+    def divide(self, stages_per_rank: int) -> "Costs":
         """Return costs per stage, given costs per rank; the size of a message does not change."""
         names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
         return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
@@ -81,7 +81,7 @@ class CostTable(Costs):
         """Return the costs of some stages."""
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
-    def resampled(self, sizes: Sequence[int]) -> "CostTable":
+    def resample(self, sizes: Sequence[int]) -> "CostTable":
         """Return the costs of the same model in stages of other `sizes`, if costs are even within every stage."""
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))

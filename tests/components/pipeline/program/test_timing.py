@@ -53,7 +53,7 @@ def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
 
 def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
     """A message between two of a rank's four stages is as large as one between whole ranks."""
-    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divided(4)
+    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divide(4)
     assert [found.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
     assert (found.comm, found.unshard, found.reduce) == (0.5, 2, 4)
 
@@ -64,8 +64,8 @@ def test_a_table_has_costs_of_each_stage() -> None:
     program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
     assert table.of(program).tolist() == [1, 4, 3, 4, 4]
     assert (table.length("W", 1), table.length("SEND_F", 1)) == (4, 1)
-    assert table.resampled([1, 1, 1, 1]).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
-    assert table.resampled([2]).lengths.tolist() == [[4, 12, 6, 6]]
+    assert table.resample([1, 1, 1, 1]).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
+    assert table.resample([2]).lengths.tolist() == [[4, 12, 6, 6]]
     assert time(program, table).makespan == 1 + 1 + 3 + 4 + 1 + 4
 
 
