@@ -52,7 +52,7 @@ Fitted like the defaults of `Reached`, on a GPU whose additions reach 4.27 TB/s.
 
 @attrs.frozen
 class Sizes:
-    """Sizes that saturate a device: the order of matrices, bytes of a vector, and tokens of an attention row."""
+    """Sizes that saturate a device: matrix order, vector size in bytes, and sequence length."""
 
     matrix: int
     vector: int
@@ -131,7 +131,7 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _duration(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
-    """Return the seconds of a call. Several calls run between two reads of the clock, so that a GPU never waits."""
+    """Return the seconds per call. Several calls run between two clock reads, so that a GPU never waits."""
     calls = calls or (1 if device.type == "cpu" else 10)
     run()
     times, end = list[float](), time.perf_counter() + seconds
@@ -178,7 +178,7 @@ def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seco
 
 
 def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Return the mean seconds of every operation on the GPU, measured in the later half of the time."""
+    """Return the mean seconds per operation on the GPU, measured in the later half."""
     for run in runs:  # the first call of attention loads a library, for seconds
         run()
     torch.cuda.synchronize()
@@ -248,7 +248,7 @@ def _memory_fraction(device: torch.device) -> float:
 
 
 def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Return the seconds of a small operation on the device, and of issuing one on the host; a CPU is both."""
+    """Return the seconds that a small operation takes on the device, and on the host that issues it; a CPU is both."""
     if device.type == "cpu":
         x = torch.zeros(16)
         return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0

@@ -26,7 +26,7 @@ class Interval:
     """
     Proposal for the checkpointer `node`: a save `every` so many steps.
 
-    `cost` is the seconds of a save, `between_failures` the mean seconds between failures, and `step` those of a step.
+    `cost` is the seconds per save, `between_failures` the mean seconds between failures, and `step` the step time.
     """
 
     node: str

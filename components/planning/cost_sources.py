@@ -38,7 +38,7 @@ MAX_ACTIVATIONS = 2
 
 class CostSource(Protocol):
     """
-    Source of the costs of one model for any partition into stages.
+    Source of a model's costs for any partition into stages.
 
     `sizes` are the numbers of slices by stage, for slices with the costs that `slices` returns; by default, stages are
     partitioned as in a run.
@@ -47,7 +47,7 @@ class CostSource(Protocol):
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Return the costs of every stage of a pipeline, with the `recompute` policy of every stage."""
+        """Return the costs by stage, with a `recompute` policy per stage."""
         ...
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
@@ -61,14 +61,14 @@ class CostSource(Protocol):
 
 @attrs.frozen
 class Units:
-    """Costs of all layers of a rank in any unit, divided evenly among its stages."""
+    """Costs per rank in any unit, divided evenly among its stages."""
 
     given: Costs
 
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Return the costs of every stage; recomputation adds its fraction of a forward pass to the backward pass."""
+        """Return the costs by stage; recomputation adds a fraction of the forward pass to the backward pass."""
         costs = self.given.divide(stages_per_rank)
         if not recompute:
             return costs
@@ -98,7 +98,7 @@ class Traced:
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Return the costs of every stage in seconds, including the recomputation of the traced run."""
+        """Return the costs by stage in seconds, including the traced run's recomputation."""
         return self._table.resample(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
@@ -140,7 +140,7 @@ class Planned:
 
     def plan(self, ranks: int, stages_per_rank: int, cut: PlacedSchedule | None = None) -> Plan:
         """
-        Return the plan of a pipeline with split backward passes, which has the costs of both parts.
+        Plan a pipeline with split backward passes, which has the costs of both parts.
 
         Stages are partitioned by `cut`, or as in the recipe. Raises UserError if there are more stages than layers.
         """
@@ -167,7 +167,7 @@ class Planned:
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Return the costs of every stage in seconds."""
+        """Return the costs by stage in seconds."""
         return self._cut(ranks, stages_per_rank, sizes, recompute).table
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
@@ -180,8 +180,8 @@ class Planned:
         """
         Return one slice per layer in seconds, with recompute policies unless the recipe already recomputes.
 
-        If the memory of the device is known, slices have bytes too, and the memory limit is the rest of the device's
-        memory or MAX_ACTIVATIONS, whichever is smaller.
+        If the device's memory is known, slices have bytes too, and the memory limit is the smaller of the device's free
+        memory and MAX_ACTIVATIONS.
 
         Slices are the stages of a plan with one layer per stage. The costs by which this plan exceeds a plan with one
         stage per rank are divided among the stages as `per_stage`.
@@ -240,7 +240,7 @@ def _temporary_bytes(passes: Passes) -> int:
 
 
 def slices_of(table: CostTable) -> dict[str, Any]:
-    """Return the settings of `pipeline.schedules.auto` whose slices are the stages of a cost table."""
+    """Return settings for `pipeline.schedules.auto` whose slices are the stages in a cost table."""
     # A pass without duration, such as the gradients of frozen weights, could be anywhere in a schedule.
     lengths = np.maximum(table.lengths, MIN_SLICE_SECONDS)
     return {"comm": round(table.comm, 9), "slices": [_round(costs) for costs in lengths]}

@@ -127,7 +127,7 @@ class Nodes:
 
     @property
     def least_ranks(self) -> int:
-        """Return the smallest number of ranks: the product of the dimensions with explicit sizes."""
+        """Return the minimum number of ranks: the product over dimensions with explicit sizes."""
         return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
 
     @property

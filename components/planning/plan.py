@@ -41,7 +41,7 @@ class RankMemory:
 
     Gradients belong to the step, because the first backward pass allocates them and the update frees them. During
     backward passes the gradients of sharded parameters (FSDP, ZeRO) may be whole: then they take `whole_gradients`.
-    `final_peak` is the bytes of gradients and their reduction at the end of the step.
+    `final_peak` is the bytes that gradients and their reduction take when the step ends.
     """
 
     stages: Sequence[int]
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def peak_memory_bytes(self) -> list[int]:
-        """Return the peak of every rank: all ranks of a pipeline stage need the same memory."""
+        """Return the peak by rank: ranks with the same stages need the same memory."""
         copies = self.ranks // len(self.memory)
         return [rank.peak for rank in self.memory for _ in range(copies)]
 
@@ -129,7 +129,7 @@ class PlanCache:
     """
     Results shared by plans of one recipe that differ only in mesh, sizes, schedule and recomputation.
 
-    `views` are views of ranks by mesh and by the ranks and layers of stages; whether gradients are reduced in every
+    `views` are rank views by mesh and by the stages' ranks and layers; whether gradients are reduced in every
     microbatch must follow from the mesh. `values` are results that are the same for all plans, by name.
     """
 

@@ -20,9 +20,9 @@ from drawloom.components.ports.stages import Stage
 @attrs.frozen
 class Elements:
     """
-    Numbers of elements of a stage's parameters: all of them, and the trained ones.
+    Numbers of elements in a stage's parameters: all, and the trained ones.
 
-    `owned` counts the trained elements that this rank owns, and `unit` the elements of the largest unit of reduction.
+    `owned` counts the trained elements that this rank owns, and `unit` the elements in the largest reduction unit.
     """
 
     all: int
@@ -34,9 +34,9 @@ class Elements:
 @attrs.frozen(eq=False)
 class RankView:
     """
-    Outline of one pipeline rank: stages without memory, and the bytes of parameters, gradients and moments by kind.
+    Outline of a pipeline rank: stages without memory, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the FLOPs of matrix products in one update of the weights.
+    `update_flops` are the FLOPs of matrix products in one optimizer step.
     """
 
     mesh: PlannedMesh
@@ -109,7 +109,7 @@ class RankView:
         return sent_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
     def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
-        """Return the bytes of batches, of messages in flight, and of the device's libraries."""
+        """Return the bytes by buffer: batches, messages in flight, and the device's libraries."""
         sends = self.mesh.sizes.pipeline > 1
         messages = 2 * max(stage_costs.sent for stage_costs in costs.values()) if sends else 0
         sizes = {"batches": batches, "messages": messages, "libraries": device.workspace}
@@ -131,13 +131,13 @@ class RankView:
         )
 
     def _gather_seconds(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
-        """Return the seconds of gathering a stage's parameters, by stage."""
+        """Return the seconds of gathering parameters, by stage."""
         seconds = self._seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
         return {stage.index: (sizes.root + sum(sizes.blocks)) * seconds for stage, sizes in stages}
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
-        """Return the seconds of reducing the gradients of a stage's sharded parameters, by stage."""
+        """Return the seconds of reducing sharded gradients, by stage."""
         if self.sharded_store is None:
             return {}
         seconds = self._sent_itemsize * self._seconds_per_byte(device, *SHARDS)
@@ -154,7 +154,7 @@ class RankView:
         return sum(weight.nbytes for _, weight in self.stages.named())
 
     def _update_seconds(self, device: DeviceModel) -> float:
-        """Return the seconds of the gradient norm, gradient scaling, the update of weights and moments, and casts."""
+        """Return the seconds of an update: gradient norm and scaling, weights, moments, and casts."""
         sizes = self.bytes_by_kind
         traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)

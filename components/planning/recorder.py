@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._label = ["other"]
 
     def label_module(self, module: nn.Module, label: str) -> list[Any]:
-        """Label the storages that the forward pass of a module allocates; return the handles of the hooks."""
+        """Label the storages that a module's forward pass allocates; return the hooks' handles."""
         begin = module.register_forward_pre_hook(lambda *_: self._label.append(label))
         return [begin, module.register_forward_hook(lambda *_: self._label.pop() and None, always_call=True)]
 

@@ -79,7 +79,7 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
 
 
 def _order(choice: PlanChoice) -> tuple[int, int]:
-    """Return the time of a step in units of TIME_TOLERANCE, then the memory."""
+    """Return the step time in units of TIME_TOLERANCE, then the memory."""
     return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
 
 
@@ -96,7 +96,7 @@ class _Search:
     problem: str = ""
 
     def try_meshes(self) -> Iterator[PlanChoice]:
-        """Yield plans of all promising meshes; if nothing fits, plans of the meshes with the least memory."""
+        """Yield plans for all promising meshes; if nothing fits, plans for the meshes with the least memory."""
         before = math.inf
         for tensor in _divisors(self.ranks, min(8, self.device.per_host)):
             for mesh in _meshes(self.nodes, self.device, self.ranks, tensor):

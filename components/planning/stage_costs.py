@@ -55,7 +55,7 @@ Recordings = dict[Hashable, Any]
 @attrs.define(eq=False)
 class StageMeter:
     """
-    Meter of the stages of one model, for microbatches of shape (rows, length) that are split over the `context` group.
+    Meter for a model's stages and microbatches (rows, length) that are split over the `context` group.
 
     Recordings are cached by stage, `rows` and `cache_key`, which contains, for example, the links of the collectives.
     """
@@ -76,7 +76,7 @@ class StageMeter:
     _hidden: Any = None
 
     def costs(self, stage: Stage, split: bool) -> StageCosts:
-        """Return the costs of a stage. The first stage must come first: its outputs are the inputs of the others."""
+        """Return a stage's costs. The first stage must come first, because its outputs are the other stages' inputs."""
         blocks = [
             _Block(_kind(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))
@@ -201,7 +201,7 @@ def _kind(block: nn.Module) -> Hashable:
 
 
 def _outer_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> Hashable:
-    """Return names, shapes and dtypes of the parameters outside of the stage's blocks."""
+    """Return names, shapes and dtypes of parameters outside the stage's blocks."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside]
     return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in outside)

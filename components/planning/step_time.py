@@ -46,7 +46,7 @@ class StepTime:
 @attrs.frozen
 class ReplicaTimes:
     """
-    Seconds of the exchanges of a pipeline rank with ranks that have the same stages, and of its update.
+    Seconds of a pipeline rank's exchanges with ranks that have the same stages, and of its update.
 
     By stage, `gathered_by_pass` is the time of gathering parameters in every pass, and `reduced_by_pass` the time of
     reducing gradients in every backward pass. `gathered_once` and `reduced_once` are the times of parameters and
@@ -91,7 +91,7 @@ def step_time(
     exchanges: Sequence[ReplicaTimes],
     reference: bool = False,
 ) -> StepTime:
-    """Return the parts of a step for the busiest rank, with forward passes of a reference if `reference` is set."""
+    """Return a step's parts for the busiest rank, with a reference's forward passes if `reference` is set."""
     lengths = table.of(program)
     busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy_seconds)
@@ -110,14 +110,14 @@ def step_time(
 
 
 def _last_backward(program: Program, lengths: NDArray[np.float64], rank: int) -> float:
-    """Return the seconds of a rank's last backward pass, which overlaps the reduction of gradients."""
+    """Return the seconds of a rank's last backward pass, which overlaps gradient reduction."""
     rows = program.rows(rank)
     backwards = lengths[rows][program.op[rows] != 0]
     return float(backwards[-1]) if len(backwards) else 0.0
 
 
 def _sum(program: Program, costs: Mapping[int, StageCosts], rank: int, field: str) -> float:
-    """Sum a field of `PassCost` over all passes of a rank."""
+    """Sum a `PassCost` field over a rank's passes."""
     rows = program.rows(rank)
     pairs = zip(program.stage[rows].tolist(), program.op[rows].tolist(), strict=True)
     return math.fsum(getattr(costs[stage].passes[OPS[op]], field) for stage, op in pairs)

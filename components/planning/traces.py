@@ -43,8 +43,7 @@ class TracedStep:
         """
         Return the median seconds of every stage's ops, and the minimum seconds between a result and its use.
 
-        If the backward passes of a stage were not split, half of their time counts as input gradients, half as weight
-        gradients.
+        If a stage's backward passes were not split, their time counts half as I and half as W.
         """
         lengths = np.full((self.program.stages, len(OPS)), np.nan)
         for stage, op in {*zip(self.program.stage.tolist(), self.program.op.tolist(), strict=True)}:
@@ -147,7 +146,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
     """
-    Return the span of the GPU operations issued in a span of the host, or None if there are none.
+    Return the span of the GPU operations that the host issued in a span, or None if there are none.
 
     torch's GPU ranges omit backward passes, whose operations are issued by a thread of autograd.
     """
@@ -162,5 +161,5 @@ def _span(event: Mapping[str, Any], base: int) -> Span:
 
 
 def _skip_waits(waits: Sequence[Span], begin: float, end: float) -> float:
-    """Return the start of an action's computation: the end of the waits inside of it."""
+    """Return the start of an action's computation: the end of its waits."""
     return max((until for start, until in waits if begin <= start and until <= end), default=begin)

@@ -106,7 +106,7 @@ class Buffers:
         return (self.outputs if late else self.before)[move.source]
 
     def put(self, move: Move, value: Tensor) -> None:
-        """Write the tensor (any shape) of a move into a buffer of a local stage."""
+        """Write a move's tensor (any shape) into a local stage's buffer."""
         if move.buffer == "state_io":
             self.state_io[move.target - self.local_stages.start][move.column] = value
         elif move.buffer == "shift":

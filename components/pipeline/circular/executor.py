@@ -40,7 +40,7 @@ class CircularExecutor(ProgramExecutor):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of any executor, and of settings that the circular pipeline does not support."""
+        """Yield problems of any executor, and settings that the circular pipeline does not support."""
         yield from super().constraints(node)
         if node.settings["streams"]:
             text = f"[{node.name}] runs one pass after another, so that none overlap"
@@ -55,7 +55,7 @@ class CircularExecutor(ProgramExecutor):
 
     @property
     def _owners(self) -> tuple[int, ...]:
-        """Return the ranks of stages in evaluation; the first and the last stage are the ends of the model."""
+        """Return the ranks of stages in evaluation, in which the model's ends are the first and the last stage."""
         return (0, *super()._owners, self.mesh.sizes.pipeline - 1)
 
     def train(self, state: StepState) -> None:
@@ -100,7 +100,7 @@ class CircularExecutor(ProgramExecutor):
 
 
 def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, device: torch.device) -> None:
-    """Move the losses of all ranks' microbatches to the rank of the last stage; this rank computed `numbers`."""
+    """Move all ranks' losses to the last stage's rank; this rank computed microbatches `numbers`."""
     computed = {number: dict(_paths(state.microbatch(number)[LOSSES])) for number in numbers}
     # A rank without microbatches does not know the names of the sums, but the first rank always has a microbatch.
     first = next(iter(computed.values()), {})

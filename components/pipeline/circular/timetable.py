@@ -44,7 +44,7 @@ class Timetable:
 
     @property
     def columns(self) -> int:
-        """Return the number of inputs, and later outputs, of a stage in `state_io`."""
+        """Return the number of a stage's inputs, and later outputs, in `state_io`."""
         return max(-(-self.microbatches // self.stages), self.latency)
 
     @property

@@ -147,7 +147,7 @@ def _split_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
 
 
 def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools, weight_grads: Bools) -> None:
-    """Set the stage and microbatch of the n-th weight gradients to those of the n-th input gradients."""
+    """Copy stage and microbatch from the n-th input gradients to the n-th weight gradients."""
     produced, consumed = np.flatnonzero(input_grads), np.flatnonzero(weight_grads)
     local_stage[consumed], microbatch[consumed] = (
         local_stage[produced[: len(consumed)]],
@@ -164,7 +164,7 @@ def rounds(ranks: int, microbatches: int) -> list[int]:
 
 
 def in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> Row:
-    """Return the op codes of all rounds through a rank's stages, in the order of `stages`."""
+    """Return the op codes for all rounds through a rank's stages, ordered like `stages`."""
     return [op_code(local_stage) for size in sizes for local_stage in stages for _ in range(size)]
 
 

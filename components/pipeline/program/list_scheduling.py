@@ -52,14 +52,14 @@ class Task:
 
     @property
     def least(self) -> float:
-        """Return the maximum over ranks of a microbatch's memory in all stages of the rank."""
+        """Return the maximum over ranks of a microbatch's memory in the rank's stages."""
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             memory[owner] += size
         return max(size + self.growth(rank) for rank, size in enumerate(memory))
 
     def growth(self, rank: int) -> float:
-        """Return the maximum by which the input gradients of a stage increase the memory of a rank."""
+        """Return the maximum by which a stage's input gradients increase a rank's memory."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
@@ -75,7 +75,7 @@ class Task:
 @attrs.frozen
 class Policy:
     """
-    Urgency of actions, in numbers that mean the same for any number of ranks.
+    Urgency of actions, in numbers that have the same meaning at any size.
 
     The action with the earliest due time is the most urgent. Times are in periods of the busiest rank. A forward pass
     is due `down` later than the forward pass of the previous stage, in the first and in the second half of the stages.
@@ -179,7 +179,7 @@ def peak_activations(
 
 
 def makespan(task: Task, policy: Policy) -> float:
-    """Return the makespan of the program of `list_schedule`."""
+    """Return the makespan of `list_schedule`'s program."""
     return max(rank.free for rank in _dispatch(task, policy))
 
 
@@ -250,7 +250,7 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
 
 
 def _limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[float, list[float]]:
-    """Return `limit` and `sum_limits` of the queue of one of a rank's own stages."""
+    """Return a queue's `limit` and `sum_limits`; `own` are its rank's stages."""
     sizes = [task.activations[stage] for stage in own]
     # Input gradients need room to grow: otherwise forward passes would wait for them, and they for memory.
     limit = task.limit * (1 + ROUNDING) - task.growth(task.stage_to_rank[own[0]])
@@ -281,7 +281,7 @@ def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, f
 
 
 def _fits(memory: list[float], queue: _Queue) -> bool:
-    """Return whether the head of a queue of forward passes fits the memory limits."""
+    """Return whether the next forward pass in a queue fits the memory limits."""
     size, position = queue.size, queue.position
     if memory[position] + size > queue.limit:
         return False

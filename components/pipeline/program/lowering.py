@@ -57,7 +57,7 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
 
 def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
-    Return the part of a program that a rank needs for lowering: its actions and the actions of its neighbours.
+    Return the part of a program that a rank needs for lowering: its own and its neighbours' actions.
 
     A schedule that is not a PartialSchedule returns the whole program.
     """

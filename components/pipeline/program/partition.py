@@ -99,7 +99,7 @@ class Slices:
         )
 
     def options(self, partitions: Sequence[Sizes]) -> Options:
-        """Return the recompute options of the stages of partitions."""
+        """Return the stages' recompute options in these partitions."""
         activations, parts = self.activations_of(partitions), _sum(self.parts, partitions)
         policies: list[Recompute] = ["none"]
         again, kept = [np.zeros_like(activations)], [activations]
@@ -114,7 +114,7 @@ class Slices:
         return Options(tuple(policies), np.stack(again), np.stack(kept), _sum(self.pending, partitions))
 
     def starts(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
-        """Return starting points of a search: equal sizes, equal costs of ranks, and equal activations of ranks."""
+        """Return starting points for a search: equal sizes, equal costs by rank, and equal activations by rank."""
         every_op = self.lengths[:, [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]].sum(1)
         balanced = [_balance(values, stage_to_rank) for values in (every_op, self.activations)]
         return [even(len(self), len(stage_to_rank)), *balanced]
@@ -136,7 +136,7 @@ class Fitted:
 
 @attrs.frozen(eq=False)
 class Fit:
-    """Fit of a program: the partition of a model into its stages, with activations of at most `limit` on a rank."""
+    """Fit of a model into a program's stages, with activations up to `limit` on a rank."""
 
     program: Program
     slices: Slices

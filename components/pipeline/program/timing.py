@@ -22,7 +22,7 @@ class Costs:
     """
     Durations of a stage's ops for one microbatch, and of a message between ranks (`comm`), in any unit.
 
-    `unshard` is the time of gathering a stage's sharded parameters, and `reduce` the time of reducing its gradients.
+    `unshard` is the time to gather a stage's sharded parameters, and `reduce` the time to reduce its gradients.
     `factors` multiply the durations of ops, by stage; every factor is 1 if they are empty.
     """
 
@@ -82,7 +82,7 @@ class CostTable(Costs):
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
     def resample(self, sizes: Sequence[int]) -> "CostTable":
-        """Return the costs of the same model in stages of other `sizes`, if costs are even within every stage."""
+        """Return the model's costs for stages with other `sizes`, if costs are even within every stage."""
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
         columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]

@@ -62,7 +62,7 @@ class Slot:
         return output, losses
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
-        """Compute all gradients; return the gradients of the inputs, given the gradients of the outputs."""
+        """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""
         if not self.runner.split:
             return self._backward_by("backward", grads)
         # A stage that splits the backward passes of some microbatches has no third graph for the others.
@@ -225,7 +225,7 @@ class CapturedRunner(StageRunner):
 
 @attrs.define(eq=False)
 class Captures:
-    """Graphs of all stages of this rank."""
+    """Graphs of this rank's stages."""
 
     objective: Loss
     new_record: Callable[[], Record]
@@ -301,7 +301,7 @@ def _refusal(stage: int, error: RuntimeError) -> str:
 
 
 def _copy_into(targets: Any, values: Any) -> None:
-    """Copy the tensors of a tree into the tensors of a tree with the same structure."""
+    """Copy a tree's tensors into a tree with the same structure."""
     pairs = zip(leaves(targets), leaves(values), strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():

@@ -174,7 +174,7 @@ def detach(leaf: Any) -> Any:
 
 
 def as_input(tree: Any) -> Any:
-    """Return the output of the previous stage as the start of this stage's own autograd graph."""
+    """Return the previous stage's output as the start of this stage's own autograd graph."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
     return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)

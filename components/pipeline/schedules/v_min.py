@@ -44,7 +44,7 @@ class VMin(RowSchedule):
         return _row(_block(rank, ranks), microbatches)
 
     def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
-        """Return the program with the actions of the wanted ranks; a searched order has the actions of all ranks."""
+        """Return the program with the wanted ranks' actions; a searched order has all ranks' actions."""
         published = super().program_of(range(ranks) if self.comm else wanted, ranks, microbatches)
         if not self.comm:
             return published

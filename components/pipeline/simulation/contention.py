@@ -61,7 +61,7 @@ def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Cha
 
 
 def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels: Channels) -> None:
-    """Add the events of a rank, with their dependencies on earlier events of this rank."""
+    """Add a rank's events, with their dependencies on earlier events."""
     last: dict[Hashable, TimedEvent] = {}
     reductions: dict[int, TimedEvent] = {}  # by stage, reductions that wait for the next backward pass
     for action in flat(rank_program):
@@ -124,7 +124,7 @@ def _channel(action: Action, channels: Channels) -> Hashable:
 
 
 def event_name(action: Action) -> Name:
-    """Return the name of an event, which is the same on both sides of a message."""
+    """Return an event's name, which is the same on both sides of a message."""
     match action.op:
         case "RECV_F":
             return action.stage - 1, "SEND_F", action.microbatch

@@ -58,7 +58,7 @@ class Simulation:
 
     @property
     def ideal(self) -> float:
-        """Return the compute time of the busiest rank, a lower bound of the makespan."""
+        """Return the busiest rank's compute time, a lower bound for the makespan."""
         length = self.end - self.start
         return max(float(length[self.program.rows(rank)].sum()) for rank in range(self.program.ranks))
 

@@ -252,7 +252,7 @@ def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
 
 
 def _sum_to(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
-    """Return the gradient of a bias of this shape, given the gradient (rows, columns) of a matrix product."""
+    """Sum a matrix product's gradient (rows, columns) to the shape of the bias."""
     return grad.sum_to_size(shape)
 
 
@@ -274,7 +274,7 @@ class ConvolutionGradients:
         self._gradients: list[Tensor] = []
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, given the gradient of the output and the input; call before `of_bias`."""
+        """Return the weight's gradient, given the output's gradient and the input; call before `of_bias`."""
         return self._compute(grad, x).pop(0)
 
     def of_bias(self, grad: Tensor, x: Tensor) -> Tensor:

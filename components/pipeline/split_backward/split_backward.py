@@ -106,7 +106,7 @@ class SplitBackward:
             raise UserError(f"split backward: between the two passes, {error}") from error
 
     def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs, and defer the gradients of the leaves."""
+        """Return the inputs' gradients, and defer the leaves' gradients."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
         leaves, handles = defer_products(users_of(outputs, inputs), self._deferral)
         # autograd.grad raises an error for an empty list of inputs or outputs.
@@ -204,6 +204,6 @@ _REFUSED = {
 
 
 def _refusal(error: RuntimeError) -> UserError | None:
-    """Return the error that explains a message of torch to the author of the stage; None for other errors."""
+    """Return an error that explains torch's message to the stage's author; None for other errors."""
     text = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
     return None if text is None else UserError(f"split backward: {text}")

@@ -44,7 +44,7 @@ class WeightGrads:
                 node.deferred.clear()
 
     def _node(self, chunk: list[DeferredGrad]) -> "_Root":
-        """Return the node that computes the gradients of a chunk of weights."""
+        """Return the node that computes the weight gradients in a chunk."""
         weights = [gradient.weight for gradient in chunk]
         key = tuple(map(id, weights))
         if (node := self._nodes.get(key)) is None:
@@ -57,7 +57,7 @@ class WeightGrads:
 
 
 class _Root:
-    """Root of a graph whose backward pass computes the `deferred` gradients of some weights."""
+    """Graph root whose backward pass computes the `deferred` weight gradients."""
 
     __slots__ = ("deferred", "grad", "root")
 
