@@ -114,8 +114,8 @@ def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -
     if isinstance(spec, Stack) and size != count:
         raise _error(path, f"{_kind(value)} is not a stack of {count} along dimension {spec.dim}, but one of {size}")
     if even and size % count:
-        reason = f"{_kind(value)} is not divisible into {count} equal parts along dimension {spec.dim}"
-        raise _error(path, f"{reason}; Replicate() would give every microbatch the whole value")
+        reason = f"{_kind(value)} can't be cut evenly into {count} along dimension {spec.dim}"
+        raise _error(path, f"{reason}; Replicate() would give each microbatch all of it")
     if isinstance(value, list):
         return list(value) if isinstance(spec, Stack) else _shard_list(value, count)
     return list(value.unbind(spec.dim) if isinstance(spec, Stack) else value.tensor_split(count, spec.dim))
