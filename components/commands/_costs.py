@@ -10,7 +10,7 @@ from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import at_hand
 from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
-from drawloom.components.planning.traces import TracedStep, measured
+from drawloom.components.planning.traces import TracedStep, read_traced_step
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 
@@ -57,7 +57,7 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
 def of_run(folder: Path, project: Project) -> TracedStep:
     """The step that a run has traced, with the program of its recipe."""
     found = Pipeline.of(Recipe.load(folder, project=project))
-    return measured(folder, found.schedule.program(found.ranks, needed(found.microbatches)))
+    return read_traced_step(folder, found.schedule.program(found.ranks, needed(found.microbatches)))
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import write_csv
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, several
@@ -335,7 +335,7 @@ def _simulated_program(
         raise _Unsuitable(str(error), error.exit_code) from error
     try:
         simulation = simulate(program, costs, options.channels, sharding)
-    except Deadlock as deadlock:
+    except DeadlockError as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
     return Summary(name, simulation, None if options.forward_only else source.memory(program, sizes))
 

@@ -1,4 +1,4 @@
-"""Runs the schedule's program on this rank's stages; on one rank, that is the plain training loop."""
+"""Executor of schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
@@ -35,7 +35,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen
 class _Training:
-    """The actions of a step, the stages whose backward they do in two parts, and all stages as they recompute in it."""
+    """Actions of a step, the stages whose backward pass they split, and all stages with their recompute policies."""
 
     actions: list[Action]
     split: frozenset[int]
@@ -46,13 +46,13 @@ def _logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-def _kept(both: Any, _head: Head) -> Any:
+def _hidden_states(both: Any, _head: Head) -> Any:
     return both[1]
 
 
 @component(impact="safe")
 class ProgramExecutor:
-    """Runs programs on this rank's stages; on one rank, that is the plain training loop."""
+    """Executor that runs programs on this rank's stages; on one rank, the plain training loop."""
 
     stages: TrainableStages
     boundaries: StageInputs
@@ -63,41 +63,40 @@ class ProgramExecutor:
     device: Device
     streams: bool = setting(
         default=False,
-        doc="on a GPU, each stage of a rank computes in a stream of its own, so that passes that overlap in the "
-        "schedule run at the same time",
+        doc="one CUDA stream per stage, so that passes that overlap in the schedule run at the same time; GPU only",
     )
     embeds_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
-    # by the length of rows: on the CPU, where batches are cut, and on the device
+    # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Problems of schedule, mesh, model and loss together."""
-        yield from misfits_of_ends(node, cls.embeds_on_every_rank)
+        """Yield problems in the combination of schedule, mesh, model and loss."""
+        yield from check_ends(node, cls.embeds_on_every_rank)
         mesh, schedule, stages, loss = map(node.neighbour, ("mesh", "schedule", "stages", "objective"))
         if not (mesh and schedule and stages and loss):
             return
         if model := stages.neighbour("model"):
             yield from constraint_problems(schedule, mesh, model)
-            yield from misfits_of_context(mesh, model, loss)
+            yield from check_context(mesh, model, loss)
         if node.settings["streams"]:
-            yield from misfits_of_streams(node, stages)
-        yield from misfits_of_reference(loss, stages)
+            yield from check_streams(node, stages)
+        yield from check_reference(loss, stages)
         if (other := stages.neighbour("loss")) and other.name != loss.name:
-            text = f"the stages hold the parameters of [{other.name}], and [{loss.name}] is computed"
+            text = f"the stages contain the parameters of [{other.name}], but the executor computes [{loss.name}]"
             yield node.problem("objective", text, f'write objective = "@{other.name}"')
 
     def open(self) -> None:
-        """Connect this rank to those that its stages send to or receive from."""
+        """Connect this rank to the ranks with which its stages exchange messages."""
         hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
         self._links = self.neighbours.links(hops)
 
     @property
     def _owners(self) -> tuple[int, ...]:
-        """The rank that runs each stage."""
+        """Return the ranks of stages."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
     def train(self, state: StepState) -> None:
@@ -106,7 +105,7 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self._with_references(state["batches"])
         if self._captures is not None:
-            inputs = self._captures.alike(inputs)
+            inputs = self._captures.unify_rows(inputs)
         runner = self._runner(inputs, state, training.stages, training.split)
         runner.streams = self._streams
         if self._captures is None:
@@ -119,40 +118,40 @@ class ProgramExecutor:
         self._complete_losses(state)
 
     def evaluate(self, state: StepState) -> None:
-        """Run the forward passes of the state's batches, and write its losses; nothing else is kept."""
+        """Run the forward passes of the state's batches, and write its losses."""
         self.stages.cast_weights()
         runner = self._runner(self._with_references(state["batches"]), state, self.stages.local)
-        # Cheaper than no_grad, as tensors get no version counters.
+        # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(state.microbatches))
         self._complete_losses(state)
 
     def _complete_losses(self, state: StepState) -> None:
-        """Write the losses of 0 microbatches on ranks without the last stage, and where there was no microbatch."""
+        """Write the losses of 0 microbatches on ranks without the last stage, and in a step without microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""
-        found: dict[int, Tensor] = {}
-        self.infer_each([(tokens, shared)], found.__setitem__)
-        return found.get(0)
+        """Return logits (rows, length, vocab_size) of tokens (rows, length) on the last rank; None on others."""
+        logits: dict[int, Tensor] = {}
+        self.infer_each([(tokens, shared)], logits.__setitem__)
+        return logits.get(0)
 
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
-        """The hidden states that `shared` asks for, by layer, for tokens (rows, length), on the last stage's rank."""
-        found: dict[int, dict[int, Tensor]] = {}
-        self.infer_each([(tokens, shared)], found.__setitem__, _kept)
-        return found.get(0)
+        """Return the hidden states that `shared` requests by layer, on the last stage's rank; None on others."""
+        states: dict[int, dict[int, Tensor]] = {}
+        self.infer_each([(tokens, shared)], states.__setitem__, _hidden_states)
+        return states.get(0)
 
     def token_logps(self, batch: Batch) -> Tensor | None:
         """
-        The log-probabilities of a batch's targets (rows, length), by the model without adapters.
+        Return the log-probabilities (rows, length) of a batch's targets under the model without adapters.
 
-        They are on the last stage's rank; None on others. Raises UserError for a loss that compares nothing.
+        Returns None except on the last stage's rank. Raises UserError for a loss without a reference model.
         """
         if not isinstance(self.objective, Referenced):
-            raise UserError("the recipe's loss compares the model with no other; take a recipe with loss.dpo", 2)
+            raise UserError("the recipe's loss has no reference model; take a recipe with loss.dpo", 2)
         return self._token_logps(self.objective, [self._inputs(batch)]).get(0)
 
     def infer_each(
@@ -162,9 +161,9 @@ class ProgramExecutor:
         finish: Finish = _logits,
     ) -> None:
         """
-        Hand out the logits of each microbatch as soon as they are computed, on the rank that holds the last stage.
+        Compute the logits of microbatches, and pass them to `each_output` on the last stage's rank.
 
-        `each_output` takes a microbatch's number and its logits (rows, length, vocab_size), or what `finish` makes.
+        `each_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or result of `finish`.
         """
         self.stages.cast_weights(only_if_changed=True)
         moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
@@ -172,27 +171,30 @@ class ProgramExecutor:
         self._finish_each(inputs, each_output)
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
-        """Forward of every microbatch, without gradients; what each is finished with is handed out."""
+        """Run the forward passes of microbatches without gradients, and pass their results to `each_output`."""
         runner = self._runner(inputs, StepState(), self.stages.local)
         runner.each_output = each_output
         with torch.inference_mode():
             runner.run(self._forward_program(len(inputs)))
 
     def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
-        """The inputs of microbatches; with the loss's reference, on the last stage's rank, if it has one."""
+        """Return the inputs of microbatches, with reference log-probabilities on the last stage's rank."""
         inputs = [self._inputs(batch) for batch in microbatches]
         if not isinstance(self.objective, Referenced) or self.objective.reference == "data":
             return inputs
         references = self._token_logps(self.objective, inputs)
-        return [_with_reference(self.objective, each, references.get(number)) for number, each in enumerate(inputs)]
+        return [
+            _with_reference(self.objective, microbatch, references.get(number))
+            for number, microbatch in enumerate(inputs)
+        ]
 
     def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
-        """By microbatch, what the loss makes of the model without adapters, on the last stage's rank."""
-        found: dict[int, Tensor] = {}
+        """Return the log-probabilities of the model without adapters by microbatch, on the last stage's rank."""
+        outputs: dict[int, Tensor] = {}
         with without_adapters(stage.module for stage in self.stages.local):
-            self._finish_each([_for_reference(objective, each) for each in inputs], found.__setitem__)
-        # A tensor of inference mode can't be part of a graph, and its clone can.
-        return {number: each.clone() for number, each in found.items()}
+            self._finish_each([_for_reference(objective, microbatch) for microbatch in inputs], outputs.__setitem__)
+        # A tensor of inference mode can't be part of an autograd graph, but its clone can.
+        return {number: logps.clone() for number, logps in outputs.items()}
 
     def _runner(
         self,
@@ -215,13 +217,13 @@ class ProgramExecutor:
                 shared = attrs.evolve(shared, whole_rows=True)
             return MicrobatchInputs(inputs, shared, moved)
         length = batch.length
-        if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
+        if length not in self._parts:  # cached: a copy to a GPU would wait
             part = ContextPart.of(length, group)
             self._parts[length] = part, self._uploads.start(part)
-        here, there = self._parts[length]
-        moved = self._uploads.start(here.cut(batch))
+        host_part, device_part = self._parts[length]
+        moved = self._uploads.start(host_part.cut(batch))
         inputs, shared = self.objective.inputs(moved)
-        return MicrobatchInputs(inputs, attrs.evolve(shared, part=there), moved)
+        return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
     @cached_property
     def _captures(self) -> Captures | None:
@@ -239,13 +241,13 @@ class ProgramExecutor:
         return Uploads(self.device.device)
 
     def _training_of(self, microbatches: int) -> _Training:
-        """What a step of this many microbatches does."""
-        # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
+        """Return the actions and stages of a step with this many microbatches."""
+        # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = program_for(self.schedule, rank, ranks, microbatches)
             expect_same(program, rank, self.mesh.pipeline_group)
-            actions, policies = self._lowered(program), program.recompute
+            actions, policies = self._lower(program), program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
                 for stage in self.stages.local
@@ -256,39 +258,39 @@ class ProgramExecutor:
     def _forward_program(self, microbatches: int) -> list[Action]:
         if microbatches not in self._forward:
             program = forward_only(self._owners, microbatches)
-            self._forward[microbatches] = self._lowered(program)
+            self._forward[microbatches] = self._lower(program)
         return self._forward[microbatches]
 
-    def _lowered(self, program: Program) -> list[Action]:
-        """This rank's actions with messages; parts of an overlap one after another."""
+    def _lower(self, program: Program) -> list[Action]:
+        """Return this rank's actions with messages; parts of an overlap follow one another."""
         line = lower(program, self.mesh.indices.pipeline)
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
-        gathered = {index for index, each in shards.items() if not each.by_block}
-        by_microbatch = {index for index, each in shards.items() if each.by_microbatch}
+        gathered = {index for index, shard in shards.items() if not shard.by_block}
+        by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
         return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:
-    """A microbatch of which the last stage gives what the loss compares with."""
+    """Return a microbatch whose result on the last stage is the log-probabilities for the loss's comparison."""
     if (batch := inputs.batch) is None:
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return objective.token_logps(hidden, head, batch)
 
-    # Without weights there are no losses inside of the model, such as a router's.
+    # Without weights the model computes no losses of its own, such as a router's.
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
 
 
 def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
-    """Add the log-probabilities (rows, length) to the batch, on ranks that have computed them."""
+    """Add the log-probabilities (rows, length) to the batch, on ranks that computed them."""
     if inputs.batch is None or logps is None:
         return inputs
     return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, logps))
 
 
-def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Losses that compare with the model without adapters, where it has none, or some that change the model itself."""
+def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
+    """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
     if loss.settings.get("reference") != "adapters":
         return
     adapters = stages.neighbours("adapters")
@@ -301,7 +303,7 @@ def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
 
 
-def misfits_of_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
+def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield a problem if the stages record CUDA graphs, or if the device is the CPU."""
     if stages.settings.get("capture"):
         text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
@@ -310,30 +312,31 @@ def misfits_of_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 
 
-def misfits_of_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
-    """Schedules whose stages are not those of the executor; `everywhere`, if each rank has both ends of the model."""
+def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
+    """Yield a problem if the schedule does not place embedding and head like the executor: `everywhere` or not."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
-    placed = embeds_on_every_rank(schedule.component)
-    if placed and not everywhere:
+    schedule_is_everywhere = embeds_on_every_rank(schedule.component)
+    if schedule_is_everywhere and not everywhere:
         text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
         yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
-    elif everywhere and not placed:
+    elif everywhere and not schedule_is_everywhere:
         text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
         yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
-def misfits_of_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
-    """Models that need whole rows, which ranks along `context` do not have."""
+def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
+    """Yield problems of models and losses that need whole rows, which ranks along `context` do not have."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return
     reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []
     if issubclass(model.component, ContextParallelModel):
         reasons += model.component.context_faults(model)
-    for why in reasons:
-        yield mesh.problem("context", f"ranks along 'context' share rows out, and {why}", "write context = 1")
+    for reason in reasons:
+        text = f"rows are partitioned over the ranks along 'context', but {reason}"
+        yield mesh.problem("context", text, "write context = 1")
 
 
 def split_stages(actions: Iterable[Action]) -> frozenset[int]:
-    """The stages whose backward a rank's actions do in two parts."""
+    """Return the stages whose backward pass is split in a rank's actions."""
     return frozenset(action.stage for action in actions if action.op == "I")

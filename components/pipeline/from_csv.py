@@ -1,8 +1,8 @@
 """
-A schedule from a CSV file, for example one written by hand or by a solver.
+Schedule from a CSV file, for example written by hand or by a solver.
 
-The format is that of `torch.distributed.pipelining`: a row for each rank, an action such as 3F7 in each cell (stage; F,
-B, I or W; microbatch). The numbers of ranks and microbatches and the rank of each stage follow from the file.
+The format is that of `torch.distributed.pipelining`: a row per rank, and an action such as 3F7 in every cell (stage; F,
+B, I or W; microbatch). The file determines the numbers of ranks and microbatches, and the ranks of stages.
 """
 
 from collections.abc import Iterator
@@ -18,34 +18,34 @@ from drawloom.graph import UserError, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
-MAX_TABLE = 2**24
-"""Bytes of a table, about two million actions."""
+MAX_TABLE_BYTES = 2**24
+"""Size limit of a table, about two million actions."""
 
 
 @component(impact="safe")
 class FromCsv:
-    """The program in a CSV file, in the format of torch.distributed.pipelining."""
+    """Schedule in a CSV file, in the format of torch.distributed.pipelining."""
 
     path: Path = setting(doc="the CSV file")
     _program: Program | None = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """The file can be read and holds a valid program."""
+        """Yield a problem if the file can't be read or its program is not valid."""
         try:
             read_file(node.settings["path"])
         except UserError as error:
             yield node.problem("path", str(error))
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage; UserError if the file is for another number of ranks."""
+        """Return the ranks of stages; UserError if the file is for another number of ranks."""
         program = self._read()
         if program.ranks != ranks:
             raise UserError(f"{self.path} is a schedule for {program.ranks} ranks, not {ranks}")
         return program.stage_to_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """The program in the file; UserError if it is for another number of ranks or microbatches."""
+        """Return the program in the file; UserError if it is for another number of ranks or microbatches."""
         self.stage_to_rank(ranks)
         program = self._read()
         if program.microbatches != microbatches:
@@ -60,9 +60,9 @@ class FromCsv:
 
 
 def read_file(path: Path) -> Program:
-    """The program in a CSV file; UserError if it can't be read or is not valid."""
+    """Return the program in a CSV file; UserError if it can't be read or is not valid."""
     try:
-        content = regular_file.read_file(path.resolve(), MAX_TABLE)
+        content = regular_file.read_file(path.resolve(), MAX_TABLE_BYTES)
         text = content.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
@@ -71,13 +71,13 @@ def read_file(path: Path) -> Program:
     try:
         program = read_csv(text)
     except ValueError as error:
-        # The path may lead to any file, the content of which is not for a message.
+        # The path may be that of any file, whose content must not appear in a message.
         why = str(error) if begins_with_action(text) else "it is not a table of actions such as 3F7"
         raise UserError(f"{path} is not a valid schedule: {why}") from None
-    found = violations(program)
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UserError(f"{path} is not a valid schedule: {found[0]}{more}")
+    problems = violations(program)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"{path} is not a valid schedule: {problems[0]}{more}")
     # The mesh and the layer partition assume the same number of stages on every rank.
     if len({program.stage_to_rank.count(rank) for rank in range(program.ranks)}) != 1:
         raise UserError(f"{path} is not a valid schedule: its {program.ranks} ranks hold different numbers of stages")

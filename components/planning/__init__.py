@@ -1,1 +1,1 @@
-"""What a run will need, before it starts: memory and time, from the recipe's own modules without memory."""
+"""Planning of a run before it starts: memory and time, estimated with the recipe's modules on the meta device."""

@@ -1,8 +1,8 @@
 """
-Which pairs of tokens attention looks at in rows of documents, and which of them by a kernel for packed rows.
+Estimate of the query-key pairs that attention computes in rows of documents, and of the packed kernel's fraction.
 
-Documents end where chance has it, after any token as likely as after another: packings cut and place them so that this
-is close. Then two tokens have a document in common with a probability that falls with their distance.
+The estimate assumes that a document ends after every token with the same probability, which is close to the result of
+packing. Two tokens are then in the same document with a probability that falls exponentially with their distance.
 """
 
 import math
@@ -16,43 +16,43 @@ from drawloom.components.ports.flops import ForwardFlops
 
 @attrs.frozen
 class Rows:
-    """The rows of a microbatch, of `length` tokens, in documents of `document` tokens in mean; each is one if inf."""
+    """`count` rows of `length` tokens in documents of mean length `document`, or inf if every row is one document."""
 
     count: int
     length: int
     document: float = math.inf
 
     @property
-    def _goes_on(self) -> float:
-        """The probability that a token is of the document of the one before it."""
+    def _continuation(self) -> float:
+        """Return the probability that a token continues the document of the previous token."""
         return 1 - 1 / self.document
 
     def pairs(self, window: int | None = None) -> float:
-        """The pairs of a query and a key that it sees, of a row."""
+        """Return the expected number of query-key pairs in a row, optionally within a window of tokens."""
         distances = np.arange(self.length if window is None else min(window, self.length))
-        return float(((self.length - distances) * self._goes_on**distances).sum())
+        return float(((self.length - distances) * self._continuation**distances).sum())
 
     @property
     def whole(self) -> float:
-        """The probability that each row is one document."""
-        return self._goes_on ** (self.count * (self.length - 1))
+        """Return the probability that every row is a single document."""
+        return self._continuation ** (self.count * (self.length - 1))
 
 
 @attrs.frozen
-class Attended:
-    """The part of all pairs of tokens of rows that attention looks at, and of these that for packed rows' kernel."""
+class AttentionFractions:
+    """Fraction of query-key pairs that attention computes, and the fraction of these handled by the packed kernel."""
 
     pairs: float = 1.0
     packed: float = 0.0
 
 
-def attended(counted: ForwardFlops | None, rows: Rows, whole_rows: float) -> Attended:
+def estimate_attention_fractions(counted: ForwardFlops | None, rows: Rows, whole_rows: float) -> AttentionFractions:
     """
-    Those of a model, causally, inside of documents and within windows, by layer.
+    Estimate the fractions of a model with causal attention inside documents and windows, averaged over its layers.
 
-    `whole_rows` is how probable it is that layers without windows have a kernel for rows of one document each.
+    `whole_rows` is the probability that layers without a window use the kernel for rows of a single document.
     """
     per_pair: Mapping[int | None, float] = counted.per_pair if counted is not None and counted.per_pair else {None: 1.0}
     seen = sum(flops * rows.pairs(window) for window, flops in per_pair.items())
     whole = per_pair.get(None, 0.0) * whole_rows * Rows(rows.count, rows.length).pairs()
-    return Attended(seen / sum(per_pair.values()) / rows.length**2, 1 - whole / seen)
+    return AttentionFractions(seen / sum(per_pair.values()) / rows.length**2, 1 - whole / seen)

@@ -1,4 +1,4 @@
-"""Measures what the device of this machine reaches, for plans, and keeps it in the user's cache folder."""
+"""Calibration of plans: measures the speed of this machine's device and saves it in the user's cache folder."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from drawloom.components.distributed.device_model import (
     model_of_gpu,
     products_in,
 )
-from drawloom.components.planning.attention import Attended
+from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -25,34 +25,34 @@ from drawloom.kernels.attention import attention_flops
 
 SECONDS = 1.0
 """
-How long each kind of operation is repeated. Of a CPU the fastest repetition counts, as others may be disturbed; of a
-GPU their mean, as operations that last have less power than the first ones.
+Seconds in which every kind of operation is repeated. On a CPU the fastest repetition counts, because others may be
+disturbed; on a GPU the mean counts, because later operations have less power than the first.
 """
 
 ROWS, HEADS, KV_HEADS, HEAD_SIZE = 4, 16, 8, 128
-"""Of the attention that is timed; a GPU needs some rows, and libraries sum gradients of shared keys apart."""
+"""Shape of the timed attention; a GPU needs several rows, and libraries sum gradients of shared keys separately."""
 
-LAYERS = 20
-"""Of which the host's time is measured."""
+HOST_LAYERS = 20
+"""Layers whose host time is measured."""
 
-HOST_OF_A_STEP = 1.4
+HOST_TIME_RATIO = 1.4
 """
-How many times as long the host needs for an operation of a model as for one of these layers.
+Host time of an operation of a model, relative to an operation of the measured layers.
 
-Fitted to steps of three small models whose limit is the host, beside one H100; they are 6 % apart.
+Fitted to steps of three small host-bound models with one H100; they differ by 6 %.
 """
 
 MEMORY_REACHED = 0.74
 """
-What a step reaches of a GPU's bandwidth, as additions to one large vector show it: norms and gates are smaller.
+Fraction of the bandwidth of additions to one large vector that a step reaches: norms and gates are smaller.
 
-Fitted as the defaults of `Reached` are, on a GPU whose additions reach 4.27 TB/s.
+Fitted like the defaults of `Reached`, on a GPU whose additions reach 4.27 TB/s.
 """
 
 
 @attrs.frozen
 class Sizes:
-    """Sizes that are large enough for a device: of matrices, of a vector in bytes, and of attention in tokens."""
+    """Sizes that saturate a device: matrix order, vector size in bytes, and sequence length."""
 
     matrix: int
     vector: int
@@ -63,21 +63,21 @@ SIZES = {"cpu": Sizes(1024, 2**27, 512), "cuda": Sizes(8192, 2**31, 4096)}
 
 
 def here() -> torch.device:
-    """The device of this machine that plans are for: its first GPU, or the CPU."""
+    """Return the device of this machine that plans use: the first GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def kept_at(device: torch.device) -> Path:
-    """Where the figures of a device of this machine are kept."""
+def calibration_path(device: torch.device) -> Path:
+    """Return the file of a device's calibration."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).replace("/", "-")
     return root / "drawloom" / "devices" / f"{name}.toml"
 
 
 def at_hand() -> DeviceModel:
-    """The device of this machine: as it was measured, or else as the table has it; UserError if it does not."""
+    """Return the calibrated device of this machine, or its entry in the table; UserError if there is none."""
     device = here()
-    if (path := kept_at(device)).is_file():
+    if (path := calibration_path(device)).is_file():
         try:
             return device_model(str(path))
         except UserError as error:
@@ -85,15 +85,15 @@ def at_hand() -> DeviceModel:
             raise UserError(f"{text}; measure it again with `drawloom plan --calibrate`", 2) from error
     if device.type == "cpu":
         return device_model("cpu")
-    if (found := model_of_gpu(name := torch.cuda.get_device_name(device))) is None:
+    if (known := model_of_gpu(name := torch.cuda.get_device_name(device))) is None:
         text = f"the table of devices has no {name!r}; measure it with `drawloom plan --calibrate`"
         raise UserError(f"{text}, or describe it in a TOML file and write --device FILE", 2)
-    return found
+    return known
 
 
 def calibrate(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
     """Measure a device, which takes less than a minute, and keep what it reaches; returns the file."""
-    path = kept_at(device)
+    path = calibration_path(device)
     text = "\n".join(_lines(device, sizes or SIZES[device.type], seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{text}\n".encode())
@@ -101,37 +101,37 @@ def calibrate(device: torch.device, sizes: Sizes | None = None, seconds: float =
 
 
 def _lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
-    """The figures as TOML; of what is not measured, such as links, those of the table."""
+    """Yield the calibration as TOML; values that are not measured, such as links, come from the table."""
     known = model_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else device_model("cpu")
     known = known or device_model("a100")
     wide, *others = _dtypes(device)
-    reached = _reached(device, sizes, wide, 3 * seconds)
-    rates = {wide: reached.products} | {
+    speeds = _measure_speeds(device, sizes, wide, 3 * seconds)
+    rates = {wide: speeds.products} | {
         dtype: _product_flops(sizes) / _duration(device, _products(device, dtype, sizes), seconds) for dtype in others
     }
     for dtype, rate in rates.items():
         yield f"{products_in(dtype)} = {rate / 1e12:.6g}"
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     yield f"memory = {memory / 2**30:.6g}"
-    yield f"bandwidth = {reached.bandwidth / 1e9:.6g}"
+    yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
     launch, host = _launches(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
-    yield f"attention = {reached.attention / reached.products:.4g}"
-    yield f"memory = {_memory_reached(device)}"
+    yield f"attention = {speeds.attention / speeds.products:.4g}"
+    yield f"memory = {_memory_fraction(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    """Those whose products are measured; layers compute in the first one."""
+    """Return the dtypes whose products are measured; layers compute in the first."""
     return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
 
 def _duration(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
-    """Seconds of a call, of which some follow one another between two looks at the clock: a GPU must not wait."""
+    """Return the seconds per call. Several calls run between two clock reads, so that a GPU never waits."""
     calls = calls or (1 if device.type == "cpu" else 10)
     run()
     times, end = list[float](), time.perf_counter() + seconds
@@ -151,34 +151,34 @@ def _wait(device: torch.device) -> None:
 
 
 @attrs.frozen
-class _Reached:
-    """FLOP/s of products and of those inside of attention, and bytes/s."""
+class _Speeds:
+    """Measured speeds: FLOP/s of products and of products inside attention, and bytes/s."""
 
     products: float
     attention: float
     bandwidth: float
 
 
-def _reached(device: torch.device, sizes: Sizes, dtype: torch.dtype, seconds: float) -> _Reached:
+def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seconds: float) -> _Speeds:
     """
-    What a device keeps up of each kind of operation, while they take turns as in a step.
+    Measure the sustained speed of every kind of operation while they alternate as in a step.
 
-    Products for a second without anything else would have less power, and so a lower clock, than they have in a step,
-    of which they take three quarters.
+    A second of nothing but products would draw more power, and so lower the clock below that of a step, in which
+    products take three quarters of the time.
     """
     kinds = [_products(device, dtype, sizes), _attention(device, dtype, sizes), _addition(device, sizes.vector)]
     if device.type == "cpu":
         products, attention, addition = (_duration(device, run, seconds / 3) for run in kinds)
     else:
-        *_, products, attention, addition = _in_turn([kinds[0], kinds[0], *kinds], seconds)
+        *_, products, attention, addition = _time_alternating([kinds[0], kinds[0], *kinds], seconds)
     flops = attention_flops(1, sizes.length) + attention_flops(1, sizes.length, backward=True)
     queries, bandwidth = ROWS * sizes.length * HEADS * HEAD_SIZE, 2 * (sizes.vector // 4 * 4) / addition
     inside = attention - _traffic(device, dtype, sizes, bandwidth)
-    return _Reached(_product_flops(sizes) / products, flops * queries / 2 / max(inside, attention / 2), bandwidth)
+    return _Speeds(_product_flops(sizes) / products, flops * queries / 2 / max(inside, attention / 2), bandwidth)
 
 
-def _in_turn(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Mean seconds of each on the GPU, in the later half of the time."""
+def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Return the mean seconds per operation on the GPU, measured in the later half."""
     for run in runs:  # the first call of attention loads a library, for seconds
         run()
     torch.cuda.synchronize()
@@ -190,13 +190,13 @@ def _in_turn(runs: Sequence[Callable[[], object]], seconds: float) -> list[float
             run()
         marks[-1].record()
         rounds.append(marks)
-        if len(rounds) % 10 == 0:  # so that the host is no more than some rounds ahead
+        if len(rounds) % 10 == 0:  # so that the host is only a few rounds ahead
             torch.cuda.synchronize()
     torch.cuda.synchronize()
     later = rounds[len(rounds) // 2 :]
     return [
-        statistics.mean(marks[place].elapsed_time(marks[place + 1]) for marks in later) / 1e3
-        for place in range(len(runs))
+        statistics.mean(marks[index].elapsed_time(marks[index + 1]) for marks in later) / 1e3
+        for index in range(len(runs))
     ]
 
 
@@ -205,20 +205,20 @@ def _product_flops(sizes: Sizes) -> float:
 
 
 def _products(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
-    """A product of square matrices."""
+    """Return a function that multiplies square matrices."""
     a = torch.randn(sizes.matrix, sizes.matrix, device=device).to(dtype)
     return lambda: a @ a
 
 
 def _addition(device: torch.device, size: int) -> Callable[[], object]:
-    """An addition that reads and writes a vector."""
+    """Return a function that reads, adds to and writes a vector."""
     x = torch.zeros(size // 4, device=device)
     return lambda: x.add_(1)
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
-    """Causal attention, forward and backward."""
-    # Takes a second to import, which plans do not need.
+    """Return a function that runs causal attention forward and backward."""
+    # The import takes a second, and plans do not need it.
     from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
 
     shapes = ((ROWS, sizes.length, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -228,60 +228,62 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callab
 
 
 def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
-    """Seconds of the memory traffic of attention, as a plan counts it."""
-    reached = Reached(attention=math.inf, memory=_memory_reached(device), launch=0.0, host=0.0)
+    """Return the seconds of attention's memory traffic in a plan."""
+    reached = Reached(attention=math.inf, memory=_memory_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
-    return _planned(_attention(torch.device("meta"), dtype, sizes), model).seconds
+    return _record(_attention(torch.device("meta"), dtype, sizes), model).seconds
 
 
-def _planned(run: Callable[[], object], model: DeviceModel) -> PassCost:
-    """What a plan counts of a call with meta tensors, on a device."""
-    recorder = Recorder(model, lambda _: math.inf, Attended())
+def _record(run: Callable[[], object], model: DeviceModel) -> PassCost:
+    """Return the costs that a plan computes for a call with meta tensors on a device."""
+    recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
         recorder.begin()
         run()
         return recorder.end()
 
 
-def _memory_reached(device: torch.device) -> float:
+def _memory_fraction(device: torch.device) -> float:
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
 def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Seconds of a small operation on the device, and of the host that issues one; a CPU is both."""
+    """Return the seconds that a small operation takes on the device, and on the host that issues it; a CPU is both."""
     if device.type == "cpu":
         x = torch.zeros(16)
         return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0
     layers = _layers(device)
-    for _ in range(3):  # the first compiles kernels
+    for _ in range(3):  # the first call compiles kernels
         layers()
     times, end = list[float](), time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)
-    return 3e-6, HOST_OF_A_STEP * statistics.median(times) / _operations()
+    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _operations()
 
 
 def _layers(device: torch.device) -> Callable[[], object]:
-    """Norms and linear layers, forward and backward, too small to be any work but the host's."""
+    """Return a function that runs norms and linear layers forward and backward, tiny so that the host is the limit."""
     from drawloom.kernels.linear import linear_eager
     from drawloom.kernels.triton.rms_norm import rms_norm_triton
 
-    shapes = [*[(32,)] * LAYERS, *[(32, 32)] * LAYERS]
-    given = [torch.ones(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in ((8, 32), *shapes)]
-    pairs = list(zip(given[1 : LAYERS + 1], given[LAYERS + 1 :], strict=True))
+    shapes = [*[(32,)] * HOST_LAYERS, *[(32, 32)] * HOST_LAYERS]
+    tensors = [
+        torch.ones(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in ((8, 32), *shapes)
+    ]
+    pairs = list(zip(tensors[1 : HOST_LAYERS + 1], tensors[HOST_LAYERS + 1 :], strict=True))
 
-    def both() -> object:
-        x = given[0]
+    def run_layers() -> object:
+        x = tensors[0]
         for scale, weight in pairs:
             x = linear_eager(rms_norm_triton(x, scale, 1e-6), weight)
-        return torch.autograd.grad(x, given, torch.ones_like(x))
+        return torch.autograd.grad(x, tensors, torch.ones_like(x))
 
-    return both
+    return run_layers
 
 
 def _operations() -> float:
-    """How many operations of these layers a plan counts."""
+    """Count the operations of the measured layers in a plan."""
     model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
-    return _planned(_layers(torch.device("meta")), model).host
+    return _record(_layers(torch.device("meta")), model).host

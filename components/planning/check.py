@@ -1,4 +1,4 @@
-"""A listener that compares a run with its plan, and refuses what does not fit."""
+"""Listener that compares a run with its plan, and refuses a run that does not fit."""
 
 import logging
 import statistics
@@ -23,27 +23,28 @@ log = logging.getLogger("drawloom.run")
 
 PLAN = "plan.txt"
 
-SURELY = 0.95
-"""A run is refused if it takes more than its device has by more than a plan may be wrong."""
+REFUSAL_FRACTION = 0.95
+"""A run is refused if this fraction of its planned memory exceeds the device; the rest allows for a plan's error."""
 
-WARM_UP = 2
-"""Steps of the process that are not measured: the first ones compile and allocate."""
+WARM_UP_STEPS = 2
+"""First steps of the process that are not measured: they compile and allocate."""
 
 
 @component(impact="safe")
 class PlanCheck:
     """
-    Plans the run before it allocates, on a GPU, and compares plan and run at the end: memory and time of a step.
+    Comparison of a run with its plan: memory and time of a step.
 
-    What can't fit is refused, with what would help. The comparison is logged, and written to `plan.txt` for the report.
-    Memory is that of rank 0 as torch has allocated it on a GPU; on a CPU nothing counts the bytes of tensors.
+    On a GPU the run is planned before it allocates, and refused with remedies if it can't fit. At the end the
+    comparison is logged, and written to `plan.txt` for the report. Measured memory is the peak that torch allocated on
+    rank 0 of a GPU run; the bytes of tensors on a CPU are not counted.
     """
 
     recipe: ResolvedRecipe
     device: Device
     processes: Processes
     folder: RunFolder
-    refuse: bool = setting(default=True, doc="whether a run that can't fit its GPUs is refused before it allocates")
+    refuse: bool = setting(default=True, doc="refuse a run that can't fit its GPUs, before it allocates")
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     _plan: Plan | None = attrs.field(init=False, default=None)
@@ -54,14 +55,18 @@ class PlanCheck:
     def open(self) -> None:
         """Raise a UserError if the run can't fit its GPUs."""
         if self.device.device.type != "cuda":
-            return  # which has no limit of its own; to plan takes seconds, and can wait until the end
-        self._plan = self._planned()
-        # The same on every rank, whichever has too little: all end at once, and say why.
-        if self.refuse and self._plan and SURELY * max(self._plan.peak_memory_bytes) > self._plan.device.memory:
+            return  # a CPU run has no limit; its plan takes seconds and can wait until the end
+        self._plan = self._make_plan()
+        # All ranks compute the same plan, so that all ranks end at once with the same error.
+        if (
+            self.refuse
+            and self._plan
+            and REFUSAL_FRACTION * max(self._plan.peak_memory_bytes) > self._plan.device.memory
+        ):
             raise UserError(self._refusal(self._plan))
 
     def on_event(self, event: Event) -> None:
-        """Measure steps; before the final tasks, which write the report, write the comparison."""
+        """Measure steps, and write the comparison before the final tasks write the report."""
         if event.kind == "step_started":
             self._started = self.clock()
         elif event.kind == "step_ended" and event.step is not None:
@@ -72,16 +77,16 @@ class PlanCheck:
             log.info("%s", self._text)
 
     def _compare(self) -> None:
-        self._plan = self._plan or self._planned()
+        self._plan = self._plan or self._make_plan()
         if self._plan is None:
             return
         measured = self.device.memory() if self.device.device.type == "cuda" else None
-        steps = self._seconds[WARM_UP:] or self._seconds
+        steps = self._seconds[WARM_UP_STEPS:] or self._seconds
         self._text = comparison(self._plan, measured, statistics.median(steps))
         replace_file(self.folder.folder / PLAN, f"{self._text}\n".encode())
 
-    def _planned(self) -> Plan | None:
-        """The plan of this run; None, and a message, for one that can't be planned."""
+    def _make_plan(self) -> Plan | None:
+        """Plan this run; log the reason and return None if it can't be planned."""
         try:
             device = at_hand()
             if self.device.device.type == "cuda":
@@ -94,21 +99,23 @@ class PlanCheck:
 
     def _refusal(self, planned: Plan) -> str:
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
-        fitting = [each for each in remedies(recipe, planned) if each.plan.fits and each.plan.ranks == planned.ranks]
-        helps = " or ".join("; ".join(toml_lines(each.values)) for each in fitting) or "more ranks, or a smaller model"
-        most = max(planned.memory, key=lambda rank: rank.peak)
-        needed, there = map(byte_size, (most.peak, planned.device.memory))
+        fitting = [
+            remedy for remedy in remedies(recipe, planned) if remedy.plan.fits and remedy.plan.ranks == planned.ranks
+        ]
+        settings = " or ".join("; ".join(toml_lines(remedy.values)) for remedy in fitting)
+        fullest = max(planned.memory, key=lambda rank: rank.peak)
+        needed, available = map(byte_size, (fullest.peak, planned.device.memory))
         return (
-            f"the run needs {needed} on a GPU, in {most.when}, and each has {there}; what "
-            f"would fit: {helps}; with refuse = false where this plan is made, the run is tried"
+            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; what "
+            f"would fit: {settings}; write refuse = false in the node of this plan to try the run anyway"
         )
 
 
 def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
-    """Planned and measured, and by how much the plan is wrong, as one line."""
+    """Return planned and measured values, and the relative error of the plan, as one line."""
     parts = [
         _pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
-        _pair("step", planned.time.seconds, seconds, lambda each: f"{each:.3g} s"),
+        _pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"
 

@@ -1,10 +1,10 @@
 """
-How often to save a checkpoint, if nodes fail now and then.
+Checkpoint interval for machines that fail.
 
-A save costs the run some seconds, and a failure all steps since the last save. Young, "A first order approximation to
-the optimum checkpoint interval", CACM 17(9), 1974: the sum is least where a save follows another after sqrt(2 * cost *
-time between failures). Daly, FGCS 22(3), 2006, has the next orders, which differ where a save costs more than a
-hundredth of the time between failures.
+A save costs some seconds, and a failure costs all steps since the last save. Young, "A first order approximation to
+the optimum checkpoint interval", CACM 17(9), 1974: the sum is minimal if saves are sqrt(2 * cost * time between
+failures) apart. Daly, FGCS 22(3), 2006, gives higher orders, which differ if a save costs more than a hundredth of the
+time between failures.
 """
 
 import math
@@ -15,18 +15,18 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
 from drawloom.components.ports.staging import Stager
 
-COPIED, WRITTEN = 10e9, 2e9
-"""Bytes/s assumed of a rank's copies to its host's memory, and of a host's writes to the storage."""
+COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9
+"""Assumed bytes/s of a rank's copy to host memory, and of a host's writes to storage."""
 
-SAVED = ("parameters", "masters", "optimizer_state")
+SAVED_KINDS = ("parameters", "masters", "optimizer_state")
 
 
 @attrs.frozen
 class Interval:
     """
-    A proposal: the checkpointer's node, steps between saves, seconds that a save costs and seconds between failures.
+    Proposal for the checkpointer `node`: a save `every` so many steps.
 
-    `step` are the seconds of a step.
+    `cost` is the seconds per save, `between_failures` the mean seconds between failures, and `step` the step time.
     """
 
     node: str
@@ -37,12 +37,12 @@ class Interval:
 
     @property
     def toml(self) -> str:
-        """The setting as a line of TOML."""
+        """Return the setting as a line of TOML."""
         return f"{self.node}.every = {self.every}"
 
     @property
     def lost(self) -> float:
-        """The part of the time that goes into saves, and into steps that are done again; starts are not known."""
+        """Return the fraction of time lost to saves and repeated steps; restarts are not included."""
         interval = self.every * self.step
         return self.cost / interval + interval / 2 / self.between_failures
 
@@ -53,7 +53,7 @@ class Interval:
 
 
 def interval(nodes: Nodes, planned: Plan, mtbf: float, cost: float | None = None) -> Interval:
-    """The proposal for nodes that fail every `mtbf` seconds each, with seconds that a save costs or an estimate."""
+    """Propose an interval for hosts with `mtbf` seconds between failures; by default, the save `cost` is estimated."""
     hosts = math.ceil(planned.ranks / planned.device.per_host)
     between, cost = mtbf / hosts, save_seconds(nodes, planned) if cost is None else cost
     every = max(1, round(math.sqrt(2 * cost * between) / planned.time.seconds))
@@ -62,13 +62,13 @@ def interval(nodes: Nodes, planned: Plan, mtbf: float, cost: float | None = None
 
 def save_seconds(nodes: Nodes, planned: Plan) -> float:
     """
-    For how long a save is expected to keep the run waiting: until its state is copied, or written without staging.
+    Estimate the seconds that a save blocks the run: until its state is copied, or written if there is no staging.
 
-    With `checkpoint.staging.overlapped`, copies run beside passes, so that this is more than they cost.
+    With `checkpoint.staging.overlapped` copies overlap passes, so that the estimate is an upper bound.
     """
-    sizes = [sum(memory.kept.get(kind, 0) for kind in SAVED) for memory in planned.memory]
+    sizes = [sum(memory.persistent.get(kind, 0) for kind in SAVED_KINDS) for memory in planned.memory]
     if nodes.has(Stager):
-        return max(sizes) / COPIED
-    # Replicas hold the same state, which is written once.
+        return max(sizes) / COPY_BANDWIDTH
+    # The state of replicas is written once.
     whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replicas.size
-    return whole / (WRITTEN * math.ceil(planned.ranks / planned.device.per_host))
+    return whole / (WRITE_BANDWIDTH * math.ceil(planned.ranks / planned.device.per_host))

@@ -1,4 +1,4 @@
-"""Where the costs of stages come from: units that are given, a plan, or a traced step of a run."""
+"""Sources of stage costs: given units, a plan, or a traced step of a run."""
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -14,7 +14,7 @@ from drawloom.components.pipeline.program.builders import loop
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.partition import even
-from drawloom.components.pipeline.program.recomputation import repeated
+from drawloom.components.pipeline.program.recomputation import repeat_fraction
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
@@ -26,66 +26,68 @@ from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
-LEAST = 1e-9
-"""The least seconds of a slice, and what seconds are rounded to."""
+MIN_SLICE_SECONDS = 1e-9
+"""The minimum seconds of a slice, and the resolution to which seconds are rounded."""
 
 POLICIES: tuple[Literal["selective", "blocks"], ...] = ("selective", "blocks")
-"""What a stage may recompute, besides one of some blocks."""
+"""Recompute policies that slices offer to the schedule, besides every n-th block."""
 
-ENOUGH = 2
-"""Times the activations of a microbatch in all layers: ZB-H2 holds no more, and with more no bubble is smaller."""
+MAX_ACTIVATIONS = 2
+"""Memory limit, in activations of a microbatch in all layers: ZB-H2 keeps no more, and more memory does not help."""
 
 
 class CostSource(Protocol):
     """
-    Costs of one model, however it is cut into stages.
+    Source of a model's costs for any partition into stages.
 
-    Stages have the `sizes` that are given, in slices of the model that cost what `slices` says, or are those of a run.
+    `sizes` are the numbers of slices by stage, for slices with the costs that `slices` returns; by default, stages are
+    partitioned as in a run.
     """
 
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Those of every stage of a pipeline, which may `recompute`."""
+        """Return the costs by stage, with a `recompute` policy per stage."""
         ...
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
-        """By rank, the most bytes of activations; None if they are not known."""
+        """Return the peak bytes of activations by rank, or None if they are not known."""
         ...
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """The settings of `pipeline.schedules.auto` for these costs."""
+        """Return the settings of `pipeline.schedules.auto` for these costs."""
         ...
 
 
 @attrs.frozen
 class Units:
-    """Costs of all layers of a rank, in any unit, which its stages share."""
+    """Costs per rank in any unit, divided evenly among its stages."""
 
     given: Costs
 
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Those of every stage; what is recomputed takes its part of a forward."""
-        costs = self.given.divided(stages_per_rank)
+        """Return the costs by stage; recomputation adds a fraction of the forward pass to the backward pass."""
+        costs = self.given.divide(stages_per_rank)
         if not recompute:
             return costs
-        again = costs.forward * np.array([repeated(policy) for policy in recompute])
-        each = [costs.forward + 0 * again, costs.backward + again, costs.backward_input + again]
-        return CostTable(**attrs.asdict(costs), lengths=np.stack([*each, costs.backward_weight + 0 * again], axis=1))
+        again = costs.forward * np.array([repeat_fraction(policy) for policy in recompute])
+        zeros = np.zeros_like(again)
+        columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
+        return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
-        """None."""
+        """Return None: units have no bytes."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """None: stages share what a rank costs evenly."""
+        """Return the costs of a rank, without slices: its stages share them evenly."""
         return {name: getattr(self.given, name) for name in ("forward", "backward_input", "backward_weight", "comm")}
 
 
 @attrs.frozen(eq=False)
 class Traced:
-    """Seconds of a traced step; stages of other numbers take evenly from those that were traced."""
+    """Seconds of a traced step, redistributed evenly if the number of stages differs from the traced one."""
 
     measured: TracedStep
 
@@ -96,20 +98,20 @@ class Traced:
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Those of every stage, in seconds, among them what the run has recomputed."""
-        return self._table.resampled(sizes or (1,) * (ranks * stages_per_rank))
+        """Return the costs by stage in seconds, including the traced run's recomputation."""
+        return self._table.resample(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
-        """None: a trace does not say what made the bytes."""
+        """Return None: a trace has no bytes by stage."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """Two for each rank; what a stage costs besides its layers is not known."""
-        return slices_of(self._table.resampled((1,) * (2 * ranks)))
+        """Return two slices per rank; the costs of a stage besides its layers are not known."""
+        return slices_of(self._table.resample((1,) * (2 * ranks)))
 
 
 @attrs.frozen
 class PlacedSchedule:
-    """A schedule of backward passes in two parts for stages of given layers and policies, wherever they are placed."""
+    """Schedule with split backward passes for stages of given sizes, recompute policies and placement."""
 
     placement: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -129,7 +131,7 @@ class PlacedSchedule:
 
 @attrs.frozen(eq=False)
 class Planned:
-    """Seconds and bytes of a plan, made anew for each number of ranks and stages."""
+    """Seconds and bytes of plans, one for every number of ranks and stages."""
 
     recipe: Recipe
     device: DeviceModel
@@ -138,10 +140,9 @@ class Planned:
 
     def plan(self, ranks: int, stages_per_rank: int, cut: PlacedSchedule | None = None) -> Plan:
         """
-        The plan of a pipeline whose backward passes are in two parts, so that it has the costs of both.
+        Plan a pipeline with split backward passes, which has the costs of both parts.
 
-        Its stages are those of a `cut`, or have as many layers as in the recipe. Raises UserError for more stages than
-        layers.
+        Stages are partitioned by `cut`, or as in the recipe. Raises UserError if there are more stages than layers.
         """
         key = cut or (ranks, stages_per_rank)
         if key not in self._plans:
@@ -166,80 +167,84 @@ class Planned:
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Those of every stage, in seconds."""
+        """Return the costs by stage in seconds."""
         return self._cut(ranks, stages_per_rank, sizes, recompute).table
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
-        """By rank, the most bytes of activations, without gradients and what it has all the time."""
+        """Return the peak bytes of activations by rank, without gradients and persistent bytes."""
         costs = self._cut(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
         whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """
-        One for each layer, in seconds; if the device's memory is known, in bytes, too, and with a limit: what the
-        device has left, or what is enough. What may be recomputed is among them, unless the recipe says that itself.
+        Return one slice per layer in seconds, with recompute policies unless the recipe already recomputes.
 
-        They are of a plan with a stage for each layer; what its stages cost together beyond those of a plan with a
-        stage for each rank is what every stage costs besides.
+        If the device's memory is known, slices have bytes too, and the memory limit is the smaller of the device's free
+        memory and MAX_ACTIVATIONS.
+
+        Slices are the stages of a plan with one layer per stage. The costs by which this plan exceeds a plan with one
+        stage per rank are divided among the stages as `per_stage`.
         """
         one = self.plan(ranks, 1)
         count = one.layers
-        by_layer = PlacedSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
-        each = self.plan(ranks, 1, by_layer)
-        more = each.table.lengths.sum(0) - one.table.lengths.sum(0)
-        per_stage = np.clip(more / max(1, count - ranks), 0, 0.9 * each.table.lengths.min(0))
-        lengths = each.table.lengths - per_stage
-        found = slices_of(attrs.evolve(one.table, lengths=lengths))
-        found["per_stage"] = _rounded(per_stage)
+        cut = PlacedSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
+        by_layer = self.plan(ranks, 1, cut)
+        excess = by_layer.table.lengths.sum(0) - one.table.lengths.sum(0)
+        per_stage = np.clip(excess / max(1, count - ranks), 0, 0.9 * by_layer.table.lengths.min(0))
+        lengths = by_layer.table.lengths - per_stage
+        settings = slices_of(attrs.evolve(one.table, lengths=lengths))
+        settings["per_stage"] = _round(per_stage)
         if self.device.memory:
-            held, plans = _held(each, "F"), [one]
+            activations, plans = _kept_by_stage(by_layer, "F"), [one]
             nodes = Nodes.of(self.recipe)
             if nodes.settings(nodes.stages)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
-                    again = self.plan(ranks, 1, attrs.evolve(by_layer, recompute=(policy,) * count))
+                    again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
                     recompute[policy] = {
-                        "again": _parts((again.table.lengths - each.table.lengths)[:, 1:3].max(1), lengths[:, 0]),
-                        "kept": _parts(_held(again, "F"), held),
+                        "again": _ratios((again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]),
+                        "kept": _ratios(_kept_by_stage(again, "F"), activations),
                     }
                     plans.append(self._cut(ranks, 1, even(count, ranks), (policy,) * ranks))
-                found["recompute"] = recompute
-            room = self.device.memory - max(_besides_activations(each, rank) for each in plans for rank in each.memory)
-            found["activations"], found["pending"] = held.tolist(), _held(each, "I").tolist()
-            found["memory"] = max(1.0, min(float(room), float(ENOUGH * held.sum())))
-        return found
+                settings["recompute"] = recompute
+            used = max(_other_bytes(planned, rank) for planned in plans for rank in planned.memory)
+            room = self.device.memory - used
+            settings["activations"] = activations.tolist()
+            settings["pending"] = _kept_by_stage(by_layer, "I").tolist()
+            settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
+        return settings
 
 
-def _held(by_layer: Plan, op: str) -> NDArray[np.float64]:
-    """Bytes that each stage holds after a pass of a microbatch, 1 at least."""
+def _kept_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
+    """Return the bytes that every stage keeps after a pass of a microbatch, at least 1."""
     costs = by_layer.costs
-    return np.array([max(1.0, costs[stage].passes[op].held_bytes) for stage in range(len(costs))])
+    return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
-def _parts(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
-    return [round(max(0.0, float(part)), 4) for part in some / whole]
+def _ratios(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
+    return [round(max(0.0, float(ratio)), 4) for ratio in some / whole]
 
 
-def _besides_activations(planned: Plan, rank: RankMemory) -> int:
-    """Bytes of a rank besides activations: what it has all the time, gradients, and what an action needs at once."""
-    rises = (_beyond(planned.costs[stage].passes) for stage in rank.stages)
-    return sum(rank.kept.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(rises)
+def _other_bytes(planned: Plan, rank: RankMemory) -> int:
+    """Sum the bytes of a rank besides activations: persistent bytes, gradients, buffers, and temporary tensors."""
+    temporary = (_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
+    return sum(rank.persistent.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(temporary)
 
 
-def _beyond(passes: Passes) -> int:
-    """The most bytes of a pass beyond those that live before it, and those that live behind it."""
-    forward, left = passes["F"].held_bytes, passes["I"].held_bytes
-    growth = {"F": forward, "I": max(0, left - forward)}
-    return max(part.rise - growth.get(op, 0) for op, part in passes.items())
+def _temporary_bytes(passes: Passes) -> int:
+    """Return the peak bytes of a pass beyond the bytes alive before and after it."""
+    forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
+    growth = {"F": forward, "I": max(0, pending - forward)}
+    return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())
 
 
 def slices_of(table: CostTable) -> dict[str, Any]:
-    """The settings of `pipeline.schedules.auto` for these costs, its slices being their stages."""
-    # What takes no time, such as gradients of weights that are frozen, could be anywhere in a schedule.
-    lengths = np.maximum(table.lengths, LEAST)
-    return {"comm": round(table.comm, 9), "slices": [_rounded(each) for each in lengths]}
+    """Return settings for `pipeline.schedules.auto` whose slices are the stages in a cost table."""
+    # A pass without duration, such as the gradients of frozen weights, could be anywhere in a schedule.
+    lengths = np.maximum(table.lengths, MIN_SLICE_SECONDS)
+    return {"comm": round(table.comm, 9), "slices": [_round(costs) for costs in lengths]}
 
 
-def _rounded(costs: NDArray[np.float64]) -> list[float]:
+def _round(costs: NDArray[np.float64]) -> list[float]:
     return [round(float(cost), 9) for cost in costs]

@@ -1,4 +1,4 @@
-"""The nodes of a recipe that a plan needs, by their ports."""
+"""Lookup of the nodes that a plan needs in a recipe, by port."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from drawloom.graph.wiring.graph import Graph
 
 @attrs.frozen(eq=False)
 class Nodes:
-    """Names of nodes, and settings of those that are not opened."""
+    """Names and settings of the nodes that a run of the recipe uses."""
 
     recipe: Recipe
     graph: Graph
@@ -33,12 +33,12 @@ class Nodes:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Nodes":
-        """The nodes that a run of this recipe uses; RecipeError if it has errors."""
+        """Return the nodes that a run of this recipe uses; RecipeError if the recipe has errors."""
         graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))
 
     def only(self, port: type) -> str:
-        """The node that implements a port; UserError if there is not exactly one."""
+        """Return the node that implements a port; UserError if there is not exactly one."""
         names = self._all(port)
         if len(names) != 1:
             raise UserError(f"a plan needs one node that is a {port.__name__}, and the recipe has {len(names)}", 2)
@@ -48,16 +48,16 @@ class Nodes:
         return [name for name in self.graph.implementers(port) if name in self.used]
 
     def has(self, port: type) -> bool:
-        """Whether a run uses a node that implements a port."""
+        """Return whether a run uses a node that implements a port."""
         return bool(self._all(port))
 
     @property
     def checkpointer(self) -> str:
-        """The node that saves checkpoints; UserError if there is not exactly one."""
+        """Return the node that saves checkpoints; UserError if there is not exactly one."""
         return self.only(Restorer)
 
     def settings(self, node: str) -> Mapping[str, Any]:
-        """The settings of a node."""
+        """Return the settings of a node."""
         return self.graph.nodes[node].settings
 
     @cached_property
@@ -75,12 +75,12 @@ class Nodes:
 
     @property
     def counts_flops(self) -> bool:
-        """Whether the model knows its floating-point operations."""
+        """Return whether the model counts its FLOPs."""
         return self.model in self.graph.implementers(CountsFlops)
 
     @property
     def has_experts(self) -> bool:
-        """Whether the model has experts, by the settings of its node."""
+        """Return whether the model has experts, according to the settings of its node."""
         return bool(self.settings(self.model).get("num_experts"))
 
     @cached_property
@@ -101,17 +101,17 @@ class Nodes:
 
     @cached_property
     def memory_users(self) -> list[str]:
-        """Nodes that hold memory, the stages among them."""
+        """Return the nodes that allocate memory, including the stages."""
         return self._all(MemoryUser)
 
     @property
     def needed_by_stages(self) -> list[str]:
-        """What stages are built from."""
+        """Return the dependencies of the stages."""
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property
     def unneeded_tokenizers(self) -> list[str]:
-        """The tokenizer of a model whose vocabulary is known without it: a plan is made where its file is not."""
+        """Return the tokenizer if only the model needs it and its settings already determine the vocabulary size."""
         edge = self.graph.nodes[self.model].edges.get("tokenizer")
         is_known = any(self.settings(self.model).get(key) is not None for key in ("vocab_size", "config", "path"))
         if edge is None or not is_known:
@@ -122,17 +122,17 @@ class Nodes:
 
     @property
     def mesh_settings(self) -> Mapping[str, Any]:
-        """Sizes of the mesh's dimensions."""
+        """Return the sizes of the mesh's dimensions."""
         return self.graph.nodes[self.mesh].settings
 
     @property
     def least_ranks(self) -> int:
-        """The product of the dimensions whose sizes are written."""
+        """Return the minimum number of ranks: the product over dimensions with explicit sizes."""
         return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
 
     @property
     def batch_type(self) -> type[Batch]:
-        """The class of the run's batches; UserError if there is not exactly one."""
+        """Return the class of the run's batches; UserError if there is not exactly one."""
         classes = [self.graph.nodes[name].spec.cls for port in (PackedDataset, Collator) for name in self._all(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
@@ -141,7 +141,7 @@ class Nodes:
 
     @property
     def length(self) -> int:
-        """Tokens in a row; 1 if rows do not consist of tokens."""
+        """Return the sequence length, or 1 if rows do not consist of tokens; UserError if no node has it."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
         for name in self._all(PackedDataset):
@@ -152,7 +152,7 @@ class Nodes:
 
     @property
     def document_length(self) -> float:
-        """Tokens of a document in mean, if the data are here and say so; otherwise inf: rows are one document each."""
+        """Return the mean document length in tokens, or inf if the data are not available or do not know it."""
         names = self._all(TokenCorpus)
         if len(names) != 1 or not issubclass(self.graph.nodes[names[0]].spec.cls, KnownDocuments):
             return math.inf
@@ -163,26 +163,26 @@ class Nodes:
 
     @property
     def attention(self) -> str:
-        """The implementation of attention that the recipe names."""
+        """Return the attention kernel that the recipe names, or `auto`."""
         settings = [self.settings(name).get("attention", "auto") for name in self._all(Kernels)]
         return next(iter(settings), "auto")
 
     @property
     def global_size(self) -> int:
-        """Rows in a step."""
+        """Return the global batch size: rows in a step."""
         return int(self.settings(self.only(Batching))["global_size"])
 
     @property
     def steps(self) -> int | None:
-        """Steps of the run."""
+        """Return the steps of the run, or None if its length is not in steps."""
         steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
         return steps if isinstance(steps, int) else None
 
     def microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
-        """Rows of a microbatch, and microbatches of a step on a rank; UserError if the mesh does not divide a step."""
+        """Return rows per microbatch and microbatches per step on a rank; UserError if a step is not divisible."""
         rows = int(self.settings(self.only(Batching))["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
         if self.global_size % (rows * replicas):
-            text = f"{self.global_size} rows can't be divided among {replicas} replicas with microbatches of {rows}"
+            text = f"{self.global_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
             raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
         return rows, self.global_size // (rows * replicas)

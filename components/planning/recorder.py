@@ -1,7 +1,7 @@
 """
 Recorder of a module's passes on the meta device: bytes that are alive, and the seconds that operations would take.
 
-A meta tensor has a storage without memory, which lives as long as a real one, so that the sum of the live storages is
+A meta tensor has a storage without memory that lives as long as a real one. The sum of the live storages is therefore
 the memory that an allocator would have handed out. An operation takes as long as its arithmetic or its memory traffic,
 whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes the sum of
 both, because kernels before and after its products sum and round. FLOPs and scratch memory are registered with the
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, sent_bytes
-from drawloom.components.planning.attention import Attended
+from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, operation_costs
 
 
@@ -32,38 +32,38 @@ class PassCost:
     """
     Costs of a pass.
 
-    `seconds` is the time of the device, `sending` its part in collectives that the pass waits for, and `host` the time
-    of the host that issues the pass; `flops` counts matrix products. `rise` is the peak of live bytes and `grown` their
-    number at the end, both relative to the start; `grown` is negative if the pass frees more than it allocates. `held`
-    has the bytes that are alive at the end, by label.
+    `seconds` is the time on the device, including `comm_seconds` in collectives that the pass waits for. `host` is the
+    time in which the host issues the pass; `flops` counts matrix products. `peak_delta` is the peak of live bytes and
+    `net_delta` their number at the end, both relative to the start; `net_delta` is negative if the pass frees more than
+    it allocates. `kept_bytes` are the bytes alive at the end, by label.
     """
 
     seconds: float = 0.0
-    sending: float = 0.0
+    comm_seconds: float = 0.0
     host: float = 0.0
     flops: float = 0.0
-    rise: int = 0
-    grown: int = 0
-    held: Mapping[str, int] = attrs.field(factory=dict)
+    peak_delta: int = 0
+    net_delta: int = 0
+    kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
-        """Add the costs of another pass that runs several times; `rise` is the greater of both."""
-        labels = dict.fromkeys([*self.held, *other.held])
-        held = {label: self.held.get(label, 0) + times * other.held.get(label, 0) for label in labels}
+        """Add the costs of another pass that runs `times` times; `peak_delta` is the maximum of both."""
+        labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
+        kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
         return PassCost(
             seconds=self.seconds + times * other.seconds,
-            sending=self.sending + times * other.sending,
+            comm_seconds=self.comm_seconds + times * other.comm_seconds,
             host=self.host + times * other.host,
             flops=self.flops + times * other.flops,
-            rise=max(self.rise, other.rise),
-            grown=self.grown + times * other.grown,
-            held={label: size for label, size in held.items() if size},
+            peak_delta=max(self.peak_delta, other.peak_delta),
+            net_delta=self.net_delta + times * other.net_delta,
+            kept_bytes={label: size for label, size in kept.items() if size},
         )
 
     @property
-    def held_bytes(self) -> int:
-        """Return all bytes that are alive at the end."""
-        return sum(self.held.values())
+    def total_kept_bytes(self) -> int:
+        """Return the number of bytes alive at the end."""
+        return sum(self.kept_bytes.values())
 
 
 Links = Callable[[str], float]
@@ -71,18 +71,18 @@ Links = Callable[[str], float]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that records operations on meta tensors, for a device and the pairs that attention computes."""
+    """Context that records operations on meta tensors, for a device and a fraction of query-key pairs."""
 
-    def __init__(self, device: DeviceModel, links: Links, attended: Attended) -> None:
+    def __init__(self, device: DeviceModel, links: Links, fractions: AttentionFractions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._links, self._attended = device, links, attended
+        self._device, self._links, self._fractions = device, links, fractions
         self._sizes: dict[weakref.ref[Any], tuple[int, str]] = {}
         self._now = self._peak = self._start = 0
-        self._seconds = self._sending = self._host = self._flops = 0.0
+        self._seconds = self._comm_seconds = self._host = self._flops = 0.0
         self._label = ["other"]
 
-    def labelled(self, module: nn.Module, label: str) -> list[Any]:
-        """Label storages that the forward pass of a module allocates, and return the handles of the hooks."""
+    def label_module(self, module: nn.Module, label: str) -> list[Any]:
+        """Label the storages that a module's forward pass allocates; return the hooks' handles."""
         begin = module.register_forward_pre_hook(lambda *_: self._label.append(label))
         return [begin, module.register_forward_hook(lambda *_: self._label.pop() and None, always_call=True)]
 
@@ -94,29 +94,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._label.pop()
 
     def begin(self) -> None:
-        """Start to record a pass."""
-        self._seconds = self._sending = self._host = self._flops = 0.0
+        """Start recording a pass."""
+        self._seconds = self._comm_seconds = self._host = self._flops = 0.0
         self._start = self._peak = self._now
 
     def end(self) -> PassCost:
         """Return the costs since `begin`."""
-        held: Counter[str] = Counter()
+        kept: Counter[str] = Counter()
         for size, label in self._sizes.values():
-            held[label] += size
-        rise, grown = self._peak - self._start, self._now - self._start
+            kept[label] += size
         return PassCost(
             seconds=self._seconds,
-            sending=self._sending,
+            comm_seconds=self._comm_seconds,
             host=self._host,
             flops=self._flops,
-            rise=rise,
-            grown=grown,
-            held=dict(held),
+            peak_delta=self._peak - self._start,
+            net_delta=self._now - self._start,
+            kept_bytes=dict(kept),
         )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # torch 2.11 computes no shape for a product that is added in a wider dtype; `out` has the shape already.
+        # torch 2.11 does not infer the shape of a product that is added in a wider dtype; `out` has it already.
         result = kwargs["out"] if "out" in kwargs else function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -146,15 +145,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sent = sent_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])
         self._seconds += seconds
-        self._sending += seconds
+        self._comm_seconds += seconds
 
     def _count(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         reached = self._device.reached
-        flops = costs.flops * (self._attended.pairs if costs.is_attention else 1.0)
+        flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
         rate = self._device.product_rate(_factor_dtype(inputs)) if flops else math.inf
         if costs.is_attention:
             rate *= reached.attention / reached.products
-            rate /= 1 - self._attended.packed + self._attended.packed / reached.packed
+            rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed
         self._flops += flops
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + 2 * costs.scratch * costs.is_attention
         arithmetic, traffic = flops / rate, moved / (self._device.bandwidth * reached.memory)
@@ -165,6 +164,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _factor_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of a product's factors, the narrowest one: sums that it is added to may be wider."""
+    """Return the narrowest dtype, which is that of a product's factors: the sum it is added to may be wider."""
     dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()] or [inputs[0].dtype]
     return min(dtypes, key=lambda dtype: dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What to change in a recipe that does not fit: settings, each tried by another plan."""
+"""Remedies for a recipe that does not fit: changes of settings, all verified by plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 @attrs.frozen
 class Remedy:
-    """Settings to change, what they cost, and the plan with them, on as many ranks as that has."""
+    """Change of settings, its cost in words, and the plan with these settings."""
 
     values: Values
     cost: str
@@ -26,18 +26,18 @@ class Remedy:
 
     @property
     def lines(self) -> list[str]:
-        """The settings as TOML, one a line."""
+        """Return the settings as lines of TOML."""
         return toml_lines(self.values)
 
 
 def toml_lines(values: Values) -> list[str]:
-    """Settings as TOML with dotted keys, one a line."""
-    return [f"{node}.{key} = {_toml(value)}" for node, each in values.items() for key, value in each.items()]
+    """Return settings as lines of TOML with dotted keys."""
+    return [f"{node}.{key} = {_toml(value)}" for node, settings in values.items() for key, value in settings.items()]
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -45,28 +45,28 @@ def _toml(value: Any) -> str:
 
 def remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
-    What would help a plan that does not fit, the least memory last; each fits, or takes less at least.
+    Return remedies for a plan that does not fit, sorted by decreasing memory; all of them take less than the plan.
 
-    If none of them fits by itself, the last one is the first of them, in the order of `_candidates`, that do together.
+    If no remedy fits by itself, the last remedy combines as many candidates as needed, in the order of `_candidates`.
     """
-    found = [
+    helpful = [
         remedy
         for values, cost, ranks in _candidates(Nodes.of(recipe), planned)
-        if (remedy := _tried(recipe, values, cost, planned, ranks)) is not None
+        if (remedy := _try(recipe, values, cost, planned, ranks)) is not None
     ]
-    found.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
-    if not any(remedy.plan.fits for remedy in found):
-        found += _together(recipe, planned)
-    return found
+    helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
+    if not any(remedy.plan.fits for remedy in helpful):
+        helpful += _combine(recipe, planned)
+    return helpful
 
 
-def _together(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
-    """The fewest candidates, in order, with which the recipe fits; nothing if it does with none."""
+def _combine(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
+    """Yield the combination of the first candidates with which the recipe fits, if there is one."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
     for values, _, ranks in _candidates(Nodes.of(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
-        remedy = _tried(recipe, merged, "together", best, ranks)
+        remedy = _try(recipe, merged, "together", best, ranks)
         if remedy is not None:
             so_far, best = merged, remedy.plan
             if best.fits:
@@ -74,18 +74,18 @@ def _together(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
                 return
 
 
-def _tried(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
-    """The plan with these settings; None if they make no sense in this recipe, or take no less memory."""
+def _try(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
+    """Plan with these settings; return None if they are invalid in this recipe or do not save memory."""
     try:
-        found = plan(recipe.with_values(values), planned.device, ranks)
+        changed_plan = plan(recipe.with_values(values), planned.device, ranks)
     except (RecipeError, UserError):
         return None
-    less = max(found.peak_memory_bytes) < 0.99 * max(planned.peak_memory_bytes)
-    return Remedy(values, cost, found) if less else None
+    less = max(changed_plan.peak_memory_bytes) < 0.99 * max(planned.peak_memory_bytes)
+    return Remedy(values, cost, changed_plan) if less else None
 
 
 def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
-    """Settings that may help, what each costs, and on how many ranks; those that cost least first."""
+    """Yield settings that may help, their cost in words, and the number of ranks; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings(nodes.stages)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
@@ -110,18 +110,18 @@ def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]
 
 
 def remedy_data(remedy: Remedy) -> dict[str, Any]:
-    """A remedy for JSON."""
+    """Return a remedy for JSON."""
     peak = max(remedy.plan.peak_memory_bytes)
     seconds = {"step_seconds": remedy.plan.time.seconds, "ranks": remedy.plan.ranks, "fits": remedy.plan.fits}
     return {"toml": remedy.lines, "cost": remedy.cost, "peak_memory_bytes": peak, **seconds}
 
 
-def remedies_text(found: Sequence[Remedy]) -> str:
-    """One remedy a line: settings, memory, time and what they cost."""
-    if not found:
+def remedies_text(remedies: Sequence[Remedy]) -> str:
+    """Return a line per remedy: settings, memory, time and cost."""
+    if not remedies:
         return "nothing that was tried takes less memory; take more ranks, or a smaller model"
     lines = ["what would help, each by itself:"]
-    for remedy in found:
+    for remedy in remedies:
         peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
         fits = "fits" if remedy.plan.fits else "too much"
         settings = "; ".join(remedy.lines)

@@ -1,4 +1,4 @@
-"""Looks for the fastest plan of a recipe on some ranks: over meshes, microbatches, schedules and recomputation."""
+"""Search for the fastest plan of a recipe: over meshes, microbatches, schedules and recomputation."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.plan import Plan, PlanCache, TooLarge, plan
+from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, plan
 from drawloom.components.planning.remedies import Values, toml_lines
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.run import Batching
@@ -20,73 +20,72 @@ from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
-MOST = 10
-"""Plans that are shown."""
+MAX_PLANS_SHOWN = 10
 
 SCHEDULES = ("one_f_one_b", "zero_bubble_v")
-"""Schedules that are tried: the one of least messages, and the one of least bubble in as much memory."""
+"""Schedules that are tried: the one with the fewest messages, and the one with the smallest bubble at equal memory."""
 
 POLICIES = ("none", "selective", "blocks")
 
 MICRO_SIZES = (1, 2, 4)
 
-ALIKE = 0.01
-"""Plans whose times differ by less are taken for alike, for none is so exact; that of less memory comes first then."""
+TIME_TOLERANCE = 0.01
+"""Relative difference below which times count as equal, because plans are not more accurate; less memory wins then."""
 
 
 LISTS = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]")
-"""Lists, and lists of lists."""
+"""Pattern of lists, and of lists of lists, in TOML."""
 
-LONG = 60
-"""Characters of a list that a table has no room for; overlays and JSON have it."""
+MAX_LIST_LENGTH = 60
+"""Characters of a list above which a table abbreviates it; overlays and JSON contain the whole list."""
 
-HOPELESS = 1.25
-"""How much slower than the fastest a plan may be that does not fit, for more recomputation to be tried."""
+MAX_SLOWDOWN = 1.25
+"""Time of a plan that does not fit, relative to the fastest, above which more recomputation is not tried."""
 
 
-ENDS = ("embedding_layer_cost", "head_layer_cost")
-"""Settings of stages that a schedule that cuts them does without."""
+END_COSTS = ("embedding_layer_cost", "head_layer_cost")
+"""Settings of stages that a partitioning schedule ignores."""
 
 
 @attrs.frozen
-class Found:
-    """Settings, and the plan with them."""
+class PlanChoice:
+    """Settings that the search tried, and the plan with these settings."""
 
     values: Values
     plan: Plan
 
     @property
     def overlay(self) -> str:
-        """The settings as an overlay in TOML."""
+        """Return the settings as an overlay in TOML."""
         return "\n".join(toml_lines(self.values))
 
 
-def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[Found]:
+def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
     """
-    The fastest plans that fit, the first is the fastest; of none, those that take least memory.
+    Return the plans that fit, the fastest first; if none fits, the plans with the least memory.
 
-    A mesh is tried with little recomputation first, and with more only if it does not fit, and with larger microbatches
-    while they fit and are faster; tensors are divided further while that is faster. The fastest pipeline is tried with
-    `pipeline.schedules.auto`, too. The number of rows in a step stays as it is. If no mesh suits the recipe, UserError
-    has the first reason.
+    Every mesh is tried with little recomputation first, with more recomputation only if it does not fit, and with
+    larger microbatches while they fit and are faster. Tensor parallelism grows while it makes the step faster. The
+    fastest pipeline is also tried with `pipeline.schedules.auto`. The global batch size does not change. Raises
+    UserError with the first reason if no mesh suits the recipe.
     """
     searched = _Search(Nodes.of(recipe), device, ranks)
-    every = list(searched.found())
-    every += searched.with_auto(every)
-    if not every and searched.problem:
+    tried = list(searched.try_meshes())
+    tried += searched.try_auto(tried)
+    if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
-    fitting = sorted((found for found in every if found.plan.fits), key=_order)
-    return (fitting or sorted(every, key=lambda found: max(found.plan.peak_memory_bytes)))[:MOST]
+    fitting = sorted((choice for choice in tried if choice.plan.fits), key=_order)
+    return (fitting or sorted(tried, key=lambda choice: max(choice.plan.peak_memory_bytes)))[:MAX_PLANS_SHOWN]
 
 
-def _order(found: Found) -> tuple[int, int]:
-    """The time of a step in steps of ALIKE, then the memory."""
-    return round(math.log(found.plan.time.seconds) / ALIKE), max(found.plan.peak_memory_bytes)
+def _order(choice: PlanChoice) -> tuple[int, int]:
+    """Return the step time in units of TIME_TOLERANCE, then the memory."""
+    return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
 
 
 @attrs.define(eq=False)
 class _Search:
-    """Plans of a recipe on some ranks, which share a cache."""
+    """Search for plans of a recipe on some ranks, with a shared cache."""
 
     nodes: Nodes
     device: DeviceModel
@@ -96,77 +95,77 @@ class _Search:
     best: float = math.inf
     problem: str = ""
 
-    def found(self) -> Iterator[Found]:
-        """All plans that are worth a look; if nothing fits, those of the meshes that take least."""
+    def try_meshes(self) -> Iterator[PlanChoice]:
+        """Yield plans for all promising meshes; if nothing fits, plans for the meshes with the least memory."""
         before = math.inf
         for tensor in _divisors(self.ranks, min(8, self.device.per_host)):
             for mesh in _meshes(self.nodes, self.device, self.ranks, tensor):
-                yield from self._of(mesh)
+                yield from self._try_mesh(mesh)
             if self.best == before < math.inf:
                 return
             before = self.best
         if self.best == math.inf:
-            for _, mesh in sorted(self.too_large, key=lambda each: each[0])[:MOST]:
-                if (found := self._planned(mesh, 1, _schedules(mesh)[0], POLICIES[-1], None)) is not None:
-                    yield found
+            for _, mesh in sorted(self.too_large, key=lambda pair: pair[0])[:MAX_PLANS_SHOWN]:
+                if (choice := self._plan(mesh, 1, _schedules(mesh)[0], POLICIES[-1], None)) is not None:
+                    yield choice
 
-    def with_auto(self, every: Sequence[Found]) -> list[Found]:
-        """The fastest pipeline that fits with a schedule and stages that are found for it."""
+    def try_auto(self, tried: Sequence[PlanChoice]) -> list[PlanChoice]:
+        """Return the fastest pipeline that fits, with a schedule and stages that are searched for it."""
         nodes, device = self.nodes, self.device
-        pipelines = [found for found in every if found.plan.fits and found.plan.mesh.sizes.pipeline > 1]
-        fastest = min(pipelines, key=lambda each: each.plan.time.seconds, default=None)
+        pipelines = [choice for choice in tried if choice.plan.fits and choice.plan.mesh.sizes.pipeline > 1]
+        fastest = min(pipelines, key=lambda choice: choice.plan.time.seconds, default=None)
         if fastest is None:
             return []
-        # Slices have the costs of the ends, and the schedule says what is recomputed.
-        ends = [key for key in ENDS if nodes.settings(nodes.stages).get(key)]
+        # Slices include the costs of the ends, and the schedule sets the recompute policies.
+        ends = [key for key in END_COSTS if nodes.settings(nodes.stages).get(key)]
         stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0), "recompute": "none"}
         values = {**fastest.values, nodes.stages: stages}
-        cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages have other layers
+        cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages contain other layers
         try:
             planned = Planned(nodes.recipe.with_values(values), device, cache)
             costs = planned.slices(fastest.plan.mesh.sizes.pipeline)
             schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
-            found = self._with({**values, nodes.schedule: schedule}, cache)
-        except (RecipeError, UserError):  # TooLarge, too: stages of other sizes may hold more parameters
+            choice = self._try_settings({**values, nodes.schedule: schedule}, cache)
+        except (RecipeError, UserError):  # also TooLargeError: stages of other sizes may contain more parameters
             return []
-        return [] if found is None else [found]
+        return [] if choice is None else [choice]
 
-    def _of(self, mesh: PerDimension) -> Iterator[Found]:
-        """Plans of one mesh: for each schedule and size of microbatches the first policy that fits, or the last."""
+    def _try_mesh(self, mesh: PerDimension) -> Iterator[PlanChoice]:
+        """Yield plans of one mesh: for every schedule and microbatch size the first policy that fits, or the last."""
         for schedule in _schedules(mesh):
             best = math.inf
             for rows in MICRO_SIZES:
                 if self.nodes.global_size % (rows * mesh.data_replicate * mesh.data_shard):
                     break
                 try:
-                    found = self._of_size(mesh, rows, schedule)
-                except TooLarge as error:
+                    choice = self._try_policies(mesh, rows, schedule)
+                except TooLargeError as error:
                     self.too_large.append((error.bytes, mesh))
                     return
-                if found is None:
+                if choice is None:
                     break
-                yield found
-                if not found.plan.fits or found.plan.time.seconds > best:
+                yield choice
+                if not choice.plan.fits or choice.plan.time.seconds > best:
                     break
-                best = found.plan.time.seconds
+                best = choice.plan.time.seconds
 
-    def _of_size(self, mesh: PerDimension, rows: int, schedule: str) -> Found | None:
-        found = None
+    def _try_policies(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
+        choice = None
         for policy in POLICIES:
-            found = self._planned(mesh, rows, schedule, policy, self.cache) or found
-            if found is None:
+            choice = self._plan(mesh, rows, schedule, policy, self.cache) or choice
+            if choice is None:
                 break
-            if found.plan.fits:
-                self.best = min(self.best, found.plan.time.seconds)
+            if choice.plan.fits:
+                self.best = min(self.best, choice.plan.time.seconds)
                 break
-            if found.plan.time.seconds > HOPELESS * self.best:
-                break  # recomputation takes yet longer
-        return found
+            if choice.plan.time.seconds > MAX_SLOWDOWN * self.best:
+                break  # more recomputation takes even longer
+        return choice
 
-    def _planned(
+    def _plan(
         self, mesh: PerDimension, rows: int, schedule: str, policy: str, cache: PlanCache | None
-    ) -> Found | None:
-        """The plan with these settings; None if they make no sense for this recipe. Raises TooLarge if it can't fit."""
+    ) -> PlanChoice | None:
+        """Plan with these settings; return None if they are invalid. Raises TooLargeError if parameters do not fit."""
         nodes, sync = self.nodes, mesh.data_shard > 1 and mesh.pipeline == 1
         stages: dict[str, Any] = {"recompute": policy, "sync_each_microbatch": sync}
         if nodes.has_experts:
@@ -179,12 +178,12 @@ class _Search:
         }
         if schedule:
             values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
-        return self._with(values, cache)
+        return self._try_settings(values, cache)
 
-    def _with(self, values: Values, cache: PlanCache | None) -> Found | None:
+    def _try_settings(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:
         try:
-            return Found(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
-        except TooLarge:
+            return PlanChoice(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
+        except TooLargeError:
             raise
         except (RecipeError, UserError) as error:
             self.problem = self.problem or str(error)
@@ -196,11 +195,11 @@ def _schedules(mesh: PerDimension) -> tuple[str, ...]:
 
 
 def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
-    """Sizes of a mesh's other dimensions: pipelines and shards by powers of two, replicas the rest; contexts stay."""
+    """Yield meshes with this `tensor` size: pipelines and shards by powers of two; the context size does not change."""
     context = PerDimension.of_settings(nodes.mesh_settings).context
     for pipeline in _divisors(ranks, 8):
-        rest, over = divmod(ranks, tensor * pipeline * context)
-        if over:
+        rest, remainder = divmod(ranks, tensor * pipeline * context)
+        if remainder:
             continue
         for shard in sorted({1, min(rest, device.per_host), rest}):
             if rest % shard:
@@ -223,28 +222,28 @@ def _settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Powers of two that divide a number, and are at most another."""
+    """Return the powers of two that divide a number, up to `most`."""
     return [size for size in (2**power for power in range(12)) if size <= most and number % size == 0]
 
 
-def search_text(found: Sequence[Found]) -> str:
-    """A table of plans, the best first: time, tokens/s, memory, and the settings."""
-    if not found:
+def search_text(choices: Sequence[PlanChoice]) -> str:
+    """Return a table of plans: time, tokens/s, memory, and the settings."""
+    if not choices:
         return "no mesh of that many ranks suits the recipe; take another number of ranks, or another global_size"
-    lines = ["" if found[0].plan.fits else "none fits; those that take least memory:"]
-    for number, each in enumerate(found, 1):
-        planned = each.plan
-        peak, part = max(planned.peak_memory_bytes), planned.time
+    lines = ["" if choices[0].plan.fits else "no plan fits; the plans with the least memory:"]
+    for number, choice in enumerate(choices, 1):
+        planned = choice.plan
+        peak, time = max(planned.peak_memory_bytes), planned.time
         spent = ", ".join(
-            f"{name} {seconds / part.seconds:.0%}"
-            for name, seconds in part.as_data().items()
-            if name != "compute" and seconds > 0.01 * part.seconds
+            f"{name} {seconds / time.seconds:.0%}"
+            for name, seconds in time.as_data().items()
+            if name != "compute" and seconds > 0.01 * time.seconds
         )
-        speed = f"{part.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {byte_size(peak)}"
-        settings = "; ".join(_shortened(line) for line in toml_lines(each.values))
+        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {byte_size(peak)}"
+        settings = "; ".join(_abbreviate(line) for line in toml_lines(choice.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")
 
 
-def _shortened(line: str) -> str:
-    return LISTS.sub(lambda found: found[0] if len(found[0]) < LONG else "[...]", line)
+def _abbreviate(line: str) -> str:
+    return LISTS.sub(lambda match: match[0] if len(match[0]) < MAX_LIST_LENGTH else "[...]", line)

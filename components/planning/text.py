@@ -1,4 +1,4 @@
-"""A plan as text and as data."""
+"""Plans as text and as data."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from drawloom.components.storage.byte_size import byte_size, unit_of
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """The figures of a plan for JSON: bytes by rank, seconds by part."""
+    """Return a plan for JSON: bytes by rank, seconds by part."""
     return {
         "device": plan.device.name,
         "ranks": plan.ranks,
@@ -34,7 +34,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 def _rank_data(memory: RankMemory) -> dict[str, Any]:
     return {
         "stages": list(memory.stages),
-        "kept": dict(memory.kept),
+        "kept": dict(memory.persistent),
         "gradients": memory.gradients,
         "peak_gradients": memory.peak_gradients,
         "activations": memory.activations,
@@ -45,20 +45,20 @@ def _rank_data(memory: RankMemory) -> dict[str, Any]:
 
 
 def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
-    """A stage: elements on a rank, and for one microbatch seconds by pass and the bytes held until the backward one."""
+    """Return the elements of a stage, and for one microbatch seconds by pass and bytes kept until the backward pass."""
     costs, elements = plan.costs[stage], plan.elements[stage]
     return {
         "pipeline_rank": plan.program.stage_to_rank[stage],
         "parameters": elements.all,
         "trained_parameters": elements.trained,
         "seconds": {op: float(plan.table.lengths[stage, OPS.index(op)]) for op in costs.passes},
-        "activations": dict(costs.passes["F"].held),
+        "activations": dict(costs.passes["F"].kept_bytes),
         "sent_bytes": costs.sent,
     }
 
 
 def as_text(plan: Plan) -> str:
-    """The figures of a plan, one subject a line, and a table of ranks."""
+    """Return a plan as text: a line per subject, and a table by rank."""
     lines = [f"{label:8}{text}" for label, text in _subjects(plan)]
     return "\n".join([*lines, "", *_table(plan)])
 
@@ -68,17 +68,17 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
     rows = f"{plan.rows.count} row{'s' * (plan.rows.count > 1)} of {plan.rows.length:,} tokens"
-    held = f" in documents of {plan.rows.document:,.0f}" if plan.rows.document < math.inf else ""
+    documents = f" in documents of {plan.rows.document:,.0f}" if plan.rows.document < math.inf else ""
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
-    yield "step", f"{count} of {rows}{held} on each replica, {plan.tokens:,} tokens in all"
-    most = max(plan.memory, key=lambda memory: memory.peak)
+    yield "step", f"{count} of {rows}{documents} on each replica, {plan.tokens:,} tokens in all"
+    fullest = max(plan.memory, key=lambda memory: memory.peak)
     limit = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{byte_size(most.peak)}{limit} at most, in {most.when}{verdict}"
+    yield "memory", f"{byte_size(fullest.peak)}{limit} at most, in {fullest.when}{verdict}"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
-    each = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
-    yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{each}{mfu}"
+    per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
+    yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{per_rank}{mfu}"
     if plan.steps is not None:
         length = timedelta(seconds=round(plan.steps * plan.time.seconds))
         yield "run", f"{plan.steps:,} steps in {length}, without evaluations and checkpoints"
@@ -96,38 +96,37 @@ KINDS = ("parameters", "masters", "compute_copies", "optimizer_state")
 
 
 def _table(plan: Plan) -> Iterator[str]:
-    """By pipeline rank: what it has all the time, and what the peak adds."""
-    kinds = [kind for kind in KINDS if any(kind in memory.kept for memory in plan.memory)]
+    """Yield a table with a column per pipeline rank: persistent bytes, and bytes at the peak."""
+    kinds = [kind for kind in KINDS if any(kind in memory.persistent for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activations))
-    shown = [label for label in labels if any(_part(memory, label) >= 0.01 for memory in plan.memory)]
+    shown = [label for label in labels if any(_fraction(memory, label) >= 0.01 for memory in plan.memory)]
     unit, scale = unit_of(max(plan.peak_memory_bytes))
-    sizes = [(kind.replace("_", " "), [memory.kept.get(kind, 0) for memory in plan.memory]) for kind in kinds]
+    sizes = [(kind.replace("_", " "), [memory.persistent.get(kind, 0) for memory in plan.memory]) for kind in kinds]
     sizes += [("gradients", [memory.peak_gradients for memory in plan.memory])]
     sizes += [(f"  {label}", [memory.activations.get(label, 0) for memory in plan.memory]) for label in shown]
     rest = [sum(size for label, size in memory.activations.items() if label not in shown) for memory in plan.memory]
     sizes += [("  other activations", rest)] if any(rest) else []
     sizes += [("buffers", [sum(memory.buffers.values()) for memory in plan.memory])]
     sizes += [("peak", [memory.peak for memory in plan.memory])]
-    yield from _aligned(
+    yield from _align_columns(
         [
             [unit, *(f"rank {number}" for number in _first_ranks(plan))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
-            *([name, *(f"{size / scale:.3f}" for size in each)] for name, each in sizes),
+            *([name, *(f"{size / scale:.3f}" for size in row)] for name, row in sizes),
             ["in", *(memory.when for memory in plan.memory)],
         ]
     )
 
 
-def _part(memory: RankMemory, label: str) -> float:
+def _fraction(memory: RankMemory, label: str) -> float:
     return memory.activations.get(label, 0) / max(1, memory.peak)
 
 
 def _first_ranks(plan: Plan) -> Sequence[int]:
-    each = plan.ranks // len(plan.memory)
-    return range(0, plan.ranks, each)
+    return range(0, plan.ranks, plan.ranks // len(plan.memory))
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]

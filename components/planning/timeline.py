@@ -1,4 +1,4 @@
-"""The memory of a pipeline rank over a step: which microbatches it holds activations of, action by action."""
+"""Memory of a pipeline rank over a step: the activations that are alive, action by action."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from drawloom.components.ports.program import Program
 
 @attrs.frozen
 class Peak:
-    """The most bytes of a rank besides what it has all the time: at which action, and by what made them."""
+    """Peak of a rank's bytes beyond its persistent bytes: the action at the peak, and the bytes by label."""
 
     bytes: int
     action: str
@@ -20,45 +20,48 @@ class Peak:
 
 def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
     """
-    The peak of activations and gradients of a rank, in a step whose gradients are made by its first backward pass.
+    Return the peak of a rank's activations and gradients in a step whose first backward pass allocates gradients.
 
-    `gradients` are their bytes by stage. Until the first backward pass of a stage ends it has none; while it goes on
-    they take the place of activations, so that its peak is at its beginning or its end.
+    `gradients` are bytes by stage. The first backward pass of a stage allocates its gradients while it frees
+    activations, so that the stage's peak is at the beginning or the end of this pass.
     """
-    held: Counter[tuple[int, str]] = Counter()
-    existing = 0
-    now = 0
+    live: Counter[tuple[int, str]] = Counter()
+    gradient_bytes = 0
+    activations = 0
     has_gradients: set[int] = set()
-    best, when, kinds = 0, "", dict[str, int]()
+    peak, peak_action, kinds = 0, "", dict[str, int]()
     for row in range(*program.bounds[rank : rank + 2]):
         action = program.action(row)
-        part = costs[action.stage].passes[action.op]
-        forward = costs[action.stage].passes["F"].held_bytes
-        pending = costs[action.stage].passes["I"].held_bytes if "I" in costs[action.stage].passes else 0
-        total = now + existing + part.rise
-        grows = action.op in "BW" and action.stage not in has_gradients
-        if grows:
+        cost = costs[action.stage].passes[action.op]
+        forward = costs[action.stage].passes["F"].total_kept_bytes
+        pending = costs[action.stage].passes["I"].total_kept_bytes if "I" in costs[action.stage].passes else 0
+        total = activations + gradient_bytes + cost.peak_delta
+        allocates_gradients = action.op in "BW" and action.stage not in has_gradients
+        if allocates_gradients:
             has_gradients.add(action.stage)
-            existing += gradients[action.stage]
-            total = max(total, now - (forward if action.op == "B" else pending) + existing)
-        if total > best:
-            best, when = total, str(action)
-            own = part.held if action.op == "F" else {}
-            kinds = _kinds(held, costs, part.rise if not grows else max(0, total - now - existing), own)
-            kinds["gradients"] = existing if not grows else min(existing, max(0, total - now))
-        now += {"F": forward, "B": -forward, "I": pending - forward, "W": -pending}[action.op]
-        held[action.stage, "F"] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.op]
-        held[action.stage, "I"] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.op]
-    return Peak(best, when, {name: size for name, size in kinds.items() if size})
+            gradient_bytes += gradients[action.stage]
+            total = max(total, activations - (forward if action.op == "B" else pending) + gradient_bytes)
+        if total > peak:
+            peak, peak_action = total, str(action)
+            own = cost.kept_bytes if action.op == "F" else {}
+            delta, shown = cost.peak_delta, gradient_bytes
+            if allocates_gradients:
+                delta = max(0, total - activations - gradient_bytes)
+                shown = min(gradient_bytes, max(0, total - activations))
+            kinds = _kinds(live, costs, delta, own) | {"gradients": shown}
+        activations += {"F": forward, "B": -forward, "I": pending - forward, "W": -pending}[action.op]
+        live[action.stage, "F"] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.op]
+        live[action.stage, "I"] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.op]
+    return Peak(peak, peak_action, {name: size for name, size in kinds.items() if size})
 
 
 def _kinds(
-    held: Counter[tuple[int, str]], costs: Mapping[int, StageCosts], rise: int, own: Mapping[str, int]
+    live: Counter[tuple[int, str]], costs: Mapping[int, StageCosts], peak_delta: int, own: Mapping[str, int]
 ) -> dict[str, int]:
-    """Bytes by what made them: those that are held, a forward's `own` that it is about to hold, and temporary ones."""
+    """Sum bytes by label: live activations, activations that a forward pass adds (`own`), and temporary tensors."""
     kinds: Counter[str] = Counter(own)
-    for (stage, op), count in held.items():
-        for label, size in costs[stage].passes[op].held.items() if count else ():
+    for (stage, op), count in live.items():
+        for label, size in costs[stage].passes[op].kept_bytes.items() if count else ():
             kinds[label] += count * size
-    kinds["temporary"] += rise - sum(own.values())
+    kinds["temporary"] += peak_delta - sum(own.values())
     return dict(kinds)

@@ -1,4 +1,4 @@
-"""The timeline of a step that a run's profiler has traced: when each action of the pipeline began and ended."""
+"""Timeline of a step in a profiler trace of a run: start and end of every pipeline action."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ Span = tuple[float, float]
 
 @attrs.frozen(eq=False)
 class TracedStep:
-    """A traced step: the program, and when each of its actions (actions,) began and ended, in seconds."""
+    """Traced step: the program, and the start and end of its actions in seconds, both of shape (actions,)."""
 
     program: Program
     start: NDArray[np.float64]
@@ -36,14 +36,14 @@ class TracedStep:
 
     @property
     def simulation(self) -> Simulation:
-        """The same as a timeline that can be drawn and summed up."""
+        """Return the step as a simulation, which can be drawn and summarized."""
         return Simulation(self.program, Costs(), "free", self.start, self.end)
 
     def table(self) -> CostTable:
         """
-        The median seconds of every stage's ops, and of messages the least time between a result and its use.
+        Return the median seconds of every stage's ops, and the minimum seconds between a result and its use.
 
-        A whole backward pass counts half as input gradients and half as weight gradients where a stage had none apart.
+        If a stage's backward passes were not split, their time counts half as I and half as W.
         """
         lengths = np.full((self.program.stages, len(OPS)), np.nan)
         for stage, op in {*zip(self.program.stage.tolist(), self.program.op.tolist(), strict=True)}:
@@ -63,37 +63,38 @@ class TracedStep:
         return max(0.0, float(between[delay > 0].min(initial=np.inf))) if (delay > 0).any() else 0.0
 
 
-def measured(folder: Path, program: Program) -> TracedStep:
+def read_traced_step(folder: Path, program: Program) -> TracedStep:
     """
-    The last step of the newest trace of a run, whose ranks do a program; UserError if there is none, or of another one.
+    Return the last step in the newest trace of a run that executed this program.
 
-    Of ranks that have the same stages, the first one counts.
+    Among ranks with the same stages, the first rank is read. Raises UserError if there is no trace, or if the trace
+    belongs to another program.
     """
     program = with_whole_backwards(program)
     paths = _newest(folder, program.ranks)
     ranks = [_actions(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
-    for rank, found in enumerate(ranks):
+    for rank, actions in enumerate(ranks):
         for row in range(*program.bounds[rank : rank + 2]):
-            if (name := str(program.action(row))) not in found:
+            if (name := str(program.action(row))) not in actions:
                 text = f"has no {name} on rank {rank} of the pipeline"
-                raise UserError(f"{folder}: its trace {text}, so that it is one of another recipe; trace the run again")
-            spans.append(found[name])
+                raise UserError(f"{folder}: its trace {text}, so it belongs to another recipe; trace the run again")
+            spans.append(actions[name])
     times = np.array(spans) - min(start for start, _ in spans)
     return TracedStep(program, times[:, 0], times[:, 1])
 
 
 def _newest(folder: Path, multiple: int) -> Sequence[Path]:
-    """The files of the newest trace that all ranks have written, by rank; a multiple of the ranks of a pipeline."""
+    """Return the files of the newest complete trace by rank; their number is a multiple of the pipeline ranks."""
     traces: dict[tuple[int, int], dict[int, Path]] = {}
     for path in (folder / "traces").glob("*.json.gz"):
-        if found := FILE.fullmatch(path.name):
-            first, last, rank = map(int, found.groups())
+        if match := FILE.fullmatch(path.name):
+            first, last, rank = map(int, match.groups())
             traces.setdefault((last, first), {})[rank] = path
     if not traces:
         text = "it has no traces; let its recipe extend with_profiler, or add the node listeners.profiler"
         raise UserError(f"{folder}: {text}, and run some steps", 2)
-    # Of a run that was killed while it wrote one, some ranks have not.
+    # A run that was killed while it wrote a trace leaves files of some ranks only.
     most = max(map(len, traces.values()))
     newest = traces[max(steps for steps, files in traces.items() if len(files) == most)]
     if most % multiple or max(newest) >= most:
@@ -103,7 +104,7 @@ def _newest(folder: Path, multiple: int) -> Sequence[Path]:
 
 
 def _actions(path: Path) -> dict[str, Span]:
-    """By name, the spans of the actions of the last step in a trace, without their waits; on the GPU if it has one."""
+    """Return the spans of the last step's actions by name, without waits; GPU spans if the trace has a GPU."""
     try:
         with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
@@ -111,25 +112,25 @@ def _actions(path: Path) -> dict[str, Span]:
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         ranges = [event for event in events if event.get("cat") == "user_annotation"]
         spans = sorted((*_span(event, base), event["name"]) for event in ranges)
-        launched = _launched(events, base)
+        launched = _launches(events, base)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} can't be read as a trace: {error}; remove it, or trace the run again") from error
     start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
     waits = [(begin, end) for begin, end, name in spans if name == WAIT and begin >= start]
-    found: dict[str, Span] = {}
+    actions: dict[str, Span] = {}
     for begin, end, name in spans:
-        # A validation in the same step comes later, with forwards of the same names.
-        if begin >= start and name not in found:
-            found[name] = _on_gpu(launched, begin, end) or (_without(waits, begin, end), end)
-    return found
+        # A validation in the same step comes later, and its forward passes have the same names.
+        if begin >= start and name not in actions:
+            actions[name] = _gpu_span(launched, begin, end) or (_skip_waits(waits, begin, end), end)
+    return actions
 
 
 Launches = Sequence[tuple[float, Span]]
-"""When the host issued an operation of the GPU, and when that ran; in the order of the former."""
+"""Time at which the host issued a GPU operation, and the span in which it ran, sorted by the former."""
 
 
-def _launched(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
-    """All but messages between ranks, which run beside the passes; none in a trace of a CPU."""
+def _launches(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
+    """Return all GPU operations except messages between ranks, which overlap the passes; none in a CPU trace."""
     issued = {
         event["args"]["correlation"]: _span(event, base)[0]
         for event in events
@@ -143,22 +144,22 @@ def _launched(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _on_gpu(launched: Launches, begin: float, end: float) -> Span | None:
+def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
     """
-    From the start to the end of what was issued in a span of the host; None if nothing was.
+    Return the span of the GPU operations that the host issued in a span, or None if there are none.
 
-    torch's own ranges of the GPU lack backward passes, whose operations are issued by a thread of autograd.
+    torch's GPU ranges omit backward passes, whose operations are issued by a thread of autograd.
     """
     spans = [span for _, span in launched[bisect_left(launched, (begin,)) : bisect_left(launched, (end,))]]
     return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
 
 def _span(event: Mapping[str, Any], base: int) -> Span:
-    # Nanoseconds since 1970 have more digits than a float; those of a day don't.
+    # Nanoseconds since 1970 have more digits than a float; nanoseconds of a day do not.
     start = base % (86_400 * 10**9) / 1e9 + float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
-def _without(waits: Sequence[Span], begin: float, end: float) -> float:
-    """When an action begins to compute: after the waits inside of it."""
+def _skip_waits(waits: Sequence[Span], begin: float, end: float) -> float:
+    """Return the start of an action's computation: the end of its waits."""
     return max((until for start, until in waits if begin <= start and until <= end), default=begin)

@@ -1,6 +1,6 @@
 """The picture of a run's schedule, if it is small enough for a page."""
 
-from drawloom.components.pipeline.program.timing import Costs, Deadlock
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary
 from drawloom.components.pipeline.simulation.svg import draw_svg
@@ -21,6 +21,6 @@ def draw_schedule(use: str, schedule: Schedule, ranks: int, microbatches: int) -
         return ""
     try:
         summary = Summary(use.removeprefix(FOLDER), simulate(schedule.program(ranks, microbatches), Costs(), "free"))
-    except Deadlock:
+    except DeadlockError:
         return ""
     return draw_svg(summary.simulation, summary.title, summary.caption)

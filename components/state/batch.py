@@ -71,17 +71,17 @@ class Batch:
 
     @property
     def row_count(self) -> int:
-        """The row count."""
+        """Return the number of rows."""
         return len(self.weights)
 
     @property
     def length(self) -> int:
-        """The row length in tokens; 0 without a leaf that has tokens."""
+        """Return the sequence length, or 0 for a batch without a leaf of tokens."""
         return next((tensor.shape[1] for _, spec, tensor in self.named_tensors() if spec == "tokens"), 0)
 
     @property
     def token_count(self) -> int:
-        """How many items a run counts as tokens: everything that has its own weight."""
+        """Return the number of tokens that a run counts: all items with their own weight."""
         return self.weights.numel()
 
     def has_whole_rows(self) -> bool:

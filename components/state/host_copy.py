@@ -9,7 +9,7 @@ from torch import Tensor
 
 @attrs.frozen
 class HostCopy:
-    """Copies of tensors on their way to the CPU; `event` is None if they are there already."""
+    """Copies of tensors in flight to the CPU; `event` is None if the tensors are already there."""
 
     tensors: Mapping[str, Tensor]
     event: torch.cuda.Event | None = None
@@ -31,7 +31,7 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `read` would return without waiting."""
+        """Return whether `read` would return without waiting."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Mapping[str, Tensor]:

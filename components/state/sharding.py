@@ -1,8 +1,8 @@
 """
-Sharding pytrees into one pytree for each microbatch, and joining them again.
+Sharding of pytrees into one pytree per microbatch, and joining of the shards.
 
-A sharding spec applies to the whole subtree below it, so one `Shard()` shards every tensor of a dict. Lists are sharded
-like tensors of one dimension, unless the spec has a list in their place; None stays None.
+A sharding spec applies to its whole subtree, so one `Shard()` shards every tensor of a dict. Lists are sharded like
+tensors of one dimension, unless the spec itself has a list there; None stays None.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from drawloom.components.state.trees import branches, rebuild
 
 def spec_of_whole(value: Any) -> SpecTree:
     """
-    The spec inferred for a value of the whole batch: tensors and lists are sharded along dimension 0.
+    Infer the spec of a value of the whole batch: tensors and lists are sharded along dimension 0.
 
-    Tensors without dimensions and all else are replicated.
+    Tensors without dimensions and all other values are replicated.
     """
     return _by_leaf(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Replicate(), value)
 
 
 def spec_of_shard(value: Any) -> SpecTree:
     """
-    The spec inferred for a value of one microbatch: tensors and lists are concatenated along dimension 0.
+    Infer the spec of a value of one microbatch: tensors and lists are concatenated along dimension 0.
 
-    Tensors without dimensions are stacked, and all else is gathered in a list.
+    Tensors without dimensions are stacked, and all other values are gathered in a list.
     """
     return _by_leaf(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Stack(), value)
 
@@ -43,9 +43,9 @@ def _by_leaf(choose: Callable[[Any], SpecTree], value: Any) -> SpecTree:
 
 def shard_tree(tree: Any, spec: SpecTree, count: int, *, even: bool = True) -> list[Any]:
     """
-    The shards of a pytree for `count` microbatches. Tensors are views.
+    Return the shards of a pytree for `count` microbatches; tensors are views.
 
-    Sizes that `count` does not divide are an error, or, if not `even`, the first shards are larger by one. Raises
+    Sizes that are not divisible by `count` are an error, or, if not `even`, the first shards are larger by one. Raises
     ValueError, with the path in the tree, for values that the spec can't shard.
     """
     if count < 1:
@@ -55,7 +55,7 @@ def shard_tree(tree: Any, spec: SpecTree, count: int, *, even: bool = True) -> l
 
 def unshard_tree(shards: Sequence[Any], spec: SpecTree) -> Any:
     """
-    The pytree of which these are the shards, in order.
+    Join shards, in order, into one pytree.
 
     Replicated values must be equal, and comparing tensors synchronizes with the device. Raises ValueError, with the
     path in the tree, for values that the spec can't join.
@@ -66,12 +66,12 @@ def unshard_tree(shards: Sequence[Any], spec: SpecTree) -> Any:
 
 
 def check_spec(spec: SpecTree) -> None:
-    """Raise ValueError, with the path in the tree, for what is not a sharding spec."""
+    """Raise ValueError, with the path in the tree, for values that are not sharding specs."""
     _check(spec, "")
 
 
 def is_leaf_spec(spec: SpecTree) -> bool:
-    """Whether a spec is Shard, Stack or Replicate, and not a tree of them."""
+    """Return whether a spec is a Shard, Stack or Replicate, and not a tree of specs."""
     return isinstance(spec, Shard | Stack | Replicate)
 
 
@@ -86,7 +86,7 @@ def _check(spec: SpecTree, path: str) -> None:
 
 
 def _branches(value: Any, spec: SpecTree, path: str) -> list[tuple[str, Any, SpecTree]] | None:
-    """The children of a node, each with its spec; None if the spec applies to the value as one."""
+    """Return the children of a node with their specs, or None if the spec applies to the whole value."""
     children = branches(value)
     if is_leaf_spec(spec):
         whole = isinstance(value, list) and not isinstance(spec, Replicate)
@@ -104,7 +104,7 @@ def _shard(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> lis
     if children is None:
         return _shard_leaf(value, spec, count, even, path)
     columns = [_shard(child, below, count, even, path + step) for step, child, below in children]
-    return [rebuild(value, [column[place] for column in columns]) for place in range(count)]
+    return [rebuild(value, [column[index] for column in columns]) for index in range(count)]
 
 
 def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
@@ -112,7 +112,7 @@ def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -
         return [value] * count
     size = _size(value, spec, path)
     if isinstance(spec, Stack) and size != count:
-        raise _error(path, f"{_kind(value)} is no stack of {count} along dimension {spec.dim}, but one of {size}")
+        raise _error(path, f"{_kind(value)} is not a stack of {count} along dimension {spec.dim}, but one of {size}")
     if even and size % count:
         reason = f"{_kind(value)} can't be cut evenly into {count} along dimension {spec.dim}"
         raise _error(path, f"{reason}; Replicate() would give each microbatch all of it")
@@ -122,17 +122,17 @@ def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -
 
 
 def _shard_list(items: list[Any], count: int) -> list[list[Any]]:
-    """The shards of a list, with the sizes of torch.tensor_split."""
+    """Return the shards of a list, with the sizes of torch.tensor_split."""
     share, extra = divmod(len(items), count)
-    ends = [share * place + min(place, extra) for place in range(count + 1)]
+    ends = [share * index + min(index, extra) for index in range(count + 1)]
     return [items[start:end] for start, end in pairwise(ends)]
 
 
 def _size(value: Any, spec: Shard | Stack, path: str) -> int:
-    """The size of a tensor or list along the dimension of the spec."""
+    """Return the size of a tensor or list along the dimension of the spec."""
     if isinstance(value, list):
         if spec.dim != 0:
-            raise _error(path, f"a list has dimension 0 alone, and the specification is {spec}")
+            raise _error(path, f"a list only has dimension 0, and the specification is {spec}")
         return len(value)
     _check_dimension(value, spec, 0, path)
     return int(value.size(spec.dim))
@@ -143,7 +143,7 @@ def _unshard(values: list[Any], spec: SpecTree, path: str) -> Any:
     first = children[0]
     if first is None and not any(children):
         return _unshard_leaf(values, spec, path)
-    rows = [{step: child for step, child, _ in one or ()} for one in children]
+    rows = [{step: child for step, child, _ in entries or ()} for entries in children]
     if other := next((row for row in rows if first is not None and row.keys() != rows[0].keys()), None):
         names = ", ".join(sorted(other.keys() ^ rows[0].keys()))
         raise _error(path, f"microbatch {rows.index(other)} has other entries than the first: {names}")
@@ -155,7 +155,7 @@ def _unshard(values: list[Any], spec: SpecTree, path: str) -> Any:
 
 def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
     if isinstance(spec, Replicate) or all(value is None for value in values):
-        return _replicated(values, path)
+        return _require_equal(values, path)
     kinds = {next((kind for kind in (Tensor, list) if isinstance(value, kind)), object) for value in values}
     # A mix of tensors and lists can't be joined, and torch's error would not name the path.
     if len(kinds) > 1:
@@ -169,10 +169,10 @@ def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
 
 
 def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tensor:
-    stacked = isinstance(spec, Stack)
-    _check_dimension(values[0], spec, stacked, path)
+    is_stack = isinstance(spec, Stack)
+    _check_dimension(values[0], spec, is_stack, path)
     try:
-        return torch.stack(values, spec.dim) if stacked else torch.cat(values, spec.dim)
+        return torch.stack(values, spec.dim) if is_stack else torch.cat(values, spec.dim)
     except RuntimeError as error:
         raise _error(path, f"the parts can't be joined by {spec}: {_kinds(values)}") from error
 
@@ -187,21 +187,21 @@ def _check_dimension(value: Any, spec: Shard | Stack, more: int, path: str) -> N
         raise _error(path, f"{_kind(value)} has no dimension for {spec}; write {instead}")
 
 
-def _replicated(values: list[Any], path: str) -> Any:
-    """The one value of all microbatches; ValueError if they differ."""
-    for place, value in enumerate(values):
+def _require_equal(values: list[Any], path: str) -> Any:
+    """Return the common value of all microbatches; ValueError if values differ."""
+    for index, value in enumerate(values):
         if not _same(values[0], value):
-            raise _error(path, f"it is replicated, but differs between microbatches 0 and {place}")
+            raise _error(path, f"it is replicated, but differs between microbatches 0 and {index}")
     return values[0]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two leaves are equal in type, shape, dtype and values; NaN equals NaN."""
-    if one is other:
+def _same(first: Any, second: Any) -> bool:
+    """Return whether two leaves are equal in type, shape, dtype and values; NaN equals NaN."""
+    if first is second:
         return True
-    if any(getattr(one, trait, None) != getattr(other, trait, None) for trait in ("__class__", "shape", "dtype")):
+    if any(getattr(first, trait, None) != getattr(second, trait, None) for trait in ("__class__", "shape", "dtype")):
         return False
-    equal = (one == other) | ((one != one) & (other != other))  # NaN is the value that differs from itself
+    equal = (first == second) | ((first != first) & (second != second))  # NaN differs from itself
     return equal if isinstance(equal, bool) else bool(equal.all())
 
 

@@ -1,4 +1,4 @@
-"""Sharding specs: how a value of the whole step relates to the values of its microbatches."""
+"""Sharding specs: relation of a value of the whole step to the values of its microbatches."""
 
 from typing import Any
 
@@ -7,22 +7,22 @@ import attrs
 
 @attrs.frozen
 class Shard:
-    """Each microbatch has a slice of a tensor along `dim`, or some items of a list."""
+    """Spec of values whose microbatches have slices of a tensor along `dim`, or some items of a list."""
 
     dim: int = 0
 
 
 @attrs.frozen
 class Stack:
-    """The microbatches' tensors are stacked along a new dimension `dim`, or each has one item of a list."""
+    """Spec of values that stack the microbatches' tensors along a new dimension `dim`, or list their items."""
 
     dim: int = 0
 
 
 @attrs.frozen
 class Replicate:
-    """Each microbatch has the same value."""
+    """Spec of values that are the same in all microbatches."""
 
 
 SpecTree = Any
-"""A Shard, Stack or Replicate for a whole tree, or a tree of the same structure with one of these at each leaf."""
+"""Shard, Stack or Replicate for a whole tree, or a tree of the same structure whose leaves are specs."""

@@ -111,7 +111,7 @@ class StepState:
         return self._joined[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._written[key] = _detached(value)
+        self._written[key] = _detach(value)
         for derived in (self._joined, self._shards, self._inferred):
             derived.pop(key, None)
 
@@ -157,14 +157,14 @@ class StepState:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the host can read all values of the global view without waiting for a device."""
+        """Return whether the host can read all values of the global view without waiting for a device."""
         arrived = {id(tensor) for tensors, copy in self._copies if copy.has_arrived for tensor in tensors}
         return all(id(tensor) in arrived for tensor in self._on_devices())
 
     def on_host(self, key: str) -> Any:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
         self.copy_to_host()
-        copies = dict(self._copied())
+        copies = dict(self._iterate_copies())
         return transform(lambda leaf: copies.get(id(leaf), leaf), self[key])
 
     def number(self, key: str) -> float:
@@ -185,7 +185,7 @@ class StepState:
         for value in self._written.values():
             yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
 
-    def _copied(self) -> Iterator[tuple[int, Tensor]]:
+    def _iterate_copies(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
         for tensors, copy in self._copies:
             rest = dict(copy.read())
@@ -213,7 +213,7 @@ class StepState:
         shards = self._split_off(key, location)  # of the written value, before it is dropped
         self._written.pop(key, None)
         self._joined.pop(key, None)
-        shards[index] = _detached(value)
+        shards[index] = _detach(value)
 
     def _split_off(self, key: str, location: str) -> dict[int, Any]:
         """Return the shards of a value, which are split off if it was written in the global view."""
@@ -268,7 +268,7 @@ def _is_number(value: Any) -> bool:
     return type(value) is float
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     """Return a value without autograd graphs: the same object if it has none."""
     if isinstance(value, Tensor | float):  # most values of a step
         return value.detach() if isinstance(value, Tensor) and value.requires_grad else value

@@ -2,8 +2,8 @@
 Trees of values (pytrees): dicts, lists, tuples, named tuples, dataclasses and attrs classes; anything else is a leaf.
 
 Unlike torch.utils._pytree it walks dataclasses and attrs classes without registration, and rebuilds a node without
-calling its constructor, so that fields that the constructor does not take, and values that it would refuse (a shape
-instead of a tensor), are kept.
+calling its constructor, so that fields without a constructor argument, and values that the constructor would reject (a
+shape instead of a tensor), are kept.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """The children of a node in their order, each with its key, index or field name; None if it is a leaf."""
+    """Return the children of a node, in order, with their keys, indices or field names; None for a leaf."""
     if isinstance(node, Tensor):
         return None  # checked first: most leaves are tensors, and pipelines walk a tree for every action
     if isinstance(node, dict):
@@ -29,16 +29,16 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def branches(node: Any) -> list[tuple[str, Any]] | None:
-    """The children of a node, each with its access expression: `['x']`, `[0]` or `.x`; None if it is a leaf."""
-    found = children(node)
-    if found is None:
+    """Return the children of a node with their access expressions, `['x']`, `[0]` or `.x`; None for a leaf."""
+    nodes = children(node)
+    if nodes is None:
         return None
     access = "[{!r}]" if isinstance(node, dict | list | tuple) else ".{}"
-    return [(access.format(key), child) for key, child in found]
+    return [(access.format(key), child) for key, child in nodes]
 
 
 def rebuild(node: Any, children: Sequence[Any]) -> Any:
-    """A node like this one with other children, given in the same order."""
+    """Return a copy of a node with other children, in the same order."""
     if type(node) in (list, tuple):
         return type(node)(children)
     new = copy.copy(node)
@@ -53,31 +53,31 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
 
 
 def transform(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with each leaf replaced by what `function` makes of it; every node is new."""
+    """Return a tree of new nodes with `function` applied to every leaf."""
     if isinstance(tree, Tensor):
-        return function(tree)  # what mostly passes between stages: a few microseconds matter there
-    found = children(tree)
-    return function(tree) if found is None else rebuild(tree, [transform(function, child) for _, child in found])
+        return function(tree)  # the usual case between stages, where microseconds matter
+    nodes = children(tree)
+    return function(tree) if nodes is None else rebuild(tree, [transform(function, child) for _, child in nodes])
 
 
 def transform_with_path(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
-    """As `transform`, with a function of the leaf's path (keys, indices and field names) and the leaf."""
-    found = children(tree)
-    if found is None:
+    """Apply a function of path (keys, indices and field names) and leaf to every leaf, like `transform`."""
+    nodes = children(tree)
+    if nodes is None:
         return function(path, tree)
-    return rebuild(tree, [transform_with_path(function, child, (*path, key)) for key, child in found])
+    return rebuild(tree, [transform_with_path(function, child, (*path, key)) for key, child in nodes])
 
 
 def leaves(tree: Any) -> list[Any]:
-    """All leaves, in order."""
+    """Return all leaves, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    found = children(tree)
-    return [tree] if found is None else [leaf for _, child in found for leaf in leaves(child)]
+    nodes = children(tree)
+    return [tree] if nodes is None else [leaf for _, child in nodes for leaf in leaves(child)]
 
 
 def fill(tree: Any, values: Iterable[Any]) -> Any:
-    """The tree with its leaves, in order, replaced by these values."""
+    """Return the tree with its leaves, in order, replaced by these values."""
     rest = iter(values)
     return transform(lambda _: next(rest), tree)
 

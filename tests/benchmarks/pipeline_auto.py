@@ -22,7 +22,7 @@ import numpy as np
 from drawloom.components.pipeline.program.list_scheduling import peak_activations
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.program.timing import time as timed
-from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, published
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 
@@ -98,7 +98,7 @@ class Cell:
 
     def best_published(self, names: set[str] | None = None) -> tuple[float, str]:
         """The shortest published program that fits, and its name; infinite if none does."""
-        made = [schedule for stages in (1, 2) for schedule in published(stages)]
+        made = [schedule for stages in (1, 2) for schedule in list_published(stages)]
         programs = [(type(each).__name__, each.program(self.ranks, self.microbatches)) for each in made]
         fitting = [(name, program) for name, program in programs if self.fits(program) and name in (names or {name})]
         return min(((self.makespan(program), name) for name, program in fitting), default=(float("inf"), "none"))

@@ -1,11 +1,11 @@
 """
-The buffers of a circular pipeline, named as in MaxText, and the moves between stages in each iteration.
+Buffers of a circular pipeline, named as in MaxText, and the moves between stages in every iteration.
 
-`shift` holds each stage's next input. `state_io` holds inputs, later replaced by outputs, distributed over the stages:
-a column of it moves up by one stage in each iteration, so that the first stage finds its next input and the last stage
-a free slot for its output. `circ_storage` holds outputs of the last stage until the first stage needs them in the next
-repeat. Early moves take tensors from before the iteration, so they travel while it computes; late moves take its
-outputs.
+`shift` contains the next input of every stage. `state_io` contains inputs, later replaced by outputs, distributed over
+the stages: one of its columns moves up by one stage in every iteration, so that the first stage gets its next input and
+the last stage a free slot for its output. `circ_storage` keeps outputs of the last stage until the first stage needs
+them in the next repeat. Early moves read tensors from before the iteration, so that they overlap its computation; late
+moves read its outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ Buffer = Literal["shift", "state_io", "circ_storage"]
 
 @attrs.frozen
 class Move:
-    """A move of a microbatch's tensor into another stage's buffer; `column` is that of `state_io`."""
+    """Move of a microbatch's tensor into another stage's buffer; `column` is a column of `state_io`."""
 
     source: int
     target: int
@@ -31,7 +31,7 @@ class Move:
 
 
 def early_moves(table: Timetable, iteration: int) -> list[Move]:
-    """Moves of tensors from before the iteration: in `state_io`, and outputs of the previous iteration."""
+    """Return moves of tensors from before the iteration: in `state_io`, and outputs of the previous iteration."""
     moves = [*_state_io_moves(table, iteration)]
     if table.latency == 2:
         moves += _shift_moves(table, iteration - 1)
@@ -44,7 +44,7 @@ def early_moves(table: Timetable, iteration: int) -> list[Move]:
 
 
 def late_moves(table: Timetable, iteration: int) -> list[Move]:
-    """Moves of an iteration's outputs to the next stages, if forwarding is not delayed."""
+    """Return moves of an iteration's outputs to the next stages, if forwarding is not delayed."""
     return [*_shift_moves(table, iteration)] if table.latency == 1 else []
 
 
@@ -55,7 +55,7 @@ def _state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
 
 
 def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
-    """Moves of an iteration's outputs to the next stage, and of the last stage's to the first if that needs it now."""
+    """Yield moves of an iteration's outputs to the next stages, and to the first stage if it needs one now."""
     for stage in range(table.stages - 1):
         if (item := table.item(iteration, stage)) is not None:
             yield Move(stage, stage + 1, "shift", item.microbatch)
@@ -66,11 +66,11 @@ def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
 @attrs.define(eq=False)
 class Buffers:
     """
-    The buffers of `local_stages`, which are consecutive.
+    Buffers of consecutive `local_stages`.
 
-    `state_io` has a row of columns for each of them, `shift` its next input. `circ_storage`, on the rank of stage 0,
-    has outputs that reenter the pipeline, by microbatch. `before` and `outputs` are the outputs of the previous
-    iteration and of this one, by stage.
+    `state_io` contains a row of columns per local stage, and `shift` the next inputs by stage. `circ_storage`, on the
+    rank of stage 0, contains outputs that reenter the pipeline, by microbatch. `before` and `outputs` are the outputs
+    of the previous and of the current iteration, by stage.
     """
 
     table: Timetable
@@ -83,16 +83,16 @@ class Buffers:
 
     @classmethod
     def of(cls, table: Timetable, local_stages: range, inputs: Sequence[Tensor]) -> "Buffers":
-        """Buffers before the first iteration, with the inputs of these stages' shares in order, each (...)."""
-        given = iter(inputs)
+        """Return buffers before the first iteration, with the inputs (...) of these stages' shares in order."""
+        remaining = iter(inputs)
         rows: list[list[Tensor | None]] = []
         for stage in local_stages:
-            row: list[Tensor | None] = [next(given) for _ in table.share(stage)]
+            row: list[Tensor | None] = [next(remaining) for _ in table.share(stage)]
             rows.append(row + [None] * (table.columns - len(row)))
         return cls(table, local_stages, rows)
 
     def take_input(self, iteration: int, stage: int) -> Tensor:
-        """Remove and return the input (any shape) of a stage in an iteration in which it is not in the bubble."""
+        """Remove and return the input (any shape) of a stage that is not in the bubble."""
         if stage == 0 and iteration < self.table.slots:
             return self._pop(0, iteration % self.table.columns)
         if stage == 0 and self.table.uses_circ_storage:
@@ -100,13 +100,13 @@ class Buffers:
         return self.shift.pop(stage)
 
     def take(self, move: Move, *, late: bool) -> Tensor:
-        """The tensor (any shape) that a move takes from one of these stages."""
+        """Return the tensor (any shape) that a move reads from a local stage."""
         if move.buffer == "state_io":
             return self._pop(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]
 
     def put(self, move: Move, value: Tensor) -> None:
-        """Put the tensor (any shape) of a move into a buffer of one of these stages."""
+        """Write a move's tensor (any shape) into a local stage's buffer."""
         if move.buffer == "state_io":
             self.state_io[move.target - self.local_stages.start][move.column] = value
         elif move.buffer == "shift":
@@ -115,14 +115,14 @@ class Buffers:
             self.circ_storage[move.microbatch] = value
 
     def put_finished(self, iteration: int) -> None:
-        """Put an output that leaves the pipeline in this iteration into the last stage's free slot of `state_io`."""
+        """Write an output that leaves the pipeline in this iteration into the last stage's free slot of `state_io`."""
         last = self.table.stages - 1
-        if last in self.outputs and self.table.finished(iteration) is not None:
+        if last in self.outputs and self.table.finishes(iteration) is not None:
             self.state_io[-1][iteration % self.table.columns] = self.outputs[last]
 
     def results(self) -> list[Tensor]:
-        """The outputs of these stages after the last iteration, each (...), in the order of their microbatches."""
-        columns = [self.table.column(place) for place in range(self.table.columns)]
+        """Return the outputs (...) of these stages after the last iteration, in the order of microbatches."""
+        columns = [self.table.column(number) for number in range(self.table.columns)]
         return [tensor for row in self.state_io for tensor in (row[column] for column in columns) if tensor is not None]
 
     def _pop(self, stage: int, column: int) -> Tensor:

@@ -1,9 +1,9 @@
 """
-Trains by MaxText's circular pipeline: one program for all ranks, of which autograd derives the backward pass.
+Executor of MaxText's circular pipeline: one program for all ranks, whose backward pass autograd derives.
 
-Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. Each rank embeds its share of the
-microbatches and computes the head and the losses of the same ones, so that no rank has more to do than another. In
-between, hidden states go round the ranks' layers, in as many repeats as a rank has stages.
+Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. Every rank embeds its share of the
+microbatches, and computes the head and the losses of the same microbatches, so that all ranks have the same work. In
+between, hidden states pass through the layers of all ranks, in as many repeats as a rank has stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,21 +29,21 @@ from drawloom.graph.wiring.node import NodeView
 
 @component(impact="safe")
 class CircularExecutor(ProgramExecutor):
-    """Trains by the circular pipeline; evaluates and generates by the program of forwards on the same stages."""
+    """Executor that trains with the circular pipeline, and evaluates with a program of forward passes."""
 
     delayed: bool = setting(
         default=False,
-        doc="whether an output has the time of the next iteration to travel, as MaxText's "
-        "`pipeline_delay_activation_forwarding`; it hides messages that take time",
+        doc="forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide the "
+        "latency of messages",
     )
     embeds_on_every_rank: ClassVar[bool] = True
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Those of any executor, and what is not the same launches and the same work on every rank."""
+        """Yield problems of any executor, and settings that the circular pipeline does not support."""
         yield from super().constraints(node)
         if node.settings["streams"]:
-            text = f"[{node.name}] does one pass after another, and none overlap"
+            text = f"[{node.name}] runs one pass after another, so that none overlap"
             yield node.problem("streams", text, "write streams = false")
         stages, loss = node.neighbour("stages"), node.neighbour("objective")
         if stages and stages.settings.get("capture"):
@@ -55,11 +55,10 @@ class CircularExecutor(ProgramExecutor):
 
     @property
     def _owners(self) -> tuple[int, ...]:
-        """The rank of each stage in evaluation: the first and the last one have an end of the model each."""
+        """Return the ranks of stages in evaluation, in which the model's ends are the first and the last stage."""
         return (0, *super()._owners, self.mesh.sizes.pipeline - 1)
 
     def train(self, state: StepState) -> None:
-        """Run the forward and backward passes of the state's batches, and write its losses."""
         self.stages.cast_weights()
         inputs = [self._inputs(batch) for batch in state["batches"]]
         group = self.mesh.pipeline_group
@@ -70,30 +69,30 @@ class CircularExecutor(ProgramExecutor):
         runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
         passes, share = StagePasses(runners, inputs, token), table.share(group.rank)
         embedded = [passes.forward(0, number, inputs[number].inputs) for number in share]
-        one = ForwardPass(
+        forward_pass = ForwardPass(
             table,
             Ring(group.rank, group.size, self._links),
-            run_block=lambda block, number, given: passes.forward(block + 1, number, given),
-            metas=[self._meta(each) for each in inputs],
+            run_block=lambda block, number, tensor: passes.forward(block + 1, number, tensor),
+            metas=[self._meta(microbatch) for microbatch in inputs],
             buffers=Buffers.of(table, range(group.rank, group.rank + 1), embedded),
             pending_sends=sends,
             token=token,
         )
-        hidden, last = one.run(), len(self._owners) - 1
-        losses = [passes.forward(last, number, each) for number, each in zip(share, hidden, strict=True)]
+        hidden, last = forward_pass.run(), len(self._owners) - 1
+        losses = [passes.forward(last, number, states) for number, states in zip(share, hidden, strict=True)]
         sends.clear()
         del hidden, embedded
-        # From the token, too: a rank without a loss takes part in every exchange of gradients.
-        torch.autograd.backward([*losses, one.token])
+        # The token starts backward passes on ranks without a loss, which take part in all exchanges of gradients.
+        torch.autograd.backward([*losses, forward_pass.token])
         self.stages.hand_over_gradients()
         _gather_losses(state, share, group, self.device.device)
 
     def _meta(self, inputs: MicrobatchInputs) -> TensorMeta:
-        """What passes between the stages for a microbatch; UserError unless it is one tensor."""
+        """Return the shape and dtype between stages for a microbatch; UserError if it is not a single tensor."""
         like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(
-                f"a stage gives a {type(like).__name__}, and the circular pipeline passes single tensors on; write "
+                f"a stage returns a {type(like).__name__}, but the circular pipeline only passes single tensors; write "
                 'use = "pipeline.executor" in [executor], with the schedule pipeline.schedules.looped_bfs',
                 2,
             )
@@ -101,9 +100,9 @@ class CircularExecutor(ProgramExecutor):
 
 
 def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, device: torch.device) -> None:
-    """Move the losses of all ranks' microbatches to the rank of the last stage; this rank computed `numbers`."""
+    """Move all ranks' losses to the last stage's rank; this rank computed microbatches `numbers`."""
     computed = {number: dict(_paths(state.microbatch(number)[LOSSES])) for number in numbers}
-    # A rank without a microbatch does not know the names of the sums; the first rank has one.
+    # A rank without microbatches does not know the names of the sums, but the first rank always has a microbatch.
     first = next(iter(computed.values()), {})
     forms = [[path, [*tensor.shape], str(tensor.dtype)] for path, tensor in first.items()]
     gathered: dict[str, Any] = {"loss": None, "weight": None, "sums": {}}

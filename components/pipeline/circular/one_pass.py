@@ -1,4 +1,4 @@
-"""One forward pass of a circular pipeline on this rank: iterations, and the moves of tensors between them."""
+"""Forward pass of a circular pipeline on this rank: iterations, and the moves of tensors between them."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,12 +10,12 @@ from drawloom.components.pipeline.circular.ring import PendingSends, Ring, RingE
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 RunBlock = Callable[[int, int, Tensor], Tensor]
-"""Runs a block, by its number among those of all stages, on a microbatch's tensor (...); gives one of its shape."""
+"""Run a block, by its number among the blocks of all stages, on a microbatch's tensor; the shape stays."""
 
 
 @attrs.frozen
 class _MovesInFlight:
-    """Moves that have begun: tensors that stay on this rank, and an exchange for those from or to other ranks."""
+    """Moves in flight: tensors that stay on this rank, and an exchange with other ranks."""
 
     local: list[tuple[Move, Tensor]]
     incoming: list[Move]
@@ -25,9 +25,9 @@ class _MovesInFlight:
 @attrs.define(eq=False)
 class ForwardPass:
     """
-    The state of a pass over all microbatches, before its first iteration and after each.
+    Forward pass over all microbatches, with its state between iterations.
 
-    `metas` has what passes between stages for each microbatch. `token` is the autograd token, on which the last
+    `metas` are shapes and dtypes between stages by microbatch. `token` is the autograd token, on which the last
     exchange depends.
     """
 
@@ -40,14 +40,14 @@ class ForwardPass:
     token: Tensor
 
     def run(self) -> list[Tensor]:
-        """All iterations; the outputs (...) of this rank's share of microbatches, in their order."""
+        """Run all iterations, and return the outputs (...) of this rank's share of microbatches, in order."""
         for iteration in range(self.table.iterations):
             self._iterate(iteration)
         return self.buffers.results()
 
     def _iterate(self, iteration: int) -> None:
-        """Run every stage that is not in the bubble once, and move its output on."""
-        # Early moves travel while the stages compute.
+        """Run every stage that is not in the bubble, and move its output to the next stage."""
+        # Early moves overlap the computation of the stages.
         in_flight = self._begin(early_moves(self.table, iteration), late=False)
         self.buffers.outputs = self._work(iteration)
         self._end(in_flight)
@@ -56,17 +56,17 @@ class ForwardPass:
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
     def _work(self, iteration: int) -> dict[int, Tensor]:
-        """The outputs (...) of the stages that are not in the bubble."""
+        """Run the stages that are not in the bubble, and return their outputs (...) by stage."""
         outputs = {}
         for stage in self.buffers.local_stages:
             if (item := self.table.item(iteration, stage)) is not None:
                 block = item.repeat * self.table.stages + stage
-                given = self.buffers.take_input(iteration, stage)
-                outputs[stage] = self.run_block(block, item.microbatch, given)
+                tensor = self.buffers.take_input(iteration, stage)
+                outputs[stage] = self.run_block(block, item.microbatch, tensor)
         return outputs
 
     def _begin(self, moves: Sequence[Move], *, late: bool) -> _MovesInFlight:
-        """Take the tensors that move from this rank's stages, and send those that leave the rank."""
+        """Start moves: collect the tensors of this rank's stages, and send those that leave the rank."""
         local_stages, incoming = self.buffers.local_stages, []
         outgoing: list[tuple[Move, Tensor]] = []
         local: list[tuple[Move, Tensor]] = []
@@ -85,11 +85,11 @@ class ForwardPass:
         return _MovesInFlight(local, incoming, exchange)
 
     def _end(self, in_flight: _MovesInFlight) -> None:
-        """Wait for incoming tensors, and put everything that moved into this rank's buffers."""
-        came: list[Tensor] = []
+        """Wait for incoming tensors, and write all moved tensors into this rank's buffers."""
+        received: list[Tensor] = []
         if in_flight.exchange is not None:
-            self.token, came = arrive(in_flight.exchange, self.token)
-        for move, value in [*in_flight.local, *zip(in_flight.incoming, came, strict=True)]:
+            self.token, received = arrive(in_flight.exchange, self.token)
+        for move, value in [*in_flight.local, *zip(in_flight.incoming, received, strict=True)]:
             self.buffers.put(move, value)
 
     def _rank(self, stage: int) -> int:

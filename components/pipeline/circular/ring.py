@@ -1,11 +1,11 @@
 """
-Messages as autograd nodes: the gradient of a sent tensor is received from the rank that it was sent to.
+Messages as autograd nodes: the gradient of a sent tensor is received from the rank that received the tensor.
 
 All messages of a rank at one time are one exchange. Its start and its arrival are two nodes, so that computation
-between them, in either pass, hides the latency. If no sent tensor needs a gradient, or no received tensor is used,
-autograd would leave the exchange out of the backward pass, while the other rank waits for it. So a scalar, the autograd
-token, runs through all starts and arrivals, and the backward pass begins at it, too: it makes every exchange again, in
-reverse.
+between them, in both passes, hides the latency. If no sent tensor needs a gradient, or no received tensor is used,
+autograd would omit the exchange from the backward pass, while the other rank waits for it. So a scalar, the autograd
+token, passes through all starts and arrivals, and the backward pass also begins at the token: it repeats every exchange
+in reverse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from drawloom.components.ports.distributed import P2PChannel, Pending
 
 @attrs.frozen
 class Ring:
-    """This rank's index among the ranks of a pipeline, and its channels to the neighbours, by their index."""
+    """Ring of pipeline ranks: this rank's index, and its channels to the neighbours, by their index."""
 
     rank: int = 0
     size: int = 1
@@ -30,20 +30,20 @@ class Ring:
 
 @attrs.frozen
 class TensorMeta:
-    """The shape, dtype and device of a tensor that passes from stage to stage."""
+    """Shape, dtype and device of a tensor that passes between stages."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def empty(self) -> Tensor:
-        """An uninitialized tensor of this shape, (...)."""
+        """Return an uninitialized tensor (...) of this shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 @attrs.define(eq=False)
 class PendingSends:
-    """Sends that have not been waited for. They hold their tensors until they complete."""
+    """Sends that have not been waited for, which keep their tensors until they complete."""
 
     _sending: list[Pending] = attrs.field(init=False, factory=list)
 
@@ -53,7 +53,7 @@ class PendingSends:
         self._sending += messages
 
     def clear(self) -> None:
-        """Wait until all have completed."""
+        """Wait until all sends have completed."""
         for message in self._sending:
             message.wait()
         self._sending = []
@@ -61,7 +61,7 @@ class PendingSends:
 
 @attrs.define(eq=False)
 class RingExchange:
-    """Tensors that are sent to and received from neighbours: pairs of an index in the ring and what the tensor is."""
+    """Exchange of tensors with neighbours: pairs of an index in the ring and the meta data of a tensor."""
 
     ring: Ring
     pending_sends: PendingSends
@@ -70,7 +70,7 @@ class RingExchange:
     _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
     def begin(self, tensors: Sequence[Tensor], *, back: bool) -> None:
-        """Post sends of tensors (any shapes), and receives, without waiting; `back` is for gradients."""
+        """Post sends of tensors (any shapes), and receives, without waiting; `back` reverses the direction."""
         to, sources = (self.sources, self.to) if back else (self.to, self.sources)
         links, boxes = self.ring.links, [(source, meta.empty()) for source, meta in sources]
         # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.
@@ -79,7 +79,7 @@ class RingExchange:
         self.pending_sends.add([links[peer].send(tensor.detach().contiguous()) for (peer, _), tensor in pairs])
 
     def finish(self) -> list[Tensor]:
-        """Wait for the receives; the received tensors, of any shapes."""
+        """Wait for the receives, and return the received tensors (any shapes)."""
         incoming, self._receiving = self._receiving, []
         for message, _ in incoming:
             message.wait()
@@ -87,32 +87,32 @@ class RingExchange:
 
 
 def begin_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
-    """The autograd token, 0-dimensional; whatever is computed with it is part of the graph."""
+    """Return the autograd token, 0-dimensional; all results computed with it are part of the graph."""
     return _apply(_Begin, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
 def start(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Begin an exchange that sends these tensors (any shape); returns the token."""
+    """Begin an exchange that sends these tensors (any shape), and return the token."""
     return _apply(_Start, exchange, token, *tensors)[0]
 
 
 def arrive(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Finish an exchange; returns the token and the received tensors (any shape)."""
-    token, *came = _apply(_Arrive, exchange, token)
-    return token, came
+    """Finish an exchange, and return the token and the received tensors (any shape)."""
+    token, *received = _apply(_Arrive, exchange, token)
+    return token, received
 
 
 def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
-    """The results of an autograd node, always as a tuple."""
-    given = node.apply(*arguments)  # type: ignore[no-untyped-call]
-    return given if isinstance(given, tuple) else (given,)
+    """Return the results of an autograd node, always as a tuple."""
+    results = node.apply(*arguments)  # type: ignore[no-untyped-call]
+    return results if isinstance(results, tuple) else (results,)
 
 
 class _Begin(torch.autograd.Function):
-    # Its backward is the last of the pass, so it waits for the sends of gradients.
+    # Its backward is the last one, and so waits for the sends of gradients.
     @staticmethod
     def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor) -> Tensor:
-        """The token, 0-dimensional, of an anchor like it."""
+        """Return the token, 0-dimensional, given an anchor of the same shape."""
         ctx.pending_sends = pending_sends
         return anchor.clone()
 
@@ -126,7 +126,7 @@ class _Begin(torch.autograd.Function):
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
-        """The token, 0-dimensional; the tensors, of any shape and dtype, are sent."""
+        """Start sending tensors of any shape and dtype, and return the token, 0-dimensional."""
         exchange.begin(tensors, back=False)
         ctx.exchange = exchange
         return token.clone()
@@ -140,7 +140,7 @@ class _Start(torch.autograd.Function):
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor) -> tuple[Tensor, ...]:
-        """The token, 0-dimensional, and the received tensors, of any shape and dtype."""
+        """Return the token, 0-dimensional, and the received tensors, of any shape and dtype."""
         ctx.exchange = exchange
         return (token.clone(), *exchange.finish())
 

@@ -1,4 +1,4 @@
-"""Passes of stages as autograd nodes: each has a graph of its own, which its backward pass frees."""
+"""Passes of stages as autograd nodes with their own graphs, which their backward passes free."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 @attrs.define(eq=False)
 class StagePasses:
     """
-    Runs this rank's stages on microbatches, so that a backward pass through the results runs them backward.
+    Passes of this rank's stages as parts of one autograd graph, whose backward pass runs the stages backward.
 
-    Gradients of parameters are added microbatch by microbatch, as in any schedule. A stage's sharded parameters are
-    gathered before its first pass, and its gradients reduced with the last backward pass of those that it has done.
+    Gradients of parameters are accumulated by microbatch (gradient accumulation), as in any schedule. A stage's sharded
+    parameters are gathered before its first pass, and its gradients are reduced with its last backward pass.
     """
 
     stages: Mapping[int, StageRunner]
@@ -26,25 +26,25 @@ class StagePasses:
     token: Tensor
     _done: dict[int, int] = attrs.field(init=False, factory=dict)
 
-    def forward(self, stage: int, microbatch: int, given: Tensor) -> Tensor:
-        """The output (any shape) of a stage for a microbatch: a tensor, on the last stage the loss."""
+    def forward(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
+        """Return the output (any shape) of a stage for a microbatch: a tensor, or the loss on the last stage."""
         runner = self.stages[stage]
         if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.by_block:
             runner.unshard()
         self._done[stage] = self._done.get(stage, 0) + 1
-        # A tensor that is no leaf: with the token in it every pass is part of the graph, that of token ids, too.
-        return _Pass.apply(self, stage, microbatch, self.token, given)  # type: ignore[no-any-return, no-untyped-call]
+        # With the token as an input, every pass is part of the graph, even the pass of token ids.
+        return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
-    def run(self, stage: int, microbatch: int, given: Tensor) -> Tensor:
-        """As `forward`, with a graph that is the stage's own."""
+    def run(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
+        """Run the forward pass with a separate graph of the stage."""
         inputs, runner = self.microbatches[microbatch], self.stages[stage]
         with torch.enable_grad():
-            own = given.detach().requires_grad_() if given.is_floating_point() else given
+            own = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
             output: Tensor = runner.forward(microbatch, own, inputs.shared, inputs.batch, inputs.finish)
         return output
 
     def run_backward(self, stage: int, microbatch: int, grad: Tensor) -> Tensor | None:
-        """The gradient of a stage's input, of its shape; None for token ids."""
+        """Return the gradient of a stage's input, of its shape, or None for token ids."""
         runner = self.stages[stage]
         self._done[stage] -= 1
         if (shards := runner.stage.shards) is not None and (shards.by_microbatch or not self._done[stage]):
@@ -55,13 +55,13 @@ class StagePasses:
 
 class _Pass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: StagePasses, stage: int, microbatch: int, token: Tensor, given: Tensor) -> Tensor:
-        """What the stage gives, (...), for an input (...); the token is 0-dimensional."""
-        ctx.of = passes, stage, microbatch
-        return passes.run(stage, microbatch, given)
+    def forward(ctx: Any, passes: StagePasses, stage: int, microbatch: int, token: Tensor, tensor: Tensor) -> Tensor:
+        """Return the stage's output (...) for an input (...); the token is 0-dimensional."""
+        ctx.pass_of = passes, stage, microbatch
+        return passes.run(stage, microbatch, tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        passes, stage, microbatch = ctx.of
+        passes, stage, microbatch = ctx.pass_of
         return None, None, None, None, passes.run_backward(stage, microbatch, grad)

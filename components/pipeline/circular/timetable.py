@@ -1,17 +1,17 @@
 """
-The timetable of a circular pipeline: the microbatch and repeat of each stage in each iteration.
+Timetable of a circular pipeline: the microbatch and repeat of every stage in every iteration.
 
-Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`; the circular assignment of layers
-is that of looped pipelines (Lamy-Poirier 2022, arXiv 2211.05953).
+Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`; layers are
+assigned to ranks as in looped pipelines (Lamy-Poirier 2022, arXiv 2211.05953).
 
 Block `repeat * stages + stage` belongs to `stage`, so the last stage's output reenters at the first stage until it has
-passed all repeats. All stages step together. Stage 0 takes the next item in every iteration, an item being a microbatch
-in a repeat, first all microbatches of the first repeat; each following stage lags by the latency: one iteration, or two
-if outputs travel while the next iteration computes. So the item follows from iteration and stage; a stage without one
-is in the pipeline's bubble.
+passed all repeats. All stages step together. An item is a microbatch in a repeat. Stage 0 processes the next item in
+every iteration, beginning with all microbatches of the first repeat. Every later stage lags by the latency: one
+iteration, or two if outputs travel while the next iteration computes. So iteration and stage determine the item; a
+stage without an item is in the pipeline's bubble.
 
-Each stage has as many slots for inputs and outputs, its columns. Where there are fewer microbatches than slots, those
-at the end are empty: the iterations in which they would be worked on are idle, and take no time.
+All stages have the same number of slots for inputs and outputs, their columns. If there are fewer microbatches than
+slots, the last slots are empty: their iterations are idle and take no time.
 """
 
 import attrs
@@ -19,7 +19,7 @@ import attrs
 
 @attrs.frozen
 class Item:
-    """A microbatch in a repeat."""
+    """Microbatch in a repeat."""
 
     microbatch: int
     repeat: int
@@ -28,7 +28,7 @@ class Item:
 @attrs.frozen
 class Timetable:
     """
-    The iterations of a circular pipeline; `latency` is their number from a stage to the next, 1 or 2.
+    Iterations of a circular pipeline; `latency` is the number of iterations from a stage to the next, 1 or 2.
 
     Raises ValueError for numbers below 1 and for another latency.
     """
@@ -44,57 +44,57 @@ class Timetable:
 
     @property
     def columns(self) -> int:
-        """The number of inputs, and later of outputs, that `state_io` holds for each stage."""
+        """Return the number of a stage's inputs, and later outputs, in `state_io`."""
         return max(-(-self.microbatches // self.stages), self.latency)
 
     @property
     def slots(self) -> int:
-        """The number of microbatches with which all columns would be full."""
+        """Return the number of microbatches that would fill all columns."""
         return self.columns * self.stages
 
     @property
     def iterations(self) -> int:
-        """The number of iterations."""
+        """Return the number of iterations."""
         return self.slots * self.repeats + self.latency * (self.stages - 1)
 
     @property
     def uses_circ_storage(self) -> bool:
-        """Whether reentering outputs wait in `circ_storage`, because stage 0 needs them later than they arrive."""
+        """Return whether reentering outputs wait in `circ_storage`, because stage 0 needs them later."""
         return self.repeats > 1 and self.slots > self.stages * self.latency
 
     def share(self, stage: int) -> range:
-        """The microbatches whose inputs a stage holds at the start, and whose outputs it holds at the end."""
+        """Return the microbatches whose inputs a stage has at the start, and whose outputs it has at the end."""
         first = min(stage * self.columns, self.microbatches)
         return range(first, min(first + self.columns, self.microbatches))
 
     def item(self, iteration: int, stage: int) -> Item | None:
-        """The item of a stage in an iteration; None in the bubble, and for an empty slot."""
+        """Return the item of a stage in an iteration, or None in the bubble and for an empty slot."""
         repeat, microbatch = divmod(iteration - self.latency * stage, self.slots)
         return Item(microbatch, repeat) if 0 <= repeat < self.repeats and microbatch < self.microbatches else None
 
     def reenters(self, iteration: int) -> Item | None:
-        """The item that leaves the last stage in an iteration and has further repeats to pass; else None."""
+        """Return the item that leaves the last stage in an iteration with repeats left, or None."""
         item = self.item(iteration, self.stages - 1)
         return item if item is not None and item.repeat < self.repeats - 1 else None
 
-    def finished(self, iteration: int) -> int | None:
-        """The microbatch that leaves the last stage in this iteration with all repeats passed; else None."""
+    def finishes(self, iteration: int) -> int | None:
+        """Return the microbatch that leaves the last stage in an iteration with all repeats done, or None."""
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
 
     def moves_up(self, iteration: int, stage: int) -> int | None:
         """
-        The microbatch in the slot of `state_io` at this stage, in the column that moves in this iteration, if any.
+        Return the microbatch in a stage's slot of the `state_io` column that moves in this iteration, or None.
 
-        A column moves up by one stage every `columns` iterations. A slot from before the first iteration holds an
-        input; one that entered at the last stage holds an output, if an item had passed all repeats by then.
+        A column moves up by one stage every `columns` iterations. A slot from before the first iteration contains an
+        input. A slot that entered at the last stage contains an output, if an item had finished all repeats by then.
         """
         entered = iteration - (self.stages - stage) * self.columns
         if entered >= 0:
-            return self.finished(entered)
+            return self.finishes(entered)
         microbatch = self.slots + entered
         return microbatch if microbatch < self.microbatches else None
 
-    def column(self, place: int) -> int:
-        """The column that holds the output of a stage's microbatch number `place` (from 0) at the end."""
-        return (place + self.latency * (self.stages - 1)) % self.columns
+    def column(self, number: int) -> int:
+        """Return the column with the output of a stage's microbatch number `number` (from 0) at the end."""
+        return (number + self.latency * (self.stages - 1)) % self.columns

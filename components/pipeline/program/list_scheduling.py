@@ -1,13 +1,13 @@
 """
-List scheduling: a free rank runs the most urgent action that is ready and that its memory limit allows.
+List scheduling: a free rank runs the most urgent action that is ready and fits its memory limit.
 
-A rank has a queue of forwards and a queue of input gradients for each of its stages, each in the order of microbatches,
-and runs the most urgent head that is ready. Weight gradients, on which no action depends, fill the bubbles: if no head
-is ready, or memory is full, the rank runs the oldest pending one, unless a head will be ready soon.
+For every stage, a rank has a queue of forward passes and a queue of input gradients, both in the order of microbatches.
+It runs the most urgent head that is ready. Weight gradients, on which no action depends, fill the bubbles: if no head
+is ready, or memory is full, the rank runs the oldest pending weight gradients, unless a head will be ready soon.
 
-What is urgent is a `Policy`, a few numbers for ranks and microbatches of any number. The idea is that of the building
-blocks in Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: how far ops of one microbatch are
-apart determines how long activations live, and the schedule repeats that for each microbatch.
+A `Policy` defines urgency by a few numbers, for any number of ranks and microbatches. It follows the building blocks in
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: the distance between the ops of a microbatch
+determines the lifetime of activations, and the schedule repeats these distances for every microbatch.
 """
 
 import heapq
@@ -25,17 +25,17 @@ from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, F
 NEVER = float("inf")
 
 ROUNDING = 1e-9
-"""By what part of a limit sums may be above it."""
+"""Relative tolerance of memory limits for sums with rounding errors."""
 
 
 @attrs.frozen
 class Task:
     """
-    What is to be scheduled: microbatches through placed stages, whose activations have sizes, under a memory limit.
+    Scheduling problem: microbatches, placed stages with sizes of activations, and a memory limit.
 
-    A rank holds a stage's `activations` of a microbatch from its forward until its input gradients, and from then on
-    what is `pending` until its weight gradients, as much if that is left out; at most `limit` in all. With `least`
-    there is always a schedule.
+    A rank keeps a stage's `activations` of a microbatch from the forward pass until the input gradients, and `pending`
+    from then on until the weight gradients; `pending` defaults to `activations`. The sum on a rank is at most `limit`.
+    A limit of `least` always has a schedule.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -47,25 +47,25 @@ class Task:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return max(self.stage_to_rank) + 1
 
     @property
     def least(self) -> float:
-        """The most that a rank holds of one microbatch in all its stages."""
-        held = [0.0] * self.ranks
+        """Return the maximum over ranks of a microbatch's memory in the rank's stages."""
+        memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
-            held[owner] += size
-        return max(size + self.growth(rank) for rank, size in enumerate(held))
+            memory[owner] += size
+        return max(size + self.growth(rank) for rank, size in enumerate(memory))
 
     def growth(self, rank: int) -> float:
-        """By how much the input gradients of one of a rank's stages increase at most what it holds."""
+        """Return the maximum by which a stage's input gradients increase a rank's memory."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
     @property
     def period(self) -> float:
-        """The time of one microbatch on the busiest rank."""
+        """Return the time of one microbatch on the busiest rank."""
         busy = [0.0] * self.ranks
         for stage, owner in enumerate(self.stage_to_rank):
             busy[owner] += sum(self.costs.length(op, stage) for op in "FIW")
@@ -75,14 +75,15 @@ class Task:
 @attrs.frozen
 class Policy:
     """
-    What is urgent, in numbers that mean the same for any number of ranks; times are in periods of the busiest rank.
+    Urgency of actions, in numbers that have the same meaning at any size.
 
-    The action with the earliest due time is the most urgent. `down` is by how much a forward is due later than that of
-    the stage before, in the first and in the second half of the stages, `up` the same for input gradients, which run
-    through the stages in reverse, `turn` times the number of stages lies between the last forward and the first input
-    gradient, and `pace` between two microbatches. A stage leaves a share of its rank's limit to the rank's later
-    stages: `spared` on the first and on the last rank. A rank waits rather than run weight gradients if a head is
-    ready within `patience` times their duration.
+    The action with the earliest due time is the most urgent. Times are in periods of the busiest rank. A forward pass
+    is due `down` later than the forward pass of the previous stage, in the first and in the second half of the stages.
+    `up` is the same delay for input gradients, which run through the stages in reverse. `turn` times the number of
+    stages passes between the last forward pass and the first input gradient, and `pace` between two microbatches.
+
+    A stage leaves a share of its rank's limit to the later stages of the rank: `spared`, on the first and on the last
+    rank. A rank waits instead of running weight gradients if a head is ready within `patience` times their duration.
     """
 
     down: tuple[float, float] = (-1.0, -1.0)
@@ -93,7 +94,7 @@ class Policy:
     patience: float = 0.5
 
     def due(self, stages: int) -> tuple[list[float], list[float]]:
-        """For each stage, when the forward and the input gradient of the first microbatch are due, in periods."""
+        """Return the due times of the first microbatch's forward passes and input gradients by stage, in periods."""
         forwards, inputs, now = [0.0] * stages, [0.0] * stages, 0.0
         for stage in range(stages):
             forwards[stage] = now
@@ -106,25 +107,23 @@ class Policy:
 
 
 FORWARDS_FIRST = Policy()
-"""Forwards of later stages, then of earlier ones, then input gradients of earlier stages, then of later ones."""
+"""Policy that prefers forward passes, first of later stages, over input gradients, first of earlier stages."""
 
 
 @attrs.define(eq=False)
 class _Queue:
-    """Forwards or input gradients of one stage, in the order of microbatches, and when each can start."""
+    """Queue of a stage's forward passes or input gradients in the order of microbatches, with their ready times."""
 
     stage: int
     op: int
-    place: int  # of the stage among those of its rank
+    position: int  # of the stage among the stages of its rank
     cost: float
     weights: float  # the cost of weight gradients of this stage
     due: float
     size: float  # of a microbatch's activations
-    growth: float  # of what its input gradients leave in their place
-    most: float  # that this stage's activations may take
-    rooms: list[
-        float
-    ]  # that the activations of this and all earlier stages of the rank may take, for it and each later
+    growth: float  # of memory by its input gradients
+    limit: float  # of this stage's activations
+    sum_limits: list[float]  # of the rank's activations up to this stage, and up to every later one
     ready: list[float] = attrs.field(factory=list)
     done: int = 0
     feeds: "_Queue | None" = None
@@ -134,10 +133,10 @@ class _Queue:
 
 @attrs.define(eq=False)
 class _Rank:
-    """A rank's queues, what it holds by stage, its pending weight gradients, when it is free, and what it has done."""
+    """State of a rank: queues, memory by stage, pending weight gradients, the time at which it is free, and actions."""
 
     queues: list[_Queue]
-    held: list[float]
+    memory: list[float]
     limit: float
     pending: deque[_Queue] = attrs.field(factory=deque)
     free: float = 0.0
@@ -145,12 +144,12 @@ class _Rank:
 
 
 def list_schedule(task: Task, policy: Policy) -> Program:
-    """The program in which every rank keeps to the policy; the costs of ops must be above 0."""
-    ranks = _dispatched(task, policy)
+    """Return the program in which every rank follows the policy; the costs of ops must be above 0."""
+    ranks = _dispatch(task, policy)
     bounds = np.cumsum([0, *(len(rank.done) for rank in ranks)])
     codes = np.concatenate([np.array(rank.done, dtype=np.int64) for rank in ranks])
     microbatch = np.zeros_like(codes)
-    # The n-th action of a stage and op is that of microbatch n.
+    # The n-th action of a stage and op belongs to microbatch n.
     microbatch[np.argsort(codes, kind="stable")] = np.tile(np.arange(task.microbatches), 3 * len(task.stage_to_rank))
     joined = np.zeros(len(codes), dtype=bool)
     return Program(
@@ -168,27 +167,29 @@ def peak_activations(
     program: Program, activations: Sequence[float], pending: Sequence[float] | None = None
 ) -> list[float]:
     """
-    By rank, the peak of `activations`, those of each stage, between forwards and weight gradients.
+    Return the peak of activations by rank, given `activations` by stage.
 
-    From input gradients on they are what is `pending`, if that is given.
+    From input gradients until weight gradients, a stage keeps `pending`, which defaults to `activations`.
     """
-    size, left = (np.array(each)[program.stage] for each in (activations, activations if pending is None else pending))
+    size, left = (
+        np.array(sizes)[program.stage] for sizes in (activations, activations if pending is None else pending)
+    )
     change = np.choose(program.op, [size, -size, left - size, -left])
     return [float(change[program.rows(rank)].cumsum().max(initial=0.0)) for rank in range(program.ranks)]
 
 
 def makespan(task: Task, policy: Policy) -> float:
-    """How long the program of `list_schedule` takes."""
-    return max(rank.free for rank in _dispatched(task, policy))
+    """Return the makespan of `list_schedule`'s program."""
+    return max(rank.free for rank in _dispatch(task, policy))
 
 
-def _dispatched(task: Task, policy: Policy) -> list[_Rank]:
-    """The ranks with all that they have done."""
+def _dispatch(task: Task, policy: Policy) -> list[_Rank]:
+    """Simulate the ranks and return their final states."""
     ranks = _ranks(task, policy)
     pace = policy.pace * task.period
-    # Times that differ by rounding errors are the same.
+    # Times that differ by rounding errors count as equal.
     grain = 1e-9 * task.period
-    events = [(0.0, number) for number in range(len(ranks))]  # when which rank may have something to do
+    events = [(0.0, number) for number in range(len(ranks))]  # (time, rank) at which a rank may have work
     while events:
         now, number = heapq.heappop(events)
         rank = ranks[number]
@@ -200,7 +201,7 @@ def _dispatched(task: Task, policy: Policy) -> list[_Rank]:
             _run(rank, queue)
             if queue.feeds is not None:
                 queue.feeds.ready.append(end + queue.delay)
-                # A rank that is busy until later looks at its queues then.
+                # A busy rank looks at its queues when it becomes free.
                 if ranks[queue.feeds_rank].free <= end + queue.delay and queue.feeds_rank != number:
                     heapq.heappush(events, (end + queue.delay, queue.feeds_rank))
         elif rank.pending and soon - now + grain >= policy.patience * rank.pending[0].weights:
@@ -216,7 +217,7 @@ def _dispatched(task: Task, policy: Policy) -> list[_Rank]:
 
 
 def _ranks(task: Task, policy: Policy) -> list[_Rank]:
-    """The ranks with their queues, each linked to the one that it feeds."""
+    """Return the ranks with their queues, linked to the queues that they feed."""
     owners, costs = task.stage_to_rank, task.costs
     (due_forward, due_input), period = policy.due(len(owners)), task.period
     forwards, inputs = [], []
@@ -224,70 +225,70 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         local[owner].append(stage)
     for stage, owner in enumerate(owners):
-        place = local[owner].index(stage)
+        position = local[owner].index(stage)
         size = task.activations[stage]
-        most, rooms = _limits(task, policy, local[owner], place)
+        limit, sum_limits = _limits(task, policy, local[owner], position)
         forward, back, weights = (costs.length(op, stage) for op in "FIW")
-        queue = partial(
+        new_queue = partial(
             _Queue,
             stage=stage,
-            place=place,
+            position=position,
             weights=weights,
             size=size,
             growth=task.pending[stage] - size,
-            most=most,
-            rooms=rooms,
+            limit=limit,
+            sum_limits=sum_limits,
         )
-        forwards.append(queue(op=FORWARD, cost=forward, due=due_forward[stage] * period))
-        inputs.append(queue(op=BACKWARD_INPUT, cost=back, due=due_input[stage] * period))
-    for one, other in [*pairwise(forwards), (forwards[-1], inputs[-1]), *pairwise(reversed(inputs))]:
-        one.feeds, one.feeds_rank = other, owners[other.stage]
-        one.delay = costs.comm if owners[one.stage] != owners[other.stage] else 0.0
+        forwards.append(new_queue(op=FORWARD, cost=forward, due=due_forward[stage] * period))
+        inputs.append(new_queue(op=BACKWARD_INPUT, cost=back, due=due_input[stage] * period))
+    for queue, successor in [*pairwise(forwards), (forwards[-1], inputs[-1]), *pairwise(reversed(inputs))]:
+        queue.feeds, queue.feeds_rank = successor, owners[successor.stage]
+        queue.delay = costs.comm if owners[queue.stage] != owners[successor.stage] else 0.0
     forwards[0].ready = [0.0] * task.microbatches
-    limit = task.limit * (1 + ROUNDING)
-    return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), limit) for own in local]
+    rank_limit = task.limit * (1 + ROUNDING)
+    return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _limits(task: Task, policy: Policy, own: list[int], place: int) -> tuple[float, list[float]]:
-    """Of one of a rank's own stages, the limits `most` and `rooms` of a queue."""
+def _limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[float, list[float]]:
+    """Return a queue's `limit` and `sum_limits`; `own` are its rank's stages."""
     sizes = [task.activations[stage] for stage in own]
-    # Without memory for what input gradients leave, forwards would wait for them, and they for memory.
+    # Input gradients need room to grow: otherwise forward passes would wait for them, and they for memory.
     limit = task.limit * (1 + ROUNDING) - task.growth(task.stage_to_rank[own[0]])
     spared, last = policy.spared
-    spared += (last - spared) * task.stage_to_rank[own[place]] / task.ranks
-    most = max(sizes[place], limit * (1 - spared)) if place < len(own) - 1 else limit
+    spared += (last - spared) * task.stage_to_rank[own[position]] / task.ranks
+    stage_limit = max(sizes[position], limit * (1 - spared)) if position < len(own) - 1 else limit
     # Without memory for the later stages, activations of earlier ones would never be freed.
-    return most, [limit - sum(sizes[later:]) for later in range(place + 1, len(own) + 1)]
+    return stage_limit, [limit - sum(sizes[later:]) for later in range(position + 1, len(own) + 1)]
 
 
 def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
-    """The queue whose head is ready and the most urgent; and when the next head that memory allows will be ready."""
-    found, first, soon = None, NEVER, NEVER
+    """Return the queue with the most urgent ready head, and the time at which the next head that fits will be ready."""
+    urgent, first, soon = None, NEVER, NEVER
     for queue in rank.queues:
         done = queue.done
         if done == len(queue.ready) or not (
-            _fits(rank.held, queue)
+            _fits(rank.memory, queue)
             if queue.op == FORWARD
-            else queue.growth <= 0.0 or sum(rank.held) + queue.growth <= rank.limit
+            else queue.growth <= 0.0 or sum(rank.memory) + queue.growth <= rank.limit
         ):
             continue
         if (ready := queue.ready[done]) > now:
             if ready < soon:
                 soon = ready
         elif (due := queue.due + done * pace) < first:
-            found, first = queue, due
-    return found, soon
+            urgent, first = queue, due
+    return urgent, soon
 
 
-def _fits(held: list[float], queue: _Queue) -> bool:
-    """Whether the limits leave memory for the head of a queue of forwards."""
-    size, place = queue.size, queue.place
-    if held[place] + size > queue.most:
+def _fits(memory: list[float], queue: _Queue) -> bool:
+    """Return whether the next forward pass in a queue fits the memory limits."""
+    size, position = queue.size, queue.position
+    if memory[position] + size > queue.limit:
         return False
-    total = sum(held[:place]) + size
-    for stage, room in enumerate(queue.rooms, place):
-        total += held[stage]
-        if total > room:
+    total = sum(memory[:position]) + size
+    for stage, limit in enumerate(queue.sum_limits, position):
+        total += memory[stage]
+        if total > limit:
             return False
     return True
 
@@ -297,14 +298,14 @@ def _run(rank: _Rank, queue: _Queue) -> None:
     rank.done.append(4 * queue.stage + queue.op)
     queue.done += 1
     if queue.op == FORWARD:
-        rank.held[queue.place] += queue.size
+        rank.memory[queue.position] += queue.size
     else:
-        rank.held[queue.place] += queue.growth
+        rank.memory[queue.position] += queue.growth
         rank.pending.append(queue)
 
 
 def _run_weight_gradients(rank: _Rank) -> None:
     """Run the oldest pending weight gradients."""
     queue = rank.pending.popleft()
-    rank.held[queue.place] -= queue.size + queue.growth
+    rank.memory[queue.position] -= queue.size + queue.growth
     rank.done.append(4 * queue.stage + BACKWARD_WEIGHT)

@@ -1,17 +1,16 @@
 """
-Lowering: sends and receives are inserted into a rank's program.
+Lowering of a program: sends and receives are inserted into a rank's actions.
 
 All compute actions and messages are put in one global order, by their simulated end. A message follows the action that
-produces it, and so precedes the action that consumes it, which ends later. A rank's program is the part of this order
-that concerns it. Hence it can't deadlock, even if a send blocks until it is received; between two ranks, messages are
-received in the order in which they are sent; and a receive precedes the action during which its message arrives, so
-that it is posted by then.
+produces it and precedes the action that consumes it, which ends later. A rank's program is its part of this order.
+Hence it can't deadlock, even if a send blocks until it is received. Two ranks exchange messages in the order in which
+they are sent, and a receive is posted before the action during which its message arrives.
 
-A rank of an executor derives its order from its own actions and those of its neighbours alone, which takes as long for
-a thousand ranks as for three. Between two ranks messages still have one order in each direction, the sender's, in which
-it produces them. As the times are other ones on each rank, that is no global order any more: sends must not block. They
-do not, because each direction between two ranks has a communicator of its own, on which a receive waits for nothing but
-earlier messages of the same direction.
+A rank of an executor derives its order only from its own actions and the actions of its neighbours, which takes as long
+for a thousand ranks as for three. Between two ranks, messages are still ordered in each direction, as the sender
+produces them. But simulated times now differ between ranks, so that there is no global order, and sends must not block.
+They do not, because each direction between two ranks has its own communicator, on which a receive only waits for
+earlier messages in the same direction.
 """
 
 from collections import defaultdict
@@ -42,15 +41,15 @@ from drawloom.components.ports.program import (
 from drawloom.graph import UserError
 
 ASSUMED_COSTS = Costs(comm=0.25)
-"""Costs assumed for the global order: a message takes a quarter of a forward."""
+"""Costs assumed for the global order: a message takes a quarter of a forward pass."""
 
 
 def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProgram:
     """
-    One rank's program with its messages; raises Deadlock if the program can't finish.
+    Return a rank's program with its messages; raise DeadlockError if the program can't finish.
 
-    If all ranks pass the whole program and the same costs, their orders are parts of one. With `program_for` a rank
-    passes what concerns it, and sends must not block.
+    If all ranks pass the whole program and the same costs, their orders are parts of one global order. If a rank passes
+    the part returned by `program_for`, sends must not block.
     """
     program = with_whole_backwards(program)
     return with_messages(program, time(program, costs), rank)
@@ -58,18 +57,19 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
 
 def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
-    What a rank needs of a program to lower its own part: its actions, and those of ranks that it has messages with.
+    Return the part of a program that a rank needs for lowering: its own and its neighbours' actions.
 
-    Of a schedule that does not know them alone, it is the whole program.
+    A schedule that is not a PartialSchedule returns the whole program.
     """
     if not isinstance(schedule, PartialSchedule):
         return schedule.program(ranks, microbatches)
     hops = pairwise(schedule.stage_to_rank(ranks))
-    return schedule.program_of({rank, *(each for hop in hops if rank in hop for each in hop)}, ranks, microbatches)
+    neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
+    return schedule.program_of({rank} | neighbours, ranks, microbatches)
 
 
 def expect_same(program: Program, rank: int, group: Group) -> None:
-    """UserError unless the ranks whose actions this one has in its program have the same ones in theirs."""
+    """Raise UserError unless all ranks in this rank's program have the same actions in their own programs."""
     digests = group.gather_json(_digest(program, rank)) if group.size > 1 else []
     for other, theirs in enumerate(digests):
         here = program.rows(other)
@@ -90,47 +90,47 @@ def with_shard_actions(
     line: RankProgram, gathered: Set[int], reduced: Set[int], by_microbatch: Set[int] = frozenset()
 ) -> RankProgram:
     """
-    A rank's program with the actions on its sharded stages.
+    Return a rank's program with the actions on its sharded stages (FSDP, ZeRO).
 
-    The `gathered` stages are unsharded one compute action before their first, so that both overlap, and resharded after
-    their last; a stage that has a backward and is `reduced` frees its parameters with the reduction. Those reduced
-    `by_microbatch` add gradients to slices with each earlier backward (B or W), too.
+    Stages in `gathered` are unsharded one compute action before their first action, so that both overlap, and resharded
+    after their last action. Stages in `reduced` reduce their gradients, and free their parameters, with the last
+    backward pass. Stages in `by_microbatch` also add gradients to slices in every earlier backward pass (B or W).
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    places = [(place, part) for place, item in enumerate(line) for part in flat([item]) if part.op in OPS]
-    computes = sorted({place for place, _ in places})
-    first = {part.stage: (place, part.microbatch) for place, part in reversed(places)}
-    last = {part.stage: (place, part) for place, part in places}
-    for stage, (place, microbatch) in sorted(first.items(), key=lambda each: each[1]):
+    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    computes = sorted({position for position, _ in positioned})
+    first = {part.stage: (position, part.microbatch) for position, part in reversed(positioned)}
+    last = {part.stage: (position, part) for position, part in positioned}
+    for stage, (position, microbatch) in sorted(first.items(), key=lambda pair: pair[1]):
         if stage in gathered:
-            early = computes[max(0, computes.index(place) - 1)]
+            early = computes[max(0, computes.index(position) - 1)]
             before[early].append(Action(stage, "UNSHARD", microbatch))
-    for place, part in places:
-        if part.stage in by_microbatch and part.op in "BW" and last[part.stage] != (place, part):
-            before[place].append(Action(part.stage, "REDUCE_SCATTER", part.microbatch))
-    for stage, (place, part) in last.items():
+    for position, part in positioned:
+        if part.stage in by_microbatch and part.op in "BW" and last[part.stage] != (position, part):
+            before[position].append(Action(part.stage, "REDUCE_SCATTER", part.microbatch))
+    for stage, (position, part) in last.items():
         if part.op != "F" and stage in reduced:
-            before[place].append(Action(stage, "REDUCE_GRAD", part.microbatch))
+            before[position].append(Action(stage, "REDUCE_GRAD", part.microbatch))
         elif stage in gathered:
-            after[place].append(Action(stage, "RESHARD", part.microbatch))
-    return [each for place, item in enumerate(line) for each in (*before[place], item, *after[place])]
+            after[position].append(Action(stage, "RESHARD", part.microbatch))
+    return [action for position, item in enumerate(line) for action in (*before[position], item, *after[position])]
 
 
 @attrs.frozen
 class Sharding:
     """
-    What ranks do with the parameters of every stage, which data-parallel ranks share.
+    Sharding of every stage's parameters over data-parallel ranks.
 
-    Gradients are reduced with the last backward of a stage, and `by_microbatch` with each; weights are `gathered` once
-    a step, or else inside of the stage's actions.
+    Gradients are reduced with the last backward pass of a stage, or with every one if `by_microbatch` is set. Weights
+    are gathered once a step if `gathered` is set, or else inside of the stage's actions.
     """
 
     gathered: bool = False
     by_microbatch: bool = False
 
-    def applied(self, line: RankProgram) -> RankProgram:
-        """A rank's program with its actions on shards."""
+    def apply(self, line: RankProgram) -> RankProgram:
+        """Return a rank's program with its actions on shards."""
         stages = {action.stage for action in flat(line)}
         return with_shard_actions(
             line, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
@@ -138,7 +138,7 @@ class Sharding:
 
 
 def with_whole_backwards(program: Program) -> Program:
-    """The same program with B for each I that its W follows directly, unless another rank consumes the result of I."""
+    """Replace every I directly followed by its W by a B, unless another rank consumes the result of I."""
     merged = np.zeros(len(program.stage), dtype=bool)
     merged[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
     for column in (program.stage, program.microbatch, program.rank):
@@ -150,7 +150,7 @@ def with_whole_backwards(program: Program) -> Program:
 
 
 def dest_ranks(program: Program) -> NDArray[np.int64]:
-    """For each action, the rank that consumes its result; its own rank if there is no such rank."""
+    """Return the ranks (actions,) that consume the actions' results; an action's own rank if there is none."""
     stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
     dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
     has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
@@ -184,11 +184,11 @@ _MESSAGES: dict[tuple[bool, int], tuple[MessageOp, int]] = {
     (False, _SEND): ("SEND_B", 0),
     (False, _RECEIVE): ("RECV_B", -1),
 }
-"""By whether a forward produced it and by its side: a message's op, and its stage relative to the producer's."""
+"""Op of a message, and its stage relative to the producer's, by whether a forward pass produced it and by side."""
 
 
 def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Action:
-    """A compute action, or the message of its result on the sending or the receiving side."""
+    """Return a compute action, or the message of its result on the sending or receiving side."""
     if kind == _COMPUTE:
         return Action(stage, OPS[op], microbatch)
     message, step = _MESSAGES[op == FORWARD, kind]
@@ -196,9 +196,9 @@ def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Actio
 
 
 def _overlaps_previous(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
-    """Whether each action overlaps the previous one: messages between two parts of an overlap belong to it."""
-    found = np.zeros(len(overlaps), dtype=bool)
+    """Return whether actions overlap the previous one; messages between two parts of an overlap belong to it."""
+    is_overlapped = np.zeros(len(overlaps), dtype=bool)
     computes = np.flatnonzero(kinds == _COMPUTE)
     for op, before in zip(computes[1:][overlaps[computes[1:]]], computes[:-1][overlaps[computes[1:]]], strict=True):
-        found[before + 1 : op + 1] = True
-    return found.tolist()
+        is_overlapped[before + 1 : op + 1] = True
+    return is_overlapped.tolist()

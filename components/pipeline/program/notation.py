@@ -1,4 +1,4 @@
-"""Programs as text: rows of `3F7`, and the CSV format of `torch.distributed.pipelining`."""
+"""Text formats of programs: rows of `3F7`, and the CSV format of `torch.distributed.pipelining`."""
 
 import csv
 import io
@@ -10,20 +10,20 @@ ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
 def read_action(text: str) -> Action | Overlap:
-    """The action or overlap of a label; ValueError if it is neither."""
+    """Parse the label of an action or an overlap; ValueError if it is neither."""
     parts = tuple(_read_part(part) for part in text.split("|"))
     return parts[0] if len(parts) == 1 else Overlap(parts)
 
 
 def _read_part(text: str) -> Action:
-    found = ACTION.fullmatch(text)
-    if found is None:
+    match = ACTION.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is not an action; write such as 3F7: stage, op (F, B, I or W) and microbatch")
-    return Action(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]
+    return Action(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]
 
 
 def read_program(text: str) -> Program:
-    """The program in a text of `write_program`; ValueError if there is none."""
+    """Parse a program in the format of `write_program`; ValueError if the text is not a program."""
     return Program.of([_read_line(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
 
 
@@ -32,17 +32,17 @@ def _read_line(text: str) -> RankProgram:
 
 
 def write_program(program: Program) -> str:
-    """A row for each rank, such as `0: 0F0 0F1 0B0`."""
+    """Return a program as text with a row per rank, such as `0: 0F0 0F1 0B0`."""
     return "".join(f"{rank}: {' '.join(map(str, program.rank_program(rank)))}\n" for rank in range(program.ranks))
 
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-# torch's actions for FSDP: a program here does not schedule them.
+# torch's actions for FSDP, which programs here do not schedule.
 IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD)\d*")
 
 
 def read_csv(text: str) -> Program:
-    """The program in a CSV text; ValueError that names the cell if there is none."""
+    """Parse a program in torch's CSV format; ValueError with the cell if the text is not a program."""
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
@@ -53,7 +53,7 @@ def read_csv(text: str) -> Program:
 
 
 def _check_size(lines: list[RankProgram]) -> None:
-    """Raise ValueError if stages and microbatches are far too many for the actions: their product is allocated."""
+    """Raise ValueError if there are far too few actions for the stages and microbatches, whose product is allocated."""
     parts = [part for line in lines for item in line for part in (item.parts if isinstance(item, Overlap) else (item,))]
     stages = 1 + max((part.stage for part in parts), default=0)
     microbatches = 1 + max((part.microbatch for part in parts), default=0)
@@ -62,7 +62,7 @@ def _check_size(lines: list[RankProgram]) -> None:
 
 
 def begins_with_action(text: str) -> bool:
-    """Whether the first cell of a text that is not empty is an action, as in a table with a mistake further on."""
+    """Return whether the first non-empty cell is an action, as in a table with a later mistake."""
     first = text.lstrip(", \t\r\n").partition("\n")[0].partition(",")[0]
     try:
         return bool(_read(first.strip()))
@@ -71,7 +71,7 @@ def begins_with_action(text: str) -> bool:
 
 
 def write_csv(program: Program) -> str:
-    """The CSV text of a program, in torch's format."""
+    """Return a program in torch's CSV format."""
     text = io.StringIO()
     csv.writer(text).writerows([_cell(item) for item in program.rank_program(rank)] for rank in range(program.ranks))
     return text.getvalue()
@@ -89,7 +89,7 @@ def _line(cells: list[str], row: int) -> RankProgram:
 
 
 def _read(cell: str) -> Action | Overlap | None:
-    # Messages are skipped below: lowering inserts its own.
+    # Messages are skipped below, because lowering inserts them.
     if not cell or IGNORED_ACTION.fullmatch(cell):
         return None
     overlap = OVERLAP.fullmatch(cell)

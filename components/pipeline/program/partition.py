@@ -1,9 +1,9 @@
 """
-How slices of a model are joined to stages, so that a program takes least time in the memory that there is.
+Partition of a model's slices into stages, for the shortest program that fits in memory.
 
-Stages have consecutive slices, at least one each. A program takes as long as the longest path through its actions, and
-so its makespan is a convex function of the costs of stages: a partition that no single slice that moves makes better is
-mostly the best of all. Where there are few partitions, all are tried.
+A stage has one or more consecutive slices. A program takes as long as the longest path through its actions, so its
+makespan is a convex function of the costs of stages: a partition that moving a single slice does not improve is mostly
+the best of all. If there are only few partitions, all are tried.
 """
 
 import math
@@ -22,23 +22,24 @@ from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD
 from drawloom.components.ports.stages import Recompute
 
 Sizes = tuple[int, ...]
-"""How many slices each stage has."""
+"""Numbers of slices by stage."""
 
-FEW = 500
-"""A model with at most this many partitions has all of them tried."""
+MAX_EXHAUSTIVE = 500
+"""Number of partitions up to which all are tried."""
 
-MOST_WORK = 3_000_000
-"""The most actions that are timed for one program, times partitions: half a second."""
+MAX_TIMED_ACTIONS = 3_000_000
+"""Limit of actions times partitions that are timed for one program, which takes half a second."""
 
 
 @attrs.frozen(eq=False)
 class Slices:
     """
-    What a microbatch costs in each slice of a model, `lengths` (slices, ops) in the order of OPS, and what it holds.
+    Costs of a microbatch by slice of a model: `lengths` (slices, ops), in the order of OPS.
 
-    `activations` (slices,) are held from a forward until input gradients, and `pending` (slices,) from these until
-    weight gradients, as much if it is left out. `per_stage` (ops,) is what every stage costs besides, and a message
-    takes `comm`. Stages may be `recomputed` in these ways; each slice counts as `parts` (slices,) blocks there.
+    `activations` (slices,) are alive from the forward pass until input gradients, and `pending` (slices,) from then on
+    until weight gradients; `pending` defaults to `activations`. `per_stage` (ops,) are additional costs of every stage,
+    and a message takes `comm`. `recomputed` are the policies that stages may use, for which a slice counts as `parts`
+    (slices,) blocks.
     """
 
     lengths: NDArray[np.float64]
@@ -55,75 +56,76 @@ class Slices:
         return len(self.lengths)
 
     def table(self, sizes: Sizes) -> CostTable:
-        """The costs of stages that recompute nothing."""
+        """Return the costs of stages without recomputation."""
         forward, whole, inputs, weights = self.lengths.mean(0).tolist()
         return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.costs_of([sizes])[0])
 
     def tasks(self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes) -> Iterator[Task]:
-        """Those of a partition, for every way to recompute that is alike on all ranks, the first of them not at all."""
+        """Yield the tasks of a partition by way to recompute, equal on all ranks; the first recomputes nothing."""
         table = self.table(sizes)
         options, stages = self.options([sizes]), range(len(sizes))
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
         for way in ways(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
-            costs = attrs.evolve(table, lengths=_longer(table.lengths, options.again[chosen]))
-            held, pending = (tuple(each.tolist()) for each in (options.kept[chosen], options.pending[0]))
-            yield Task(stage_to_rank, microbatches, costs, held, limit, pending)
+            costs = attrs.evolve(table, lengths=_lengthen(table.lengths, options.again[chosen]))
+            activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
+            yield Task(stage_to_rank, microbatches, costs, activations, limit, pending)
 
     def costs_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
-        """The costs (partitions, stages, ops) of the stages of partitions of as many stages."""
-        return _summed(self.lengths, partitions) + self.per_stage
+        """Return the costs (partitions, stages, ops) of partitions with equal numbers of stages."""
+        return _sum(self.lengths, partitions) + self.per_stage
 
-    def held_by(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
-        """The activations (partitions, stages) of a microbatch in the stages of partitions of as many stages."""
-        return _summed(self.activations, partitions)
+    def activations_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+        """Return a microbatch's activations (partitions, stages) for partitions with equal numbers of stages."""
+        return _sum(self.activations, partitions)
 
-    def joined(self, sizes: Sizes) -> "Slices":
-        """The same model in slices that are the stages of a partition."""
-        each = [
-            attrs.evolve(each, again=_summed(each.again, [sizes])[0], kept=_summed(each.kept, [sizes])[0])
-            for each in self.recomputed
+    def join(self, sizes: Sizes) -> "Slices":
+        """Return the same model with the stages of a partition as slices."""
+        recomputed = [
+            attrs.evolve(policy, again=_sum(policy.again, [sizes])[0], kept=_sum(policy.kept, [sizes])[0])
+            for policy in self.recomputed
         ]
-        held, pending, parts = (_summed(each, [sizes])[0] for each in (self.activations, self.pending, self.parts))
-        alone = np.zeros_like(self.per_stage)
+        activations, pending, parts = (
+            _sum(values, [sizes])[0] for values in (self.activations, self.pending, self.parts)
+        )
         return Slices(
             lengths=self.costs_of([sizes])[0],
-            activations=held,
-            per_stage=alone,
+            activations=activations,
+            per_stage=np.zeros_like(self.per_stage),
             comm=self.comm,
             pending=pending,
-            recomputed=each,
+            recomputed=recomputed,
             parts=parts,
         )
 
     def options(self, partitions: Sequence[Sizes]) -> Options:
-        """What the stages of partitions may recompute."""
-        held, parts = self.held_by(partitions), _summed(self.parts, partitions)
+        """Return the stages' recompute options in these partitions."""
+        activations, parts = self.activations_of(partitions), _sum(self.parts, partitions)
         policies: list[Recompute] = ["none"]
-        again, kept = [np.zeros_like(held)], [held]
-        for each in self.recomputed:
-            more, left = _summed(each.again, partitions), _summed(each.kept, partitions)
-            for one_of in ONE_OF if each.policy == "blocks" else (1,):
+        again, kept = [np.zeros_like(activations)], [activations]
+        for recomputed in self.recomputed:
+            all_again, all_kept = _sum(recomputed.again, partitions), _sum(recomputed.kept, partitions)
+            for one_of in ONE_OF if recomputed.policy == "blocks" else (1,):
                 if one_of <= parts.max():
                     share = np.ceil(parts / one_of) / parts
-                    policies.append(each.policy if one_of == 1 else one_of)
-                    again.append(share * more)
-                    kept.append(held + share * (left - held))
-        return Options(tuple(policies), np.stack(again), np.stack(kept), _summed(self.pending, partitions))
+                    policies.append(recomputed.policy if one_of == 1 else one_of)
+                    again.append(share * all_again)
+                    kept.append(activations + share * (all_kept - activations))
+        return Options(tuple(policies), np.stack(again), np.stack(kept), _sum(self.pending, partitions))
 
     def starts(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
-        """Partitions that a search starts from: as even ones, ranks that cost alike, and that hold alike."""
+        """Return starting points for a search: equal sizes, equal costs by rank, and equal activations by rank."""
         every_op = self.lengths[:, [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]].sum(1)
-        alike = [_alike(values, stage_to_rank) for values in (every_op, self.activations)]
-        return [even(len(self), len(stage_to_rank)), *alike]
+        balanced = [_balance(values, stage_to_rank) for values in (every_op, self.activations)]
+        return [even(len(self), len(stage_to_rank)), *balanced]
 
 
 @attrs.frozen(eq=False)
 class Fitted:
     """
-    A program, how many slices each of its stages has, and its makespan, infinite if it does not fit in memory.
+    Program with the sizes of its stages in slices, and its makespan, which is infinite if it does not fit in memory.
 
-    Its stages recompute what makes it fit in the least time. `least` is the most that a rank holds of one microbatch.
+    Its stages use the fastest recompute policies that fit. `least` is the maximum memory of one microbatch on a rank.
     """
 
     program: Program
@@ -134,7 +136,7 @@ class Fitted:
 
 @attrs.frozen(eq=False)
 class Fit:
-    """A program that is timed with many partitions of a model, whose ranks hold at most `limit` of activations."""
+    """Fit of a model into a program's stages, with activations up to `limit` on a rank."""
 
     program: Program
     slices: Slices
@@ -147,91 +149,93 @@ class Fit:
         object.__setattr__(self, "_held", [Held.of(self.program, rank) for rank in range(self.program.ranks)])
 
     def best(self, starts: Sequence[Sizes] = ()) -> Fitted:
-        """The partition of shortest makespan that is found, from some or from usual ones on."""
+        """Search for the partition with the shortest makespan, from `starts` or from the usual starting points."""
         slices, stages, actions = len(self.slices), self.program.stages, len(self.program.op)
         starts = starts or self.slices.starts(self.program.stage_to_rank)
-        if math.comb(slices - 1, stages - 1) <= min(FEW, MOST_WORK // actions):
-            return self._shortest([*starts, *_every(slices, stages)])
-        best, room, chance = self._shortest(starts), MOST_WORK // actions, random.Random(0)
-        while moves := _moved(best.sizes):
+        if math.comb(slices - 1, stages - 1) <= min(MAX_EXHAUSTIVE, MAX_TIMED_ACTIONS // actions):
+            return self._shortest([*starts, *_all_partitions(slices, stages)])
+        best, room, chance = self._shortest(starts), MAX_TIMED_ACTIONS // actions, random.Random(0)
+        while moves := _neighbours(best.sizes):
             moves = chance.sample(moves, room) if len(moves) > room else moves
             room -= len(moves)
-            if not moves or (found := self._shortest(moves)).makespan >= best.makespan * (1 - 1e-9):
+            if not moves or (fitted := self._shortest(moves)).makespan >= best.makespan * (1 - 1e-9):
                 break
-            best = found
+            best = fitted
         return best
 
     def _shortest(self, partitions: Sequence[Sizes]) -> Fitted:
         options = self.slices.options(partitions)
         chosen, fits = options.least(self._held, self.limit * (1 + ROUNDING))
-        place = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
-        found = self._timings.makespans(_longer(self.slices.costs_of(partitions), options.again[place]))
-        found[~fits] = math.inf
+        index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
+        makespans = self._timings.makespans(_lengthen(self.slices.costs_of(partitions), options.again[index]))
+        makespans[~fits] = math.inf
         smallest = options.kept.min(0)
         growth = np.maximum(options.pending - smallest, 0.0)
-        each_holds = [smallest[:, each.stages].sum(1) + growth[:, each.stages].max(1) for each in self._held]
-        least = np.max(each_holds, axis=0)
-        if found.min() == math.inf:
+        by_rank = [smallest[:, rank.stages].sum(1) + growth[:, rank.stages].max(1) for rank in self._held]
+        least = np.max(by_rank, axis=0)
+        if makespans.min() == math.inf:
             number = int(least.argmin())
         else:
-            # A difference by rounding errors does not count: the first one is the most even.
-            number = int(np.flatnonzero(found <= found.min() * (1 + 1e-9))[0])
-        policies = tuple(options.policies[each] for each in chosen[number].tolist()) if self.slices.recomputed else ()
+            # Differences by rounding errors do not count; the first partition is the most even.
+            number = int(np.flatnonzero(makespans <= makespans.min() * (1 + 1e-9))[0])
+        policies = (
+            tuple(options.policies[option] for option in chosen[number].tolist()) if self.slices.recomputed else ()
+        )
         program = attrs.evolve(self.program, recompute=policies)
-        return Fitted(program, partitions[number], float(found[number]), float(least[number]))
+        return Fitted(program, partitions[number], float(makespans[number]), float(least[number]))
 
 
 def even(slices: int, stages: int) -> Sizes:
-    """Stages of as many slices each; a remainder goes to the earlier ones."""
-    each, more = divmod(slices, stages)
-    return (each + 1,) * more + (each,) * (stages - more)
+    """Return stages of equal sizes; a remainder goes to the earlier stages."""
+    size, remainder = divmod(slices, stages)
+    return (size + 1,) * remainder + (size,) * (stages - remainder)
 
 
-def _alike(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
-    """Stages whose ranks have about the same sum of the values (slices,), of which inner ones count as their mean."""
+def _balance(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
+    """Return stages whose ranks have similar sums of `values` (slices,); inner slices count with their mean."""
     mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
     stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
     stages[0], stages[-1] = float(values[0]), float(values[-1])
     for value, rank in zip(stages, stage_to_rank, strict=True):
         ranks[rank] += value
-    # Each further slice goes to the rank that has least so far, to its stage that has least, to the first of several.
+    # Every further slice goes to the rank with the smallest sum, and there to the smallest stage, the first of equals.
     for _ in range(len(values) - len(sizes)):
-        stage = min(range(len(sizes)), key=lambda each: (ranks[stage_to_rank[each]], stages[each]))
+        stage = min(range(len(sizes)), key=lambda number: (ranks[stage_to_rank[number]], stages[number]))
         sizes[stage] += 1
         stages[stage] += mean
         ranks[stage_to_rank[stage]] += mean
     return tuple(sizes)
 
 
-def _summed(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
-    """The sums (partitions, stages, ...) of what the slices (slices, ...) of each stage have."""
+def _sum(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+    """Return sums (partitions, stages, ...) of values (slices, ...) over the slices of every stage."""
     bounds = np.cumsum(np.array(partitions), axis=1)
     whole = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
-    found: NDArray[np.float64] = whole[bounds] - whole[bounds - np.array(partitions)]
-    return found
+    sums: NDArray[np.float64] = whole[bounds] - whole[bounds - np.array(partitions)]
+    return sums
 
 
-def _every(slices: int, stages: int) -> Iterator[Sizes]:
-    """All partitions."""
+def _all_partitions(slices: int, stages: int) -> Iterator[Sizes]:
+    """Yield all partitions."""
     for cuts in combinations(range(1, slices), stages - 1):
         yield tuple(last - first for first, last in pairwise((0, *cuts, slices)))
 
 
-def _moved(sizes: Sizes) -> list[Sizes]:
-    """All partitions in which one stage has a slice less, and another one more."""
-    found = []
-    for one in range(len(sizes)):
-        for other in range(len(sizes)):
-            if one != other and sizes[one] > 1:
+def _neighbours(sizes: Sizes) -> list[Sizes]:
+    """Return all partitions in which one slice moves from one stage to another."""
+    neighbours = []
+    for source in range(len(sizes)):
+        for target in range(len(sizes)):
+            if source != target and sizes[source] > 1:
                 moved = list(sizes)
-                moved[one] -= 1
-                moved[other] += 1
-                found.append(tuple(moved))
-    return found
+                moved[source] -= 1
+                moved[target] += 1
+                neighbours.append(tuple(moved))
+    return neighbours
 
 
-def _longer(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The costs (..., stages, ops) of stages whose backward passes take longer by `again` (..., stages)."""
-    found = lengths.copy()
-    found[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
-    return found
+def _lengthen(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add `again` (..., stages) to the backward passes in a copy of `lengths` (..., stages, ops)."""
+    lengths = lengths.copy()
+    lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
+    return lengths

@@ -1,9 +1,9 @@
 """
 Local search for the policy of list scheduling that gives the shortest program.
 
-A policy means the same for pipelines of any size, so most are tried on a smaller pipeline of the same shape. The best
-few of some starting points are changed in one or two of their numbers at random; a change that is no worse is kept. The
-random numbers have a fixed seed, and the number of trials follows from the size alone, not from a clock: every rank
+A policy means the same for pipelines of any size, so most policies are tried on a smaller pipeline of the same shape.
+The best starting points are changed in one or two of their numbers at random, and a change that is not worse is kept.
+The random numbers have a fixed seed, and the number of trials only depends on the size, not on a clock: every rank
 finds the same program.
 """
 
@@ -15,7 +15,7 @@ import attrs
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Policy, Task, makespan
 
 WAVE = Policy(down=(0.4, 0.25), up=(0.2, 0.4), turn=0.0, pace=1.2, spared=(0.0, 0.5), patience=0.25)
-"""Microbatches follow one another a period apart."""
+"""Policy with a period between microbatches."""
 
 STARTS = (
     FORWARDS_FIRST,
@@ -27,50 +27,50 @@ STARTS = (
     Policy(down=(0.2, 0.2), up=(0.2, 0.2), turn=0.0, pace=1.0, spared=(0.0, 0.0)),
 )
 
-FEW_ACTIONS = 2_000
-"""A pipeline with more actions is searched on half as many ranks first."""
+MAX_DIRECT_ACTIONS = 2_000
+"""Actions above which a pipeline is first searched with half as many ranks."""
 
-TRIALS, MOST_ACTIONS = 240, 300_000
-"""The most policies that are tried for each size, and the most actions that are scheduled in all: about a second."""
+TRIALS, MAX_SCHEDULED_ACTIONS = 240, 300_000
+"""Limits of policies tried per size, and of actions scheduled in all, which take about a second."""
 
-KEPT = 3
-"""How many of the best policies are changed further, and for how many ways to recompute they are searched for."""
+BEAM = 3
+"""Number of best policies that are changed further, and of ways to recompute that are searched."""
 
 
 def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
-    """The policy with the shortest makespan that a search finds, which starts from others and tries `trials` a size."""
-    return _found(task, starts, trials)[0]
+    """Search for the policy with the shortest makespan: from `starts`, with at most `trials` policies per size."""
+    return _search(task, starts, trials)[0]
 
 
 def promising(tasks: Sequence[Task]) -> list[Task]:
-    """Of tasks of one size, those whose programs are the shortest with usual policies: KEPT, or one of large tasks."""
+    """Return the tasks, all of one size, whose programs are the shortest with usual policies: BEAM, or 1 if large."""
 
     def length(task: Task) -> float:
-        while _actions(task) > FEW_ACTIONS and task.ranks >= 8:
-            task = halved(task)
+        while _actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
+            task = halve(task)
         return min(makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
 
-    return sorted(tasks, key=length)[: KEPT if tasks and _actions(tasks[0]) <= FEW_ACTIONS else 1]
+    return sorted(tasks, key=length)[: BEAM if tasks and _actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1]
 
 
-def _found(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
-    """The best policies that are found, the best first."""
-    here = min(trials, MOST_ACTIONS // _actions(task))
-    if _actions(task) <= FEW_ACTIONS or task.ranks < 8:
-        return _climb(task, starts[: max(1, here)], here)
-    found = _found(halved(task), starts, trials)
-    # What is best for the smaller task need not be so for this one; too large a task is left with it.
-    return _climb(task, [*found, *starts][:here], here) or found
+def _search(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
+    """Return the best policies, the best first."""
+    count = min(trials, MAX_SCHEDULED_ACTIONS // _actions(task))
+    if _actions(task) <= MAX_DIRECT_ACTIONS or task.ranks < 8:
+        return _climb(task, starts[: max(1, count)], count)
+    policies = _search(halve(task), starts, trials)
+    # The best policy of the smaller task may not be the best here; a task that is too large keeps it.
+    return _climb(task, [*policies, *starts][:count], count) or policies
 
 
-def halved(task: Task) -> Task:
-    """The same task with half as many ranks and microbatches, and half of the memory."""
+def halve(task: Task) -> Task:
+    """Return the task with half as many ranks and microbatches, and half of the memory."""
     count, last = task.ranks // 2, task.ranks - 1
-    # The first and the last rank are among those that stay: they have the stages of other costs.
-    kept = {round(number * last / (count - 1)): number for number in range(count)}
-    stages = [stage for stage, owner in enumerate(task.stage_to_rank) if owner in kept]
+    # The first and the last rank stay, because their stages have different costs.
+    new_ranks = {round(number * last / (count - 1)): number for number in range(count)}
+    stages = [stage for stage, owner in enumerate(task.stage_to_rank) if owner in new_ranks]
     half = Task(
-        tuple(kept[task.stage_to_rank[stage]] for stage in stages),
+        tuple(new_ranks[task.stage_to_rank[stage]] for stage in stages),
         max(1, task.microbatches // 2),
         task.costs.of_stages(stages),
         tuple(task.activations[stage] for stage in stages),
@@ -81,34 +81,34 @@ def halved(task: Task) -> Task:
 
 
 def _climb(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
-    """The best policies that are found from some others, the best first."""
-    best = sorted(((makespan(task, policy), policy) for policy in starts), key=_length)[:KEPT]
+    """Improve policies by random changes, and return the best ones, the best first."""
+    best = sorted(((makespan(task, policy), policy) for policy in starts), key=_length)[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
     for trial in range(trials):
-        # Each of the best at first, then the best one alone.
-        place = trial % len(best) if trial < trials // 3 else 0
-        policy = _changed(best[place][1], chance)
+        # First all of the best policies are changed in turn, then only the best one.
+        index = trial % len(best) if trial < trials // 3 else 0
+        policy = _change(best[index][1], chance)
         length = makespan(task, policy)
-        if length <= best[place][0]:
-            best[place] = length, policy
+        if length <= best[index][0]:
+            best[index] = length, policy
             best.sort(key=_length)
     return [policy for _, policy in best]
 
 
-def _length(found: tuple[float, Policy]) -> float:
-    return found[0]
+def _length(candidate: tuple[float, Policy]) -> float:
+    return candidate[0]
 
 
-def _changed(policy: Policy, chance: random.Random) -> Policy:
-    """A policy that differs in one or two numbers."""
+def _change(policy: Policy, chance: random.Random) -> Policy:
+    """Return the policy with one or two numbers changed at random."""
     for _ in range(chance.choice((1, 1, 2))):
         match chance.choice(("down", "up", "turn", "pace", "spared", "patience")):
             case "down":
-                policy = attrs.evolve(policy, down=_one_moved(policy.down, chance))
+                policy = attrs.evolve(policy, down=_move_one(policy.down, chance))
             case "up":
-                policy = attrs.evolve(policy, up=_one_moved(policy.up, chance))
+                policy = attrs.evolve(policy, up=_move_one(policy.up, chance))
             case "turn":
-                policy = attrs.evolve(policy, turn=_moved(policy.turn, chance))
+                policy = attrs.evolve(policy, turn=_move(policy.turn, chance))
             case "pace":
                 policy = attrs.evolve(policy, pace=chance.choice((0.0, 0.5, 0.8, 1.0, 1.2)))
             case "spared":
@@ -118,13 +118,13 @@ def _changed(policy: Policy, chance: random.Random) -> Policy:
     return policy
 
 
-def _one_moved(numbers: tuple[float, float], chance: random.Random) -> tuple[float, float]:
+def _move_one(numbers: tuple[float, float], chance: random.Random) -> tuple[float, float]:
     first, second = numbers
-    return (_moved(first, chance), second) if chance.random() < 0.5 else (first, _moved(second, chance))
+    return (_move(first, chance), second) if chance.random() < 0.5 else (first, _move(second, chance))
 
 
-def _moved(number: float, chance: random.Random) -> float:
-    """A number of the same kind, somewhat larger or smaller, or of the other sign."""
+def _move(number: float, chance: random.Random) -> float:
+    """Return a similar number: somewhat larger or smaller, or with the opposite sign."""
     return chance.choice((number / 2, number * 0.8, number * 1.25, number * 2, -number)) + chance.uniform(-0.2, 0.2)
 
 

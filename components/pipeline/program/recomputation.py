@@ -1,9 +1,9 @@
 """
-What the stages of a partition may compute again, and the least of it with which every rank has enough memory.
+Choice of recomputation (activation checkpointing) by stage: the least with which every rank has enough memory.
 
-Which stages of a rank recompute does not change what other ranks hold. So the choice is made rank by rank: of all that
-fit in its memory, the one whose backward passes take the least time longer. Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", MLSys 2023, choose by layer in the same way, alike on every rank.
+Recomputation on a rank does not change the memory of other ranks, so the choice is made rank by rank: among all choices
+that fit in its memory, the one that adds least time to backward passes. Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", MLSys 2023, choose by layer in the same way, equally on every rank.
 """
 
 from collections.abc import Sequence
@@ -21,40 +21,40 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 SELECTIVE = 0.06
-"""
-What part of a forward "selective" repeats, about: Qwen3-0.6B keeps 98 % of its speed with it (docs/benchmarks.md).
-"""
+"""Approximate part of a forward pass that "selective" repeats: Qwen3-0.6B keeps 98 % of its speed."""
 
 ONE_OF = (1, 2, 3, 4, 6, 8)
-"""Of how many blocks one may be recomputed."""
+"""Numbers n of which every n-th block may be recomputed."""
 
-MOST_STAGES = 2
-"""A rank of more stages recomputes the same in all."""
+MAX_INDEPENDENT_STAGES = 2
+"""A rank with more stages uses one policy for all of them."""
 
 
-def repeated(policy: Recompute) -> float:
-    """What part of a stage's forward its backward passes compute again, about."""
+def repeat_fraction(policy: Recompute) -> float:
+    """Return the approximate part of a stage's forward pass that its backward pass repeats."""
     if isinstance(policy, int):
         return 1 / policy
     return {"none": 0.0, "selective": SELECTIVE, "blocks": 1.0}[policy]
 
 
 def text_of(policies: Sequence[Recompute]) -> str:
-    """The policies of stages, as `blocks in stages 0-3, selective in stage 4`; empty where nothing is recomputed."""
+    """Return policies as text, such as `blocks in stages 0-3, selective in stage 4`; empty without recomputation."""
     runs: list[str] = []
     for policy, group in groupby(range(len(policies)), lambda stage: policies[stage]):
         stages = list(group)
         where = f"stages {stages[0]}-{stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
-        what = f"one of {policy} blocks" if isinstance(policy, int) else policy
-        runs += [] if policy == "none" else [f"{what} in {where}"]
+        name = f"one of {policy} blocks" if isinstance(policy, int) else policy
+        runs += [] if policy == "none" else [f"{name} in {where}"]
     return ", ".join(runs)
 
 
 @attrs.frozen(eq=False)
 class Recomputed:
     """
-    What a policy costs in each slice of a model, `again` (slices,), by which its backward pass takes longer, and what
-    it leaves of a microbatch's activations from the forward until the backward pass, `kept` (slices,).
+    Costs of a recompute policy by slice of a model.
+
+    `again` (slices,) is the time by which backward passes take longer, and `kept` (slices,) the part of a microbatch's
+    activations that stays alive from the forward until the backward pass.
     """
 
     policy: Literal["selective", "blocks"]
@@ -65,10 +65,11 @@ class Recomputed:
 @attrs.frozen(eq=False)
 class Options:
     """
-    What the stages of some partitions may recompute, the first of them nothing.
+    Recompute policies for the stages of several partitions; the first option recomputes nothing.
 
-    By option, partition and stage, `again` is the time by which backward passes take longer, and `kept` what is held
-    from forwards until input gradients; by partition and stage, `pending` is held from these until weight gradients.
+    `again` (options, partitions, stages) is the time by which backward passes take longer, and `kept`, of the same
+    shape, the activations alive from forward passes until input gradients. `pending` (partitions, stages) stays alive
+    from input gradients until weight gradients.
     """
 
     policies: tuple[Recompute, ...]
@@ -76,38 +77,38 @@ class Options:
     kept: Floats
     pending: Floats
 
-    def least(self, held: Sequence["Held"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
+    def least(self, ranks: Sequence["Held"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
         """
-        The options (partitions, stages) that take least time and fit in the memory of each rank.
+        Return the fastest options (partitions, stages) that fit in every rank's memory, and whether they fit.
 
-        They are 0 where there is none; whether there is one follows, by partition.
+        Options are 0 in partitions that do not fit; the second result has shape (partitions,).
         """
         chosen, fits = np.zeros(self.pending.shape, dtype=np.int64), np.ones(len(self.pending), dtype=bool)
-        for each in held:
-            nothing, every = np.zeros((1, len(each.stages)), dtype=np.int64), np.arange(len(self.pending))
-            over = np.flatnonzero(self._peaks(each, nothing, every)[0] > limit)
+        for rank in ranks:
+            nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
+            over = np.flatnonzero(self._peaks(rank, nothing, partitions)[0] > limit)
             if len(over) and len(self.policies) > 1:
-                tried = ways(len(self.policies), len(each.stages))
-                more = self.again[tried[..., None], over, each.stages[:, None]].sum(1)
-                more[self._peaks(each, tried, over) > limit] = np.inf
+                tried = ways(len(self.policies), len(rank.stages))
+                more = self.again[tried[..., None], over, rank.stages[:, None]].sum(1)
+                more[self._peaks(rank, tried, over) > limit] = np.inf
                 best = more.argmin(0)
-                chosen[over[:, None], each.stages] = tried[best]
+                chosen[over[:, None], rank.stages] = tried[best]
                 over = over[more[best, np.arange(len(over))] == np.inf]
             fits[over] = False
         chosen[~fits] = 0
         return chosen, fits
 
-    def _peaks(self, held: "Held", tried: Ints, partitions: Ints) -> Floats:
-        """The most (ways, partitions) that a rank holds, of some partitions, in some ways to recompute."""
-        kept = self.kept[tried[..., None], partitions, held.stages[:, None]]
-        waiting = held.pending @ self.pending[partitions[:, None], held.stages].T
-        found: Floats = (np.einsum("ts,wsp->twp", held.kept, kept) + waiting[:, None]).max(0)
-        return found
+    def _peaks(self, rank: "Held", tried: Ints, partitions: Ints) -> Floats:
+        """Return the peak (ways, partitions) of a rank's activations, in some partitions and ways to recompute."""
+        kept = self.kept[tried[..., None], partitions, rank.stages[:, None]]
+        waiting = rank.pending @ self.pending[partitions[:, None], rank.stages].T
+        peaks: Floats = (np.einsum("ts,wsp->twp", rank.kept, kept) + waiting[:, None]).max(0)
+        return peaks
 
 
 def ways(options: int, stages: int) -> Ints:
-    """Every way (ways, stages) in which the stages of a rank may recompute, the first of them nothing."""
-    if stages > MOST_STAGES:
+    """Return all ways (ways, stages) in which a rank's stages may recompute; the first recomputes nothing."""
+    if stages > MAX_INDEPENDENT_STAGES:
         return np.repeat(np.arange(options)[:, None], stages, axis=1)
     return np.array(list(product(range(options), repeat=stages)))
 
@@ -115,9 +116,9 @@ def ways(options: int, stages: int) -> Ints:
 @attrs.frozen(eq=False)
 class Held:
     """
-    Of how many microbatches a rank holds activations of each of its stages (times, stages), at various times.
+    Numbers of microbatches whose activations a rank holds, of shape (times, stages).
 
-    They are `kept` from forwards until input gradients, and `pending` until weight gradients.
+    Activations are `kept` from forward passes until input gradients, and `pending` until weight gradients.
     """
 
     stages: Ints
@@ -126,14 +127,14 @@ class Held:
 
     @classmethod
     def of(cls, program: Program, rank: int) -> "Held":
-        """What a rank holds at times of which no other has more of everything."""
+        """Return the counts at the times of a rank that no other time exceeds in all stages."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])
         op, own = program.op[rows], program.stage[rows, None] == stages
         kept = np.array([1, -1, -1, 0])[op]
         pending = np.array([0, 0, 1, -1])[op]
         counts = np.concatenate([own * kept[:, None], own * pending[:, None]], axis=1).cumsum(0)
-        # It holds more only after F and I, and less of nothing only after F.
+        # Memory grows only after F and I; a time followed by F is exceeded by the next.
         counts = np.unique(
             counts[((op == FORWARD) | (op == BACKWARD_INPUT)) & (np.append(op[1:], -1) != FORWARD)], axis=0
         )

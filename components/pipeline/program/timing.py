@@ -1,5 +1,5 @@
 """
-The start and end of each action, if every rank runs its actions in order as early as dependencies allow.
+Start and end of every action, if every rank runs its actions in order, as early as dependencies allow.
 
 This is the longest path through the dependency graph of actions. All ranks advance together, at most one action a wave:
 a rank's next action starts when the rank is free and its input has been produced; a rank whose input has not been
@@ -20,10 +20,10 @@ from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, OPS, Pro
 @attrs.frozen
 class Costs:
     """
-    How long a stage takes for one microbatch by op, and how long a message between ranks takes (`comm`).
+    Durations of a stage's ops for one microbatch, and of a message between ranks (`comm`), in any unit.
 
-    `unshard` is how long it takes to gather a stage's sharded parameters, `reduce` to reduce its gradients. `factors`
-    has a factor for each stage, by which its ops take longer or shorter; every factor is 1 if it is empty.
+    `unshard` is the time to gather a stage's sharded parameters, and `reduce` the time to reduce its gradients.
+    `factors` multiply the durations of ops, by stage; every factor is 1 if they are empty.
     """
 
     forward: float = 1.0
@@ -40,12 +40,12 @@ class Costs:
         return self.backward_input + self.backward_weight
 
     def of(self, program: Program) -> NDArray[np.float64]:
-        """The duration of each action of a program (actions,)."""
+        """Return the durations (actions,) of a program's actions."""
         lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
         return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
 
     def length(self, work: str, stage: int = 0) -> float:
-        """The duration of one action, by the name of its op and its stage; any message takes `comm`."""
+        """Return the duration of an action by op and stage; every message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
         if work in lengths:
             return lengths[work] * (self.factors[stage] if self.factors else 1.0)
@@ -53,51 +53,49 @@ class Costs:
         return shards.get(work, self.comm)
 
     def of_stages(self, stages: Sequence[int]) -> "Costs":
-        """Those of some stages alone."""
+        """Return the costs of some stages."""
         return attrs.evolve(self, factors=tuple(self.factors[stage] for stage in stages) if self.factors else ())
 
-    def divided(self, stages_per_rank: int) -> "Costs":
-        """Those of a stage, if these are those of all stages of a rank; a message between stages is as large."""
+    def divide(self, stages_per_rank: int) -> "Costs":
+        """Return costs per stage, given costs per rank; the size of a message does not change."""
         names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
         return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
 
 
 @attrs.frozen(eq=False)
 class CostTable(Costs):
-    """Costs that differ in every stage and op: `lengths` (stages, ops), in the order of OPS."""
+    """Costs by stage and op: `lengths` (stages, ops), in the order of OPS."""
 
     lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.ones((1, len(OPS))))
 
     def of(self, program: Program) -> NDArray[np.float64]:
-        """The duration of each action of a program (actions,)."""
-        found: NDArray[np.float64] = self.lengths[program.stage, program.op]
-        return found
+        """Return the durations (actions,) of a program's actions."""
+        lengths: NDArray[np.float64] = self.lengths[program.stage, program.op]
+        return lengths
 
     def length(self, work: str, stage: int = 0) -> float:
-        """The duration of one action, by the name of its op and its stage."""
+        """Return the duration of an action by op and stage."""
         return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().length(work, stage)
 
     def of_stages(self, stages: Sequence[int]) -> "CostTable":
-        """Those of some stages alone."""
+        """Return the costs of some stages."""
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
-    def resampled(self, sizes: Sequence[int]) -> "CostTable":
-        """
-        Those of the same model in stages of other `sizes`, if cost is spread evenly within each of these stages.
-        """
+    def resample(self, sizes: Sequence[int]) -> "CostTable":
+        """Return the model's costs for stages with other `sizes`, if costs are even within every stage."""
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
-        columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, each)) for each in whole.T]
+        columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
         return attrs.evolve(self, lengths=np.stack(columns, axis=1))
 
 
-class Deadlock(Exception):
-    """A program can't finish: every rank that has actions left waits for another."""
+class DeadlockError(Exception):
+    """Error for a program that can't finish: every rank with actions left waits for another rank."""
 
 
 @attrs.frozen(eq=False)
 class Timing:
-    """For each action of a program: its start, its end, and its wave, which is later than that of all its inputs."""
+    """Start, end and wave of actions, all of shape (actions,); an action comes in a later wave than its inputs."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -105,16 +103,16 @@ class Timing:
 
     @property
     def makespan(self) -> float:
-        """When the last action ends."""
+        """Return the end of the last action."""
         return float(self.end.max(initial=0.0))
 
 
 def time(program: Program, costs: Costs) -> Timing:
     """
-    The timing of a program in which messages take `costs.comm` each and don't share channels.
+    Return the timing of a program whose messages take `costs.comm` and don't share channels.
 
-    What ranks without any action give is ready from the start: so a part of a program, of some ranks alone, is timed as
-    if the others were never late. Raises Deadlock if the program can't finish.
+    Results of ranks without actions are ready from the start, so that a program reduced to some ranks is timed as if
+    the other ranks were never late. Raises DeadlockError if the program can't finish.
     """
     produces, consumes, delay = dependencies(program, costs)
     if not np.diff(program.bounds).all():
@@ -126,10 +124,10 @@ def time(program: Program, costs: Costs) -> Timing:
     wave = 0
     while len(ranks := np.flatnonzero(next_action < program.bounds[1:])):
         ready = end_of[consumes[next_action[ranks]]] + delay[next_action[ranks]]
-        # A cell that no action has produced yet is infinite.
+        # The cell of a result that does not exist yet is infinite.
         can_start = ready < np.inf
         if not can_start.any():
-            raise Deadlock(_deadlock_message(program, next_action[ranks]))
+            raise DeadlockError(_deadlock_message(program, next_action[ranks]))
         ranks = ranks[can_start]
         current = next_action[ranks]
         start = np.maximum(free_at[ranks], ready[can_start])
@@ -143,7 +141,7 @@ def time(program: Program, costs: Costs) -> Timing:
 
 @attrs.frozen(eq=False)
 class ManyTimings:
-    """A program that is timed with many costs at once, for about the time that a few take one by one."""
+    """Program that is timed with many costs at once, about as fast as with a few costs one by one."""
 
     program: Program
     comm: float
@@ -151,14 +149,14 @@ class ManyTimings:
     _bounds: NDArray[np.int64] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        # Which action is in which wave does not depend on costs.
+        # Waves do not depend on costs.
         wave = time(self.program, Costs()).wave
         object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
         object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
 
     def makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The makespan (costs,) with each of some costs, `lengths` (costs, stages, ops) in the order of OPS."""
-        produces, consumes, delay = (each[self._order] for each in dependencies(self.program, Costs(comm=self.comm)))
+        """Return the makespans (costs,) for `lengths` (costs, stages, ops), in the order of OPS."""
+        produces, consumes, delay = (cells[self._order] for cells in dependencies(self.program, Costs(comm=self.comm)))
         rank = self.program.rank[self._order]
         kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
         table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
@@ -169,46 +167,46 @@ class ManyTimings:
             ready = end_of[consumes[rows]] + delay[rows, None]
             end = np.maximum(free_at[rank[rows]], ready) + table[kind[rows]]
             free_at[rank[rows]] = end_of[produces[rows]] = end
-        found: NDArray[np.float64] = free_at.max(axis=0)
-        return found
+        makespans: NDArray[np.float64] = free_at.max(axis=0)
+        return makespans
 
 
 def _time_part(program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]) -> Timing:
-    """The same for some ranks: few, so that numbers are faster than arrays; `inputs` are cells, delays, durations."""
+    """Time a few ranks, for which numbers are faster than arrays; `inputs` are cells, delays and durations."""
     consumes, delay, length = inputs
-    # A cell that no action of these ranks produces comes from another rank, or is for actions without an input.
+    # A cell that these ranks do not produce comes from another rank, or belongs to actions without an input.
     end_of = dict.fromkeys(produces, float("inf"))
-    places = {rank: int(first) for rank, first in enumerate(program.bounds[:-1]) if first < program.bounds[rank + 1]}
-    last, free_at = {rank: int(program.bounds[rank + 1]) for rank in places}, dict.fromkeys(places, 0.0)
+    positions = {rank: int(first) for rank, first in enumerate(program.bounds[:-1]) if first < program.bounds[rank + 1]}
+    last, free_at = {rank: int(program.bounds[rank + 1]) for rank in positions}, dict.fromkeys(positions, 0.0)
     start, end, waves = ([0.0] * len(produces) for _ in range(3))
     wave = 0
-    while places:
-        # All of a wave are found first, so that none starts from the result of another.
-        ready = {rank: end_of.get(consumes[place], 0.0) + delay[place] for rank, place in places.items()}
-        started = [(rank, places[rank], at) for rank, at in ready.items() if at < float("inf")]
+    while positions:
+        # A wave is collected first, so that none of its actions starts from the result of another.
+        ready = {rank: end_of.get(consumes[position], 0.0) + delay[position] for rank, position in positions.items()}
+        started = [(rank, positions[rank], ready_at) for rank, ready_at in ready.items() if ready_at < float("inf")]
         if not started:
-            raise Deadlock(_deadlock_message(program, np.array([*places.values()])))
-        for rank, place, at in started:
-            start[place] = max(free_at[rank], at)
-            free_at[rank] = end_of[produces[place]] = end[place] = start[place] + length[place]
-            waves[place] = wave
-            places[rank] = place + 1
-            if place + 1 == last[rank]:
-                del places[rank]
+            raise DeadlockError(_deadlock_message(program, np.array([*positions.values()])))
+        for rank, position, ready_at in started:
+            start[position] = max(free_at[rank], ready_at)
+            free_at[rank] = end_of[produces[position]] = end[position] = start[position] + length[position]
+            waves[position] = wave
+            positions[rank] = position + 1
+            if position + 1 == last[rank]:
+                del positions[rank]
         wave += 1
     return Timing(np.array(start), np.array(end), np.array(waves, dtype=np.int64))
 
 
 _NO_INPUT = 0
-"""The cell that is ready from the start, for actions without an input."""
+"""Cell of actions without an input, which is ready from the start."""
 
 
 def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """
-    For each action the cell that it produces, the cell that it consumes, and the delay of its input's message.
+    Return the cells that actions produce, the cells that they consume, and the delays of their inputs' messages.
 
-    A cell holds the time at which an activation or gradient is ready. Cell 0 is for actions without an input, the last
-    one for results that no action consumes.
+    All have shape (actions,). A cell is the time at which an activation or gradient is ready. Cell 0 belongs to actions
+    without an input, and the last cell to results that no action consumes.
     """
     stage, op, last = program.stage, program.op, program.stages - 1
     forward, weight = op == FORWARD, op == BACKWARD_WEIGHT
@@ -218,7 +216,7 @@ def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDA
     # Forward results are in cells 1 to size, backward results in the next `size` cells.
     produces = np.where(forward, cell, np.where(weight, 1 + 2 * size, cell + size))
     consumes = produces - direction * program.microbatches
-    # The last stage's backward starts from its own forward, the loss.
+    # The last stage's backward pass starts from its own forward pass, the loss.
     consumes[~forward & (stage == last)] = cell[~forward & (stage == last)]
     consumes[weight | (forward & (stage == 0))] = _NO_INPUT
     stage_to_rank = np.array(program.stage_to_rank)
@@ -228,10 +226,10 @@ def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDA
     return produces, consumes, delay
 
 
-def _deadlock_message(program: Program, places: NDArray[np.int64]) -> str:
-    ranks = np.searchsorted(program.bounds, places, side="right") - 1
+def _deadlock_message(program: Program, actions: NDArray[np.int64]) -> str:
+    ranks = np.searchsorted(program.bounds, actions, side="right") - 1
     waiting = [
         f"rank {rank} waits to do {program.action(next_action)}"
-        for rank, next_action in zip(ranks, places, strict=True)
+        for rank, next_action in zip(ranks, actions, strict=True)
     ]
     return "deadlock: " + ", ".join(waiting[:8]) + (", ..." if len(waiting) > 8 else "")

@@ -1,9 +1,9 @@
-"""Validation of programs: the rules that every schedule must keep, and their violations as sentences."""
+"""Validation of programs: violations of the rules for schedules, as sentences."""
 
 from collections.abc import Iterator
 from itertools import product
 
-from drawloom.components.pipeline.program.timing import Costs, Deadlock, time
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError, time
 from drawloom.components.ports.program import Program, flat
 
 TRAINS = ("FB", "FIW")
@@ -12,10 +12,10 @@ INFERS = ("F",)
 
 def violations(program: Program) -> list[str]:
     """
-    All violations of a program, an empty list if it is valid.
+    Return all violations of a program, or an empty list if it is valid.
 
-    Each stage runs one forward for each microbatch, then one backward, whole or split in I and W, on the rank that owns
-    the stage; or the whole program has forwards alone. And the program must not deadlock.
+    For every microbatch, a stage runs one forward pass and then one backward pass, whole or split into I and W, on the
+    rank that owns the stage; or the whole program consists of forward passes. The program must not deadlock.
     """
     return [*_wrong_ranks(program), *_wrong_ops(program)] or _deadlocks(program)
 
@@ -44,6 +44,6 @@ def _wrong_ops(program: Program) -> Iterator[str]:
 def _deadlocks(program: Program) -> list[str]:
     try:
         time(program, Costs())
-    except Deadlock as deadlock:
+    except DeadlockError as deadlock:
         return [str(deadlock)]
     return []

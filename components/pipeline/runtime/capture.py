@@ -1,14 +1,13 @@
 """
-The passes of a stage as CUDA graphs: each is launched at once, in place of a thousand kernels one after another.
+CUDA graphs of a stage's passes: a pass is one launch, instead of a thousand kernels one after another.
 
-A graph reads and writes the addresses that it was recorded with. Each place for a microbatch in flight, a slot, has
-tensors, graphs and a memory pool of its own, which no other slot uses: what the forward graph leaves there is there
-until the backward graph of the same slot reads it, in whatever order slots take turns. What comes in is copied to the
-slot's tensors, and what goes out is copied from them; weight gradients are added to sums that persist. The first step
-runs kernel by kernel, so that everything that compiles, or chooses among kernels, has done so; all graphs are recorded
-before the second.
+A graph reads and writes the addresses with which it was recorded. Every microbatch in flight has a slot with its own
+tensors, graphs and memory pool: tensors that the forward graph of a slot leaves in the pool stay until the backward
+graph of the slot reads them, in any order of slots. Inputs are copied into the slot's tensors, and outputs are copied
+from them; weight gradients are added to persistent sums. The first step runs kernel by kernel, so that compilation and
+the selection of kernels have ended; all graphs are recorded before the second step.
 
-Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots in the place of one callable.
+Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
 """
 
 import logging
@@ -38,7 +37,7 @@ log = logging.getLogger("drawloom.pipeline")
 
 @attrs.define(eq=False)
 class Slot:
-    """The graphs of a stage's passes for one microbatch at a time; `runner` records them as those of microbatch 0."""
+    """Graphs of a stage's passes for one microbatch at a time, which `runner` records as microbatch 0."""
 
     runner: StageRunner
     record: Record
@@ -47,7 +46,7 @@ class Slot:
     _passes: dict[str, Recorded] = attrs.field(factory=dict)
 
     def open(self, given: Any) -> None:
-        """Record all passes, from tensors of the shapes of those in `given`: inputs, context and batch."""
+        """Record all passes, for tensors with the shapes of `given`: inputs, context and batch."""
         self._given = transform(_copy, given)
         self._passes["forward"] = self.record(self._forward)
         if not self.runner.last:
@@ -58,36 +57,36 @@ class Slot:
 
     def forward(self, given: Any) -> tuple[Any, Any]:
         """Return copies of the stage's output and, on the last stage, of the losses; None on others."""
-        _put(self._given, given)
+        _copy_into(self._given, given)
         output, losses = self._replay("forward")
         return output, losses
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
-        """The gradients of the inputs from those of the outputs, and those of weights."""
+        """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""
         if not self.runner.split:
             return self._backward_by("backward", grads)
-        # A stage whose backward pass is split for some microbatches has no third graph for the others.
-        found = self.backward_input(grads)
+        # A stage that splits the backward passes of some microbatches has no third graph for the others.
+        input_grads = self.backward_input(grads)
         self.backward_weight()
-        return found
+        return input_grads
 
     def backward_input(self, grads: list[Tensor] | None) -> list[Tensor]:
-        """The gradients of the inputs from those of the outputs."""
+        """Return the gradients of the inputs, given the gradients of the outputs."""
         return self._backward_by("backward_input", grads)
 
     def _backward_by(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
         if grads is not None:
-            _put(self._grads, grads)
-        found: list[Tensor] = self._replay(name)
-        return found
+            _copy_into(self._grads, grads)
+        input_grads: list[Tensor] = self._replay(name)
+        return input_grads
 
     def backward_weight(self) -> None:
-        """Add the weight gradients that `backward_input` has put off."""
+        """Accumulate the weight gradients that `backward_input` deferred."""
         self._replay("backward_weight")
 
     def _forward(self) -> Any:
         inputs, shared, batch = self._given
-        # The start of the stage's graph, but for token ids.
+        # Inputs start the stage's autograd graph, except for token ids.
         output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
@@ -103,16 +102,16 @@ class Slot:
 
 @attrs.define(eq=False)
 class WeightSums:
-    """The gradients of parameters, whose addresses graphs know: the same tensors in every step."""
+    """Gradients of parameters at fixed addresses, which graphs need: the same tensors in every step."""
 
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
-    _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient whose place it took
+    _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
 
-    def learn(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep sums for parameters that have gradients now; others, which nothing reaches, never get any."""
+    def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep sums for the parameters that have gradients now; parameters without gradients never get any."""
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._sums:
-                self._sums[parameter] = parameter.grad.contiguous()  # kernels add to nothing else
+                self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
 
     def attach(self) -> None:
         """Make the sums the gradients of their parameters."""
@@ -122,7 +121,7 @@ class WeightSums:
                 parameter.grad = summed
 
     def reset(self) -> None:
-        """Set those that have become gradients since the last time to what the gradients were, or to zero."""
+        """Set newly attached sums to the gradients that they replaced, or to zero."""
         if self._left:  # torch refuses an empty list
             torch._foreach_zero_(list(self._left))
         for summed, grad in self._left.items():
@@ -134,7 +133,7 @@ class WeightSums:
 @attrs.define(eq=False)
 class StageGraphs:
     """
-    The slots of one stage, for microbatches of one shape, from one step to the next.
+    Slots of one stage for microbatches of one shape, which persist between steps.
 
     Microbatches of other shapes run kernel by kernel, which is logged once.
     """
@@ -142,25 +141,25 @@ class StageGraphs:
     stage: Stage
     objective: Loss
     new_record: Callable[[], Record]
-    _first: Any = None  # the microbatch that others are compared with, and whether its backward pass is split
+    _first: Any = None  # the reference microbatch, and whether its backward pass is split
     _slots: list[Slot] = attrs.field(factory=list)
     _free: list[Slot] = attrs.field(factory=list)
     _warned: bool = False
 
     def lacks(self, in_flight: int) -> bool:
-        """Whether there are fewer slots than microbatches in flight, and it is known how to make more."""
+        """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
     def begin(self, in_flight: int) -> None:
-        """Before the first microbatch of a step: no slot is in use, and there are enough, once a step was taken."""
+        """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
         while self.lacks(in_flight):
-            given, split = self._first
+            example, split = self._first
             self._slots.append(Slot(self._runner(split), self.new_record()))
-            self._slots[-1].open(given)
+            self._slots[-1].open(example)
         self._free = list(self._slots)
 
     def take(self, given: Any, stage: Stage, split: bool) -> Slot | None:
-        """A slot for a microbatch of the stage as it recomputes in this step; None if it is to run kernel by kernel."""
+        """Take a slot for a microbatch; return None if the microbatch must run kernel by kernel."""
         if self._first is None:
             self._first, self.stage = (transform(_copy, given), split), stage
         if _shape((given, split)) != _shape(self._first):
@@ -169,7 +168,7 @@ class StageGraphs:
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: Slot) -> None:
-        """The microbatch of a slot is done."""
+        """Free the slot of a finished microbatch."""
         self._free.append(slot)
 
     def _runner(self, split: bool) -> StageRunner:
@@ -186,43 +185,39 @@ class StageGraphs:
 
 @attrs.define(eq=False)
 class CapturedRunner(StageRunner):
-    """A `StageRunner` that launches graphs where there are any for a microbatch."""
+    """`StageRunner` that launches the graphs of a microbatch if it has a slot."""
 
     graphs: StageGraphs = attrs.field(kw_only=True)
-    _taken: dict[int, Slot] = attrs.field(init=False, factory=dict)
+    _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
-        """As that of `StageRunner`."""
-        # Graphs serve batches of other counts, such as those of padding, which only the host reads.
+        # Graphs must serve batches with other counts, such as padding, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
         slot = self.graphs.take(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)
-        self._taken[microbatch] = slot
+        self._slots[microbatch] = slot
         output, losses = slot.forward(given)
         if losses is not None:
             self.state.microbatch(microbatch)[LOSSES] = losses
         return output
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """As that of `StageRunner`."""
-        if (slot := self._taken.pop(microbatch, None)) is None:
+        if (slot := self._slots.pop(microbatch, None)) is None:
             return super().backward(microbatch, grads)
-        found = slot.backward(grads)
+        input_grads = slot.backward(grads)
         self.graphs.give_back(slot)
-        return found
+        return input_grads
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """As that of `StageRunner`."""
-        if (slot := self._taken.get(microbatch)) is None:
+        if (slot := self._slots.get(microbatch)) is None:
             return super().backward_input(microbatch, grads)
         return slot.backward_input(grads)
 
     def backward_weight(self, microbatch: int) -> None:
-        """As that of `StageRunner`."""
-        if (slot := self._taken.pop(microbatch, None)) is None:
+        if (slot := self._slots.pop(microbatch, None)) is None:
             return super().backward_weight(microbatch)
         slot.backward_weight()
         self.graphs.give_back(slot)
@@ -230,7 +225,7 @@ class CapturedRunner(StageRunner):
 
 @attrs.define(eq=False)
 class Captures:
-    """The graphs of all stages of this rank."""
+    """Graphs of this rank's stages."""
 
     objective: Loss
     new_record: Callable[[], Record]
@@ -240,7 +235,7 @@ class Captures:
 
     @classmethod
     def on(cls, device: torch.device, objective: Loss) -> "Captures | None":
-        """Those of a GPU; None on a CPU, whose kernels take longer than their launches."""
+        """Create the graphs of a GPU; return None on a CPU, whose kernels take longer than their launches."""
         if device.type == "cpu":
             return None
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -251,28 +246,28 @@ class Captures:
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
-    def alike(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+    def unify_rows(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """
-        The microbatches of a step as the graphs take them: as whole rows as long as there were no others.
+        Return a step's microbatches with equal knowledge of rows: whole rows, as long as no others have occurred.
 
-        Rows of several documents are the general case, for which graphs are made anew once, and which serve all later
-        microbatches: those of packed data have now and then only whole rows.
+        Rows of several documents are the general case. When they first occur, graphs are recorded again, and then serve
+        all later microbatches, because a microbatch of packed data sometimes has only whole rows.
         """
-        if self._whole_rows and not all(each.shared.whole_rows for each in inputs):
+        if self._whole_rows and not all(microbatch.shared.whole_rows for microbatch in inputs):
             self._whole_rows = False
             self._graphs.clear()
-        return inputs if self._whole_rows else [each.as_any_rows() for each in inputs]
+        return inputs if self._whole_rows else [microbatch.as_any_rows() for microbatch in inputs]
 
     def begin(self, actions: Iterable[Action]) -> None:
         """
-        Before the first microbatch of a step: record what is missing. UserError for what can't be recorded.
+        Record missing graphs before the first microbatch of a step; UserError if a pass can't be recorded.
 
-        No messages are under way then. To make a graph may wait for all that the GPU does, also for a message of a rank
-        that waits for one of this rank.
+        No messages are in flight then: recording may wait for all work of the GPU, including a message of a rank that
+        waits for a message of this rank.
         """
         most = most_in_flight(actions)
         if any(graphs.lacks(most[index]) for index, graphs in self._graphs.items()):
-            torch.cuda.empty_cache()  # what steps have freed is of no use for the pools of slots
+            torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
         self._sums.attach()
         for index, graphs in self._graphs.items():
             try:
@@ -282,13 +277,13 @@ class Captures:
         self._sums.reset()
 
     def end(self) -> None:
-        """After the last microbatch of a step, before its gradients are handed over."""
+        """Adopt the gradients after the last microbatch of a step, before they are handed over."""
         for graphs in self._graphs.values():
-            self._sums.learn(graphs.stage.module.parameters())
+            self._sums.adopt(graphs.stage.module.parameters())
 
 
 def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
-    """By stage, the most microbatches that have run forward and not backward, their weight gradients included."""
+    """Return the maximum number of microbatches between forward pass and weight gradients, by stage."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for action in actions:
@@ -305,12 +300,12 @@ def _refusal(stage: int, error: RuntimeError) -> str:
     )
 
 
-def _put(place: Any, values: Any) -> None:
-    """Copy the tensors of a tree to those of another one of the same shape."""
-    pairs = zip(leaves(place), leaves(values), strict=True)
+def _copy_into(targets: Any, values: Any) -> None:
+    """Copy a tree's tensors into a tree with the same structure."""
+    pairs = zip(leaves(targets), leaves(values), strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():
-        torch._foreach_copy_([there for there, _ in tensors], [here for _, here in tensors])
+        torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])
 
 
 def _copy(leaf: Any) -> Any:
@@ -318,5 +313,5 @@ def _copy(leaf: Any) -> Any:
 
 
 def _shape(tree: Any) -> list[Any]:
-    """What graphs depend on: shapes and dtypes, and of what is no tensor, the value itself."""
+    """Return the properties on which graphs depend: shapes and dtypes of tensors, and values of other leaves."""
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves(tree)]

@@ -1,4 +1,4 @@
-"""Functions whose kernels are recorded once, and launched together as a CUDA graph."""
+"""CUDA graphs of functions: their kernels are recorded once and launched together."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,49 +8,49 @@ import torch
 
 
 class Recorded(Protocol):
-    """A recorded function."""
+    """Recorded function."""
 
     @property
     def outputs(self) -> Any:
-        """What the function gives, at the same addresses after each replay."""
+        """Return the outputs of the function, which keep their addresses in every replay."""
         ...
 
     def replay(self) -> None:
-        """Compute the outputs anew, from what is in the inputs now."""
+        """Compute the outputs from the current values of the inputs."""
         ...
 
 
 Record = Callable[[Callable[[], Any]], Recorded]
-"""Records a function without running its kernels; what is recorded by one `Record` shares memory, and takes turns."""
+"""Record a function without running its kernels; recordings of one `Record` share memory, and must take turns."""
 
 
 @attrs.frozen
 class CudaGraph:
-    """A recorded CUDA graph."""
+    """Recorded CUDA graph."""
 
     graph: torch.cuda.CUDAGraph
     outputs: Any
 
     def replay(self) -> None:
-        """Launch it in the current stream."""
+        """Launch the graph in the current stream."""
         self.graph.replay()
 
 
 @attrs.define
 class CudaRecord:
-    """Records in a stream of its own, with a memory pool of its own."""
+    """Recorder of CUDA graphs with its own stream and memory pool."""
 
     stream: torch.cuda.Stream
     _pool: Any = attrs.field(init=False, factory=torch.cuda.graph_pool_handle)
 
     def __call__(self, run: Callable[[], Any]) -> CudaGraph:
-        """The graph of what a function launches."""
+        """Record the kernels that a function launches as a graph."""
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        # Not `torch.cuda.graph`, which waits for the device: that may be receiving what another rank sends only when it
-        # has got something from this one.
+        # `torch.cuda.graph` would wait for the device, which may be receiving a message that another rank only sends
+        # after a message of this rank.
         with torch.cuda.stream(self.stream):
-            # Other threads, such as those that write checkpoints, may do meanwhile what this one must not.
+            # Other threads, such as checkpoint writers, may meanwhile call what this thread must not.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()

@@ -1,4 +1,4 @@
-"""Runs one step's microbatches through this rank's stages, in the order of its program."""
+"""Runner of a step's microbatches through this rank's stages, in the order of its program (gradient accumulation)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,15 +20,15 @@ from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError
 
 StageMicrobatch = tuple[int, int]
-"""A stage and a microbatch."""
+"""Numbers of a stage and a microbatch."""
 
 
 @attrs.frozen
 class MicrobatchInputs:
     """
-    A microbatch as the stages see it: inputs of the first, such as token ids, and the context of all.
+    Microbatch for the stages: the inputs of the first stage, such as token ids, and the context of all stages.
 
-    The last stage computes the loss with `batch`; without it, it gives what `finish` makes of hidden states and head.
+    The last stage computes the loss with `batch`; without a batch it returns the result of `finish`.
     """
 
     inputs: Any
@@ -37,17 +37,17 @@ class MicrobatchInputs:
     finish: Finish | None = None
 
     def as_any_rows(self) -> "MicrobatchInputs":
-        """The same without the knowledge that each row is one document."""
+        """Return the microbatch without the knowledge that every row is one document."""
         return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
 
 
 @attrs.define(eq=False)
 class ProgramRunner:
     """
-    Runs a rank's program. It is made for one step and dropped with all tensors in it, also when the step fails.
+    Runner of a rank's program for one step; it is dropped with all its tensors, also if the step fails.
 
-    `stages` are this rank's stages by their numbers. An output is buffered until the next stage on this rank consumes
-    it, or it is sent. The last stage's output, detached, is handed to `each_output`.
+    `stages` are this rank's stages by number. An output is buffered until the next stage on this rank consumes it, or
+    until it is sent. The last stage's detached output is passed to `each_output`.
     """
 
     stages: Mapping[int, StageRunner]
@@ -60,7 +60,7 @@ class ProgramRunner:
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Do all actions, in order: parts of an overlap are one after another, each sending when it can."""
+        """Run all actions in order; the parts of an overlap follow one another."""
         operations: dict[str, Callable[[Action], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
@@ -77,12 +77,12 @@ class ProgramRunner:
         }
         if self.streams is not None:
             run, streams = self.streams.run, self.streams
-            operations = {name: partial(run, operation, self._handed) for name, operation in operations.items()}
+            operations = {name: partial(run, operation, self._local_inputs) for name, operation in operations.items()}
             streams.begin()
         for action in actions:
-            # A traceback alone would not say which of many identical stages and microbatches it was.
+            # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
-                if profiler._is_profiler_enabled:  # a range costs microseconds, of which an action has few to lose
+                if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
                     with profiler.record_function(str(action)):
                         operations[action.op](action)
                 else:
@@ -96,10 +96,10 @@ class ProgramRunner:
         if self.streams is not None:
             self.streams.end()
 
-    def _handed(self, action: Action) -> list[Tensor]:
-        """The tensors that another stage of this rank has left for a pass."""
-        kept: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
-        return [leaf for leaf in leaves(kept.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
+    def _local_inputs(self, action: Action) -> list[Tensor]:
+        """Return the tensors that another stage of this rank computed for a pass."""
+        buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
+        return [leaf for leaf in leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -115,7 +115,7 @@ class ProgramRunner:
             return microbatch.inputs
         key = action.stage, action.microbatch
         inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_recv(("RECV_F", *key))
-        # Detached tensors, here made leaves: each stage has a graph of its own, which its backward frees.
+        # Detached tensors become leaves: every stage has its own graph, which its backward pass frees.
         return as_input(inputs) if torch.is_grad_enabled() else inputs
 
     def _send_forward(self, action: Action) -> None:
@@ -127,19 +127,19 @@ class ProgramRunner:
         self.p2p.receive(("RECV_F", action.stage, action.microbatch), _peer(action), like)
 
     def _activations(self, stage: int, microbatch: int) -> Any:
-        """The tree of meta tensors that a stage takes for a microbatch: sender and receiver both derive it."""
-        given = self.microbatches[microbatch]
-        return self.boundaries.boundary(stage, given.inputs, given.shared)
+        """Return the meta tensors of a stage's input for a microbatch, which sender and receiver both derive."""
+        inputs = self.microbatches[microbatch]
+        return self.boundaries.boundary(stage, inputs.inputs, inputs.shared)
 
     def _send(self, action: Action, payload: Any, expected: Any) -> None:
-        """Send a tree of tensors; a UserError where the receiver would read its bytes as something else."""
+        """Send a tree of tensors; UserError if the receiver expects other shapes or dtypes."""
         # The receiver has allocated the expected tree, and neither NCCL nor gloo compares shapes and dtypes.
         if problem := mismatch(payload, expected):
             kind = "output" if action.op == "SEND_F" else "gradient"
             raise UserError(
                 f"stage {action.stage} has another {kind} for microbatch {action.microbatch} than rank "
-                f"{action.peer} of the pipeline expects: {problem}; a stage gives what its module gives on the meta "
-                "device, so check autocast, and shapes or dtypes that depend on values"
+                f"{action.peer} of the pipeline expects: {problem}; a stage must return the shapes and dtypes that its "
+                "module returns on the meta device, so check autocast, and shapes or dtypes that depend on values"
             )
         self.p2p.send(_peer(action), tensors_of(payload))
 
@@ -154,14 +154,14 @@ class ProgramRunner:
         self.stages[action.stage].backward_weight(action.microbatch)
 
     def _output_grads(self, action: Action) -> list[Tensor] | None:
-        """The gradients of a stage's output; None for a loss, whose gradient is 1."""
+        """Return the gradients of a stage's output, or None for a loss, whose gradient is 1."""
         key = action.stage, action.microbatch
         if self.stages[action.stage].last:
             return None
         if key in self._grads:
             return self._grads.pop(key)
-        found: list[Tensor] = self.p2p.wait_recv(("RECV_B", *key))
-        return found
+        grads: list[Tensor] = self.p2p.wait_recv(("RECV_B", *key))
+        return grads
 
     def _store_grads(self, action: Action, grads: list[Tensor]) -> None:
         if action.stage > 0:

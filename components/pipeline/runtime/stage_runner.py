@@ -1,4 +1,4 @@
-"""What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
+"""Passes of a stage for a microbatch: forward, and backward as a whole or in two parts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +22,7 @@ from drawloom.kernels.recompute_policy import recomputing
 
 @attrs.define(eq=False)
 class InFlight:
-    """What is kept between a forward and its backward: the floating-point leaves of the stage's input and output."""
+    """Floating-point leaves of a stage's input and output, kept from the forward pass until the backward pass."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -32,12 +32,12 @@ class InFlight:
 @attrs.define(eq=False)
 class StageRunner:
     """
-    Runs one stage on the microbatches of a step; if it is `split`, its backward has two parts.
+    Runner of one stage on the microbatches of a step; `split` divides its backward pass into two parts.
 
-    The last stage writes the losses of each microbatch into `state`.
+    The last stage writes the losses of microbatches into `state`.
 
-    Every floating-point leaf of what passes between stages is differentiable: a gradient goes back for each, zeros
-    where nothing depends on it, so that both ranks know what is sent without asking.
+    Every floating-point leaf that passes between stages is differentiable: its gradient is sent back, as zeros if
+    nothing depends on the leaf, so that both ranks know the messages in advance.
     """
 
     stage: Stage
@@ -56,11 +56,11 @@ class StageRunner:
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
         """
-        The stage's output for a microbatch, detached from its graph: a tree of tensors, on the last stage the loss.
+        Return the stage's output for a microbatch, detached from its graph: a tree of tensors, or the loss at the end.
 
-        Without a batch the last stage gives what `finish` makes of the last hidden states and the head.
+        Without a batch the last stage returns the result of `finish` for the last hidden states and the head.
         """
-        # Evaluation keeps nothing for a backward pass, and recomputes nothing.
+        # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
         split = SplitBackward(self._weights) if self.split else None
         with Accumulation() if split is None else split.forward():
@@ -80,29 +80,28 @@ class StageRunner:
             return self.stage.module(inputs, shared)
         if batch is None:
             return self.stage.module(inputs, shared, finish)
-        # The loss is computed inside of the module's forward, where hooks have made the head's weights ready.
+        # The loss is computed inside of the module's forward pass, where hooks have gathered the head's weights.
         loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
         self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
         return loss
 
     def _loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        found = self.objective.loss(hidden, head, batch)
-        if not isinstance(found, tuple) or len(found) != 3:
+        result = self.objective.loss(hidden, head, batch)
+        if not isinstance(result, tuple) or len(result) != 3:
             wanted = "the sum of the losses, that of their weights, and a dict of further sums"
-            raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(found).__name__}; return {wanted}")
-        return found
+            raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(result).__name__}; return {wanted}")
+        return result
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """
-        Both parts at once: the gradient of each floating-point leaf of the input, of the leaf's shape and dtype.
+        Run the whole backward pass, and return the gradients of the input's floating-point leaves.
 
-        `grads` are those of the floating-point leaves of the output, (...) as these; None for a loss, whose gradient is
-        1.
+        `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
         """
         kept = self._in_flight.pop(microbatch)
-        given: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
+        output_grads: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
-        pairs = [pair for pair in zip(kept.outputs, given, strict=True) if pair[0].requires_grad]
+        pairs = [pair for pair in zip(kept.outputs, output_grads, strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         if self._reduces_next:
@@ -110,16 +109,16 @@ class StageRunner:
         return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """I: as `backward`, with weight gradients left for W: gradients (...) as the leaves of the input."""
+        """Run I: like `backward`, with weight gradients left for W. Return gradients of the input's leaves."""
         kept = self._in_flight[microbatch]
-        found = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
-        back = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, found, strict=True)]
-        # Activations are freed here and not after W, which may come much later.
+        grads_of_inputs = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
+        input_grads = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)]
+        # Activations are freed here, because W may come much later.
         kept.inputs, kept.outputs = [], []
-        return back
+        return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: accumulate the weight gradients; if the program has said so, each part is reduced once it is computed."""
+        """Run W: accumulate the weight gradients; after `reduce_next`, reduce every part once it is computed."""
         split = _split(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
@@ -129,7 +128,7 @@ class StageRunner:
         self._end_of_backward()
 
     def unshard(self) -> None:
-        """Start to gather the stage's sharded parameters."""
+        """Start gathering the stage's sharded parameters."""
         self._shards.unshard()
 
     def reshard(self) -> None:
@@ -137,7 +136,7 @@ class StageRunner:
         self._shards.reshard()
 
     def reduce_next(self, final: bool) -> None:
-        """Gradients are reduced with the next backward pass; `final`, if they are those of the step then."""
+        """Reduce gradients with the next backward pass; `final` means that they are then complete for the step."""
         self._shards.reduce_next(final)
         self._reduces_next = True
 
@@ -159,8 +158,8 @@ def _split(kept: InFlight) -> SplitBackward:
 
 
 def floating(tree: Any) -> list[Tensor]:
-    """The leaves of a tree that have gradients: tensors of any shape, of real or complex floating-point numbers."""
-    if isinstance(tree, Tensor):  # what mostly passes between stages: a few microseconds matter there
+    """Return the leaves of a tree that have gradients: tensors of real or complex floating-point numbers."""
+    if isinstance(tree, Tensor):  # the usual case between stages, where microseconds matter
         return [tree] if tree.is_floating_point() or tree.is_complex() else []
     return [leaf for leaf in leaves(tree) if _floats(leaf)]
 
@@ -170,12 +169,12 @@ def _floats(leaf: Any) -> bool:
 
 
 def detach(leaf: Any) -> Any:
-    """A leaf without its graph."""
+    """Return a leaf without its autograd graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def as_input(tree: Any) -> Any:
-    """The output of the stage before, as the start of this stage's own graph."""
+    """Return the previous stage's output as the start of this stage's own autograd graph."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
     return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)

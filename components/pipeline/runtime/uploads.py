@@ -1,4 +1,4 @@
-"""Copies of batches from the host to a GPU, beside what the GPU computes."""
+"""Copies of batches from the host to a GPU that overlap the GPU's computation."""
 
 from functools import cached_property
 from typing import Any
@@ -13,33 +13,33 @@ from drawloom.components.state.trees import leaves, transform
 @attrs.define
 class Uploads:
     """
-    Copies trees of tensors to a device, on a stream of their own.
+    Copier of trees of tensors to a device, on its own stream.
 
-    The host is ahead of a GPU: it issues a step while the GPU computes the one before. A copy that does not wait for
-    the kernels of that one is done before its own step begins, so that neither host nor GPU waits for it. On a CPU
-    nothing is copied.
+    The host issues a step while the GPU computes the previous step. A copy that does not wait for the kernels of the
+    previous step ends before its own step begins, so that neither the host nor the GPU waits for it. On a CPU nothing
+    is copied.
     """
 
     device: torch.device
 
     def start(self, tree: Any) -> Any:
-        """The tree on the device; what the current stream does from now on comes after the copies."""
+        """Return the tree on the device; later operations of the current stream wait for the copies."""
         if self.device.type == "cpu":
             return tree
         with torch.cuda.stream(self._stream):
-            there = transform(self._copied, tree)
+            copies = transform(self._copy, tree)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        for leaf in leaves(there):
+        for leaf in leaves(copies):
             if isinstance(leaf, Tensor):
-                # It is in memory of the stream of copies, which must not use that again before this one has read it.
+                # The copy stream must not reuse the memory of a leaf before the current stream has read it.
                 leaf.record_stream(current)
-        return there
+        return copies
 
-    def _copied(self, leaf: Any) -> Any:
+    def _copy(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_cpu:
             return leaf
-        # From memory that is not pinned the driver copies twice, and the host takes part in it.
+        # From memory that is not pinned the driver copies twice, with the help of the host.
         return leaf.contiguous().pin_memory().to(self.device, non_blocking=True)
 
     @cached_property

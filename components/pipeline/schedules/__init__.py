@@ -1,1 +1,1 @@
-"""One published schedule a file: pure functions from ranks and microbatches to programs."""
+"""Published schedules, one per file: pure functions from ranks and microbatches to programs."""

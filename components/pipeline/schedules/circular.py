@@ -1,12 +1,12 @@
 """
-The circular pipeline: microbatches pass through all ranks in a loop, one repeat after another.
+Circular pipeline: microbatches pass through all ranks in a loop, one repeat after another.
 
 MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. One program for all ranks steps through
 `repeats * microbatches + ranks - 1` iterations and goes back through them in reverse, as the looped breadth-first
-pipeline with a stage on each rank for every repeat. `pipeline.circular.executor` runs it. Its stages are layers alone:
-each rank has the embedding and the head, too, for its share of the microbatches, so that no rank waits for the head of
-the last one. With `pipeline_parallel_layers` the layers beyond that number are outside of the pipeline, as in MaxText:
-each rank has them all, and computes them data-parallel, for its share of the microbatches.
+pipeline with a stage on every rank for every repeat. `pipeline.circular.executor` runs it. Its stages consist of layers
+only: every rank also has the embedding and the head, for its share of the microbatches, so that no rank waits for the
+head of the last rank. As in MaxText, layers beyond `pipeline_parallel_layers` are outside of the pipeline: every rank
+has all of them, and computes them data-parallel, for its share of the microbatches.
 """
 
 from typing import ClassVar
@@ -17,24 +17,23 @@ from drawloom.graph import UserError, between, component, setting
 
 @component(impact="safe")
 class Circular(RowSchedule):
-    """MaxText's circular pipeline: in each repeat all microbatches pass through all ranks once."""
+    """Circular pipeline of MaxText: in every repeat, all microbatches pass through all ranks once."""
 
     newest_first: ClassVar[bool] = True
     embeds_on_every_rank: ClassVar[bool] = True
-    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, each a stage on every rank")
+    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, with one stage per rank and repeat")
     pipeline_parallel_layers: int | None = setting(
         default=None,
         check=between(1, 10_001),
-        doc="the first layers of the model, which stages share; the others are on every rank, which computes them for "
-        "its share of the microbatches; default: all layers are in stages",
+        doc="number of first layers that are partitioned into stages; every rank has the other layers, and computes "
+        "them for its share of the microbatches; default: all layers are in stages",
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
     def layers_in_stages(self, ranks: int, layers: int) -> int:
-        """Return how many of a model's layers all stages have together; UserError if that can't be."""
+        """Return the number of a model's layers in all stages; UserError if the setting does not fit the model."""
         inside, stages = self.pipeline_parallel_layers or layers, ranks * self.stages_per_rank
         if inside > layers:
             raise UserError(
@@ -51,5 +50,4 @@ class Circular(RowSchedule):
         return inside
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        """The op codes of one rank, in order."""
         return breadth_first(self.stages_per_rank, microbatches)

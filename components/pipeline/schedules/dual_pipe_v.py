@@ -11,24 +11,22 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class DualPipeV(RowSchedule):
-    """Forwards overlap backwards, on a V (DualPipeV)."""
+    """DualPipeV: forward passes overlap backward passes, on a V."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return vee(ranks)
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        """The op codes of one rank, in order."""
         # The eight steps need 2 p microbatches; build_program drops the surplus.
         return _row(rank, ranks, max(microbatches, 2 * ranks))
 
 
 def _row(r: int, p: int, m: int) -> Row:
-    """Rank r of p, for m microbatches, 2 p at least."""
+    """Return the row of rank r of p, for m microbatches, at least 2 p."""
     half = r + 1
     steady = [overlap(F0, B1), overlap(F1, B0)] * (m - 2 * p + half)
     if r == p - 1:
-        steady[:1] = [F0, B1]  # without this overlap the bubble is smaller
+        steady[:1] = [F0, B1]  # the bubble is smaller without this overlap
     return (
         [F0] * (2 * (p - r - 1))
         + [F0, F1] * (r + 1)

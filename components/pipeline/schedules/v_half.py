@@ -2,9 +2,9 @@
 V-Half: half the memory of 1F1B, with a smaller bubble.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3, allows p + 2 stages' activations on
-each rank. The paper's repeated building block leaves bubbles of 3 p - 5 slots at the ends; list scheduling with the
-same memory, for ops of equal cost, leaves 3 p - 7 (3 p - 6 if p is odd). With
-messages that take time, a better order is searched for in the same memory.
+every rank. The paper's repeated building block leaves bubbles of 3 p - 5 slots at the ends; list scheduling with the
+same memory, for ops of equal cost, leaves 3 p - 7 (3 p - 6 if p is odd). If
+messages take time, a better order is searched within the same memory.
 """
 
 import attrs
@@ -19,21 +19,19 @@ from drawloom.graph import at_least, component, setting
 
 @component(impact="safe")
 class VHalf:
-    """Half the memory of 1F1B, for a small bubble (V-Half)."""
+    """V-Half: half the memory of 1F1B, with a small bubble."""
 
     comm: float = setting(
-        default=0.0, check=at_least(0), doc="time that a message is on its way, in forwards of a stage"
+        default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank, in order."""
         limit = ranks + 2
         task = Task(vee(ranks), microbatches, Costs(comm=self.comm), (1.0,) * (2 * ranks), limit)
-        # The first rank's first stage may use all but one of the limit, falling to half on the last rank, as the
-        # lifetimes of its activations do.
+        # The first rank's first stage may use all but one of the limit. This share falls to a half on the last rank,
+        # like the lifetimes of its activations.
         even = attrs.evolve(FORWARDS_FIRST, spared=(1 / limit, 0.5))
         return list_schedule(task, best_policy(task, (even, *STARTS)) if self.comm else even)

@@ -1,16 +1,16 @@
 """
-V-Min: the shortest lifetimes of activations on a V, and so the least memory, a third of that of 1F1B.
+V-Min: the shortest lifetimes of activations on a V, and so the least memory, a third of 1F1B's.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3. A *building block* assigns a slot
 to each of the six ops of a rank for one microbatch; the schedule repeats the block every six slots, without the gaps.
-Here each op follows directly on the neighbour's, so that no activation waits:
+Here every op directly follows the neighbour's op, so that no activation waits:
 
     rank 0   F0 .  .  .  .  .  .  F1 I1 .  .  .  .  .  .  I0        (p = 4; weight gradients, in
     rank 1   .  F0 .  .  .  .  F1 .  .  I1 .  .  .  .  I0 .          the slots left, are not shown)
     rank 2   .  .  F0 .  .  F1 .  .  .  .  I1 .  .  I0 .  .
     rank 3   .  .  .  F0 F1 .  .  .  .  .  .  I1 I0 .  .  .
 
-With messages that take time, a better order is searched for in the same memory.
+If messages take time, a better order is searched within the same memory.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,27 +25,26 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
 PERIOD = 6
-"""Slots from one microbatch to the next: two stages, each with a forward and the two parts of a backward."""
+"""Slots between two microbatches: a forward pass and both parts of a backward pass, for two stages."""
 
 
 @component(impact="safe")
 class VMin(RowSchedule):
-    """A third of the memory of 1F1B, and about its bubble (V-Min)."""
+    """V-Min: a third of the memory of 1F1B, with about the same bubble."""
 
     comm: float = setting(
-        default=0.0, check=at_least(0), doc="time that a message is on its way, in forwards of a stage"
+        default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return vee(ranks)
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        """The op codes of one rank, in order, for messages that take no time."""
+        """Return the op codes of one rank, in order, for messages that take no time."""
         return _row(_block(rank, ranks), microbatches)
 
     def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
-        """The program with the actions of some ranks at least; an order that is searched for has those of all."""
+        """Return the program with the wanted ranks' actions; a searched order has all ranks' actions."""
         published = super().program_of(range(ranks) if self.comm else wanted, ranks, microbatches)
         if not self.comm:
             return published
@@ -56,7 +55,7 @@ class VMin(RowSchedule):
 
 
 def _block(r: int, p: int) -> dict[int, int]:
-    """The slot of each op for the first microbatch; slots are distinct modulo PERIOD, so that blocks don't collide."""
+    """Return the first microbatch's slots by op; they are distinct modulo PERIOD, so that blocks don't collide."""
     late = 2 if p % PERIOD in (0, 3) else 0  # or F0 and I1 would be 2 p slots apart, a multiple of the period
     block = {F0: r, F1: late + 2 * p - 1 - r, I1: late + 2 * p + r, I0: 2 * late + 4 * p - 1 - r}
     for weight, after in ((W1, block[I1]), (W0, block[I0])):
@@ -64,13 +63,13 @@ def _block(r: int, p: int) -> dict[int, int]:
     return block
 
 
-def _next_free(slot: int, taken: Iterable[int]) -> int:
-    residues = {slot % PERIOD for slot in taken}
+def _next_free(slot: int, used_slots: Iterable[int]) -> int:
+    residues = {slot % PERIOD for slot in used_slots}
     return next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in residues)
 
 
 def _row(block: dict[int, int], microbatches: int) -> Row:
-    """A rank's op codes in the order of their slots, the block repeated for each microbatch."""
+    """Return a rank's op codes in the order of their slots, with the block repeated for all microbatches."""
     slots = np.add.outer(list(block.values()), PERIOD * np.arange(microbatches)).ravel()
     op_codes = np.repeat(list(block), microbatches)
     row: Row = op_codes[np.argsort(slots)].tolist()

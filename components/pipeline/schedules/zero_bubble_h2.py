@@ -2,22 +2,20 @@
 ZB-H2: ZB-H1 with twice the warm-up, which fills the bubble at the front; ranks start and end one after another.
 
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. Rank r warms up with 2 (p - 1 - r)
-forwards and defers 2 r weight gradients, so that every rank holds 2 p - 1 microbatches. No rank waits between its first
-action and its last.
+forward passes and defers 2 r weight gradients, so that every rank keeps 2 p - 1 microbatches. No rank waits between its
+first action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleaved, loop
+from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleave, loop
 from drawloom.graph import component
 
 
 @component(impact="safe")
 class ZeroBubbleH2(RowSchedule):
-    """No bubble except the skew of the ranks' starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
+    """ZB-H2: no bubble except the skew of the ranks' starts and ends, with nearly twice the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return loop(ranks)
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        """The op codes of one rank, in order."""
-        return interleaved(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank)
+        return interleave(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank)

@@ -1,5 +1,5 @@
 """
-ZBV: two stages on each rank, laid in a V, with split backwards; no bubble, in the memory of 1F1B.
+ZBV: two stages per rank, placed in a V, with split backward passes; no bubble, in the memory of 1F1B.
 
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. If forward, input gradients and weight
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
@@ -11,20 +11,18 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class ZeroBubbleV(RowSchedule):
-    """Zero bubble on a V (ZBV)."""
+    """ZBV: zero bubble on a V, in the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return vee(ranks)
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        """The op codes of one rank, in order."""
         # The row below needs 2 p - 1 microbatches; build_program drops the surplus.
         return _row(rank, ranks, max(microbatches, 2 * ranks - 1))
 
 
 def _row(r: int, p: int, m: int) -> Row:
-    """Rank r of p, for m microbatches, 2 p - 1 at least."""
+    """Return the row of rank r of p, for m microbatches, at least 2 p - 1."""
     return (
         [F0] * (2 * (p - r) - 1)
         + [F1, F0] * r

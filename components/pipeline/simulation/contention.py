@@ -1,13 +1,13 @@
 """
 Simulation of lowered programs whose messages contend for channels.
 
-A rank posts a message when it reaches it, and continues at once. The transfer starts when both sides have posted it and
-the channel is free. A compute action waits for the message that it consumes. Events form a dependency graph: each
-starts when all its dependencies have ended, and a cycle is a deadlock.
+A rank posts a message when it reaches the message, and continues at once. The transfer starts when both sides have
+posted the message and the channel is free. A compute action waits for the message that it consumes. Events form a
+dependency graph: an event starts when all its dependencies have ended, and a cycle is a deadlock.
 
-Sharded parameters are gathered, and gradients reduced, while a rank computes, one such action after another. The
-stage's first forward waits until it is gathered. Gradients of a B are reduced block by block while it computes them,
-so that this can't end earlier; those of a W when it has ended, for it runs none of the hooks that would tell.
+Sharded parameters are gathered, and gradients reduced, one after another while a rank computes. The first forward pass
+of a stage waits for its parameters. Gradients of a B are reduced block by block during B, so that the reduction can't
+end before B. Gradients of a W are reduced after W, which runs none of the hooks that would start the reduction.
 """
 
 from collections import deque
@@ -16,28 +16,28 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.pipeline.program.timing import Costs, Deadlock
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.ports.program import OPS, Action, RankProgram, flat
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]
 """
-Which messages share a channel: none (free); those from one rank to another (direction); those between two ranks (pair);
-all of a rank (rank). With `blocking` a rank does nothing else while it sends or receives.
+Messages that share a channel: none (free); messages from one rank to another (direction); messages between two ranks
+(pair); all messages of a rank (rank). With `blocking`, a rank does nothing else while it sends or receives.
 """
 
 REDUCTIONS = ("REDUCE_SCATTER", "REDUCE_GRAD")
 SHARD_OPS = ("UNSHARD", *REDUCTIONS)
 
 Name = tuple[int, str, int]
-"""Stage, op and microbatch; a message has the name of its send, such as (3, "SEND_F", 7)."""
+"""Stage, op and microbatch; a message is named by its send, such as (3, "SEND_F", 7)."""
 
 
 @attrs.define(eq=False)
 class TimedEvent:
     """
-    A compute action, a message or an action on shards: its dependencies, its start and its end.
+    Compute action, message or action on shards, with its dependencies, start and end.
 
-    One that is done `during` another starts and ends no earlier than that.
+    An event `during` another event starts and ends no earlier than the other event.
     """
 
     name: Name
@@ -52,7 +52,7 @@ Events = dict[Name, TimedEvent]
 
 
 def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> Events:
-    """The events of lowered programs of all ranks, with their times; Deadlock if they never end."""
+    """Return the events of all ranks' lowered programs with their times; DeadlockError if they never end."""
     events: Events = {}
     for rank_program in rank_programs:
         _add_rank(events, rank_program, costs, channels)
@@ -61,12 +61,12 @@ def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Cha
 
 
 def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels: Channels) -> None:
-    """Add one rank's events, each dependent on the last ones that it waits for on this rank."""
+    """Add a rank's events, with their dependencies on earlier events."""
     last: dict[Hashable, TimedEvent] = {}
-    reductions: dict[int, TimedEvent] = {}  # by stage, those that wait for the stage's next backward
+    reductions: dict[int, TimedEvent] = {}  # by stage, reductions that wait for the next backward pass
     for action in flat(rank_program):
         if action.op == "RESHARD":
-            continue  # frees memory and takes no time
+            continue  # it frees memory and takes no time
         name = event_name(action)
         event = events.setdefault(name, TimedEvent(name, costs.length(action.op, action.stage)))
         event.dependencies += [last[key] for key in _depends_on(action, channels) if key in last]
@@ -82,7 +82,7 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
 
 
 def _depends_on(action: Action, channels: Channels) -> Iterator[Hashable]:
-    """Keys of a rank's last events that an action waits for: compute, its input's message or weights, its channel."""
+    """Yield keys of the last events that an action waits for: compute, message, weights, channel."""
     yield "work"
     if action.op in SHARD_OPS:
         yield "shards"
@@ -94,7 +94,7 @@ def _depends_on(action: Action, channels: Channels) -> Iterator[Hashable]:
 
 
 def _updates(action: Action, channels: Channels) -> Iterator[Hashable]:
-    """Keys of a rank's last events that an action replaces."""
+    """Yield keys of the last events that an action replaces."""
     if action.op in SHARD_OPS:
         yield "shards"
         if action.op == "UNSHARD":
@@ -112,7 +112,7 @@ def _arrival(action: Action) -> Hashable:
 
 
 def _channel(action: Action, channels: Channels) -> Hashable:
-    """The channel of a message on this rank, as a key."""
+    """Return the channel of a message on this rank, as a key."""
     match channels:
         case "direction":
             return action.peer, action.op[:4]
@@ -124,7 +124,7 @@ def _channel(action: Action, channels: Channels) -> Hashable:
 
 
 def event_name(action: Action) -> Name:
-    """An event's name, which is the same on both sides of a message."""
+    """Return an event's name, which is the same on both sides of a message."""
     match action.op:
         case "RECV_F":
             return action.stage - 1, "SEND_F", action.microbatch
@@ -134,7 +134,7 @@ def event_name(action: Action) -> Name:
 
 
 def _time(events: Sequence[TimedEvent]) -> None:
-    """Compute the start and end of each event, in topological order."""
+    """Compute the start and end of every event, in topological order."""
     followers: dict[int, list[TimedEvent]] = {id(event): [] for event in events}
     unfinished = dict.fromkeys(followers, 0)
     for event in events:
@@ -157,4 +157,4 @@ def _time(events: Sequence[TimedEvent]) -> None:
                 ready.append(follower)
     if done < len(followers):
         blocked = [event.name for event in events if unfinished[id(event)]]
-        raise Deadlock("events wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in blocked[:8]))
+        raise DeadlockError("events wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in blocked[:8]))

@@ -1,4 +1,4 @@
-"""Simulation of a program: how long it takes, the bubble, and the peak memory of each rank."""
+"""Simulation of a program: its makespan, its bubble, and the peak memory of every rank."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +24,7 @@ from drawloom.components.ports.program import (
 
 @attrs.frozen
 class Bar:
-    """An action on a timeline, and whether it overlaps the previous one."""
+    """Action on a timeline, with a flag for overlap with the previous action."""
 
     action: Action
     start: float
@@ -43,37 +43,37 @@ class Simulation:
     end: NDArray[np.float64]
     sharding: Sharding | None = None
     shard_bars: Sequence[Sequence[Bar]] = ()
-    """By rank, the actions that gather parameters and reduce gradients, in order; empty without shards."""
+    """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
 
     def bars(self, rank: int) -> Iterator[Bar]:
-        """The actions of a rank with their times, in order."""
+        """Yield the actions of a rank with their times, in order."""
         for row in range(*self.program.bounds[rank : rank + 2]):
             action, overlaps_previous = self.program.action(row), bool(self.program.overlaps_previous[row])
             yield Bar(action, float(self.start[row]), float(self.end[row]), overlaps_previous)
 
     @property
     def makespan(self) -> float:
-        """The time from the first start to the last end: that of a step, if all ranks begin and end it together."""
+        """Return the time from the first start to the last end: a step's time if all ranks begin and end together."""
         return max(float(self.end.max(initial=0.0)), *(bar.end for bars in self.shard_bars for bar in bars), 0.0)
 
     @property
     def ideal(self) -> float:
-        """The compute time of the busiest rank, a lower bound of the makespan."""
+        """Return the busiest rank's compute time, a lower bound for the makespan."""
         length = self.end - self.start
         return max(float(length[self.program.rows(rank)].sum()) for rank in range(self.program.ranks))
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of the makespan."""
+        """Return the idle fraction of the makespan."""
         return _idle(self.ideal, self.makespan)
 
     @property
     def span(self) -> float:
-        """The longest time from a rank's first start to its last end: that of a step, if consecutive steps overlap."""
+        """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
         return max((end - start for start, end in map(self._edges, range(self.program.ranks))), default=0.0)
 
     def _edges(self, rank: int) -> tuple[float, float]:
-        """The first start and the last end of a rank, which may be that of an action on shards."""
+        """Return the first start and the last end of a rank, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
         ends = [*self.end[rows].tolist(), *(bar.end for bar in shards)]
@@ -81,54 +81,54 @@ class Simulation:
 
     @property
     def span_bubble(self) -> float:
-        """The idle fraction of the span."""
+        """Return the idle fraction of the span."""
         return _idle(self.ideal, self.span)
 
     @property
     def peak_activations(self) -> list[int]:
-        """By rank, the peak of stage-microbatches between their forward and their (input) gradients."""
+        """Return the peak of stage-microbatches between forward pass and (input) gradients, by rank."""
         return self._peaks(FORWARD, BACKWARD, BACKWARD_INPUT)
 
     @property
     def peak_live_weights(self) -> list[int]:
-        """By rank, the peak of stage-microbatches between their forward and their weight gradients."""
+        """Return the peak of stage-microbatches between forward pass and weight gradients, by rank."""
         return self._peaks(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 
     @property
     def peak_pending_weight_grads(self) -> list[int]:
-        """By rank, the peak of weight gradients that are pending after their input gradients."""
+        """Return the peak of pending weight gradients, by rank."""
         return self._peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     @property
     def peak_boundary(self) -> list[int]:
-        """By rank, the peak of tensors in P2P buffers: being sent, being received, or received and not consumed yet."""
+        """Return the peak of tensors in P2P buffers by rank: in flight, or received and not consumed yet."""
         rank_programs = _rank_programs(self.program, self.costs, self.sharding)
         events = run_events(rank_programs, self.costs, self.channels)
         return [_peak_boundary(rank_program, events) for rank_program in rank_programs]
 
     def _peaks(self, opening: int, *closing: int) -> list[int]:
         if not np.isin(self.program.op, closing).any():
-            return [0] * self.program.ranks  # forwards alone keep no activations
+            return [0] * self.program.ranks  # forward passes alone keep no activations
         change = (self.program.op == opening).astype(np.int64) - np.isin(self.program.op, closing)
         rank_programs = (change[self.program.rows(rank)] for rank in range(self.program.ranks))
         return [int(rank_program.cumsum().max(initial=0)) for rank_program in rank_programs]
 
     @property
     def messages(self) -> int:
-        """The number of tensors that ranks send one another."""
+        """Return the number of tensors sent between ranks."""
         return int((dest_ranks(self.program) != self.program.rank).sum())
 
     @property
     def actions(self) -> dict[str, int]:
-        """The number of actions by op."""
+        """Return the number of actions by op."""
         return {work: int((self.program.op == number).sum()) for number, work in enumerate(OPS)}
 
 
 def simulate(
     program: Program, costs: Costs, channels: Channels = "free", sharding: Sharding | None = None
 ) -> Simulation:
-    """Simulate a program, whose parameters may be sharded; raises Deadlock if it can't finish."""
-    # Without contention the vectorized timing suffices; it is far faster than simulating single events.
+    """Simulate a program, optionally with sharded parameters; raise DeadlockError if it can't finish."""
+    # Without contention the vectorized timing suffices, which is far faster than simulating single events.
     if channels == "free" and sharding is None:
         timing = time(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
@@ -141,10 +141,10 @@ def simulate(
 
 
 def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
-    """Every rank's lowered program, ordered for these costs."""
+    """Return the lowered programs of all ranks, ordered for these costs."""
     timing = time(program, costs)
     lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
-    return [sharding.applied(line) for line in lines] if sharding else lines
+    return [sharding.apply(line) for line in lines] if sharding else lines
 
 
 def _shard_bars(line: RankProgram, events: Events) -> list[Bar]:
@@ -161,7 +161,7 @@ def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
         if action.op in OPS:
             received.discard(key)
             now = events[event_name(action)].end
-        # A sent tensor is held until its transfer ends.
+        # A sent tensor stays alive until its transfer ends.
         sent = [end for end in sent if end > now]
         if action.op.startswith("SEND"):
             sent.append(events[event_name(action)].end)

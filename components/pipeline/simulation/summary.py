@@ -1,4 +1,4 @@
-"""The figures of a simulation, as JSON and as text."""
+"""Summaries of simulations, as JSON and as text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from drawloom.components.pipeline.simulation.simulator import Simulation
 @attrs.frozen(eq=False)
 class Summary:
     """
-    A simulated schedule and its name; `memory` are the most bytes of activations by rank, if they are known.
+    Summary of a simulated schedule; `memory` is the peak bytes of activations by rank, if known.
 
-    `measured` is how long a run has taken for the same actions.
+    `measured` is the timeline of the same actions in a run.
     """
 
     schedule: str
@@ -24,38 +24,38 @@ class Summary:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.simulation.program.ranks
 
     @property
     def stages_per_rank(self) -> int:
-        """The number of stages of each rank."""
+        """Return the number of stages per rank."""
         return self.simulation.program.stages // self.ranks
 
     @property
     def title(self) -> str:
-        """The schedule and its size."""
+        """Return the name and size of the schedule."""
         ranks, stages = several(self.ranks, "rank"), several(self.stages_per_rank, "stage")
         microbatches = several(self.simulation.program.microbatches, "microbatch", "es")
         return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
 
     @property
     def caption(self) -> str:
-        """Makespan, span and bubbles, and what is recomputed."""
+        """Return makespan, span, bubbles and recomputation as text."""
         run = self.simulation
         simulated = (
             f"makespan {run.makespan:.5g}, ideal {run.ideal:.5g}: bubble {run.bubble:.1%}; "
             f"longest span of a rank {run.span:.5g}: bubble {run.span_bubble:.1%}"
         )
-        if again := text_of(run.program.recompute):
-            simulated += f"; recomputed: {again}"
+        if recomputed := text_of(run.program.recompute):
+            simulated += f"; recomputed: {recomputed}"
         if self.measured is None:
             return simulated
-        took = self.measured.makespan
-        return f"{simulated}; measured makespan {took:.5g}, simulated {run.makespan / took - 1:+.1%}"
+        seconds = self.measured.makespan
+        return f"{simulated}; measured makespan {seconds:.5g}, simulated {run.makespan / seconds - 1:+.1%}"
 
     def as_data(self) -> dict[str, Any]:
-        """The figures as data for JSON."""
+        """Return the summary as data for JSON."""
         run = self.simulation
         return {
             "schedule": self.schedule,
@@ -80,7 +80,7 @@ class Summary:
         }
 
     def by_rank(self) -> str:
-        """The peaks of each rank, as a table."""
+        """Return a table of the peaks by rank."""
         run = self.simulation
         columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
@@ -88,7 +88,7 @@ class Summary:
 
 
 def compare(summaries: Sequence[Summary]) -> str:
-    """A table of schedules of one size, sorted by makespan, then by memory."""
+    """Return a table of schedules of equal size, sorted by makespan, then by memory."""
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
     return table([head, *(_row(summary) for summary in sorted(summaries, key=_cost))])
@@ -102,18 +102,18 @@ messages: tensors that ranks send one another in a step"""
 
 
 def several(number: int, noun: str, ending: str = "s") -> str:
-    """A number with its noun."""
+    """Return a number with its noun."""
     return f"{number} {noun}{ending * (number != 1)}"
 
 
 def _cost(summary: Summary) -> tuple[float, float, str]:
-    held = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
-    return round(summary.simulation.makespan, 9), held, summary.schedule
+    microbatches = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
+    return round(summary.simulation.makespan, 9), microbatches, summary.schedule
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
     run = summary.simulation
-    held = max(run.peak_live_weights)
+    live_weights = max(run.peak_live_weights)
     return (
         summary.schedule,
         str(summary.stages_per_rank),
@@ -122,15 +122,15 @@ def _row(summary: Summary) -> tuple[str, ...]:
         f"{run.bubble:.1%}",
         f"{run.span_bubble:.1%}",
         str(max(run.peak_activations)),
-        str(held),
-        f"{held / summary.stages_per_rank:g}",
+        str(live_weights),
+        f"{live_weights / summary.stages_per_rank:g}",
         str(run.messages),
         *([] if summary.memory is None else [f"{max(summary.memory) / 1e9:.3f}"]),
     )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as text, the first column to the left, all others to the right."""
+    """Return rows of cells as text, with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)

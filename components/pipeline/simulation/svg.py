@@ -1,9 +1,9 @@
 """
-A timeline as SVG: a row for each rank, a bar for each action, time from left to right.
+Timeline as SVG: a row per rank, a bar per action, time from left to right.
 
-The colour shows the op, its shade the local stage, the number the microbatch. The parts of an overlap share a frame.
-Grey is idle; at the right of each row is the peak of stage-microbatches that the rank holds. Below a row, thin bars
-show when sharded weights are gathered and gradients reduced.
+The colour is the op, its shade the local stage, and the number the microbatch. The parts of an overlap share a frame.
+Grey is idle time. At the right of a row is the rank's peak of live stage-microbatches. Below a row, thin bars show when
+sharded weights are gathered and gradients reduced.
 """
 
 import math
@@ -39,24 +39,24 @@ NAMES = {
 WHITE: Colour = (255, 255, 255)
 INK, PALE, IDLE = "#1a1a1a", "#6b6b6b", "#ececec"
 PALEST = 0.62
-"""The share of white in the colour of a rank's last stage."""
+"""Fraction of white in the colour of a rank's last stage."""
 
 BAR, GAP, SHARD_BAR = 24, 5, 8
 LEFT, RIGHT, TOP, BOTTOM = 58, 66, 62, 68
 WIDEST, NARROWEST, LARGEST_UNIT = 2400, 620, 26
-"""Pixels: the most and the least for all bars together, and the most for the shortest bar."""
+"""Maximum and minimum pixels of all bars together, and maximum pixels of the shortest bar."""
 SMALLEST_DIGITS = 5
-"""Pixels: smaller microbatch numbers are left out, as they could not be read."""
+"""Minimum pixels of microbatch numbers: smaller numbers are omitted, because they are not readable."""
 
 
 def draw_svg(simulation: Simulation, title: str, caption: str, measured: Simulation | None = None) -> str:
-    """An SVG document, on white; under each rank's row the one that was measured, if one was."""
+    """Return an SVG document on white, with the measured timeline below every rank's row, if there is one."""
     return "\n".join(_Picture(simulation, title, caption, measured).draw()) + "\n"
 
 
 @attrs.define(eq=False)
 class _Picture:
-    """The picture's layout: the scale of time in pixels, and the elements."""
+    """Layout of the picture: the scale of time in pixels, and the elements."""
 
     simulation: Simulation
     title: str
@@ -83,17 +83,17 @@ class _Picture:
 
     @property
     def longest(self) -> float:
-        """The makespan that is drawn, of both timelines the longer one."""
+        """Return the longer makespan of both timelines."""
         return max(self.simulation.makespan, self.measured.makespan if self.measured else 0.0)
 
     @property
     def right(self) -> float:
-        """The x coordinate at which the bars end."""
+        """Return the x coordinate at which the bars end."""
         return LEFT + self.longest * self.unit
 
     @property
     def bottom(self) -> float:
-        """The y coordinate at which the rows end."""
+        """Return the y coordinate at which the rows end."""
         return TOP + self.simulation.program.ranks * self.row
 
     def draw(self) -> Iterator[str]:
@@ -186,7 +186,7 @@ class _Picture:
 
 
 def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
-    """The first and the last bar of each overlap."""
+    """Yield the first and the last bar of every overlap."""
     for number, bar in enumerate(bars):
         if bar.overlaps_previous and (number + 1 == len(bars) or not bars[number + 1].overlaps_previous):
             first = next(back for back in range(number, -1, -1) if not bars[back].overlaps_previous)
@@ -194,7 +194,7 @@ def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
 
 
 def _round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least `least`: a readable step of the axis."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least `least`, for the axis."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 

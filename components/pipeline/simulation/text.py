@@ -1,4 +1,4 @@
-"""A timeline as text: a row for each rank, a few columns for each unit of time."""
+"""Timeline as text: a row per rank, a few columns per unit of time."""
 
 from collections.abc import Iterator
 
@@ -12,31 +12,31 @@ LEGEND = "F forward, B backward, I input gradients, W weight gradients"
 SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}
 SHARD_LEGEND = "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far"
 
-COLUMNS, BY_ACTION = 10_000, 10
+MAX_COLUMNS, MAX_COLUMNS_PER_ACTION = 10_000, 10
 """
-The most columns of a timeline: COLUMNS, or BY_ACTION for each action of a rank, if that is more.
+Limits of a timeline's columns: the larger of MAX_COLUMNS and MAX_COLUMNS_PER_ACTION times the actions of a rank.
 
-Where some actions take seconds and others hours, a column for each second would be gigabytes of text.
+If some actions take seconds and others hours, a column per second would be gigabytes of text.
 """
 
 
 def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | None = None) -> str:
     """
-    The timeline in bands of at most `width` columns; under each rank's row the one that was measured, if one was.
+    Return the timeline in bands of at most `width` columns, with the measured timeline below every rank's row, if any.
 
-    Each action is labelled by its op and its microbatch, or by its op alone if that would take more than four bands.
+    Actions are labelled by op and microbatch, or only by op if the timeline would take more than four bands.
     """
     labels = _Labels(simulation)
     lengths = simulation.end - simulation.start
-    # Of costs that were measured some may be tiny.
+    # Some measured costs may be tiny.
     shortest = max(float(lengths[lengths > 0].min()), float(np.median(lengths)) / 4)
     margin = max(len(f"rank {simulation.program.ranks - 1}  "), len("measured  ") if measured else 0)
     scale = (labels.longest + 1) / shortest
     # More than four bands would not fit on a screen.
     if simulation.makespan * scale > 4 * (width - margin):
         labels, scale = _Labels(simulation, brief=True), 1 / shortest
-    longest = max(each.makespan for each in (simulation, measured or simulation))
-    most = max(COLUMNS, BY_ACTION * int(np.diff(simulation.program.bounds).max()))
+    longest = max(timeline.makespan for timeline in (simulation, measured or simulation))
+    most = max(MAX_COLUMNS, MAX_COLUMNS_PER_ACTION * int(np.diff(simulation.program.bounds).max()))
     scale = min(scale, most / longest)
     rows: list[tuple[str, str]] = []
     for rank in range(simulation.program.ranks):
@@ -67,13 +67,13 @@ class _Labels:
 
     @property
     def legend(self) -> str:
-        """The explanation of how labels distinguish a rank's stages."""
+        """Return the explanation of how labels distinguish a rank's stages."""
         return {1: "", 2: "; small letters: the rank's second stage"}.get(
             self.stages_per_rank, "; stage before, microbatch behind"
         )
 
     def of(self, action: Action) -> str:
-        """An action's label."""
+        """Return an action's label."""
         if self.stages_per_rank > 2 and not self.brief:
             return str(action)
         work = action.op.lower() if self.local_stage[action.stage] == 1 else action.op
@@ -98,7 +98,7 @@ def _shard_row(simulation: Simulation, rank: int, scale: float) -> str:
     for bar in simulation.shard_bars[rank]:
         row = row.ljust(round(bar.start * scale))
         label = f"{SHARD_LABELS[bar.action.op]}{bar.action.stage}"
-        # What takes no time is shown, too, where it happens.
+        # Actions without duration are shown, too.
         row += label.ljust(round(bar.end * scale) - len(row) - 1, "-") + " "
     return row
 

@@ -1,1 +1,1 @@
-"""The split backward pass: gradients of inputs, then those of weights."""
+"""Split backward pass: gradients of the inputs first, gradients of the weights later."""

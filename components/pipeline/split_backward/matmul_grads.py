@@ -1,10 +1,10 @@
 """
-Deferred weight gradients of torch's own products, which don't use kernels/deferred_grads.py.
+Deferral of weight gradients of torch's own products, which don't use kernels/deferred_grads.py.
 
-`nn.Linear`, `x @ weight` and `nn.Conv2d` leave a node in the autograd graph, with an edge to the weight, or to its
-transpose or the copy that autocast makes of it. The gradients of weight and bias need only the gradient of the product
-and the other factor. A hook on the node captures the former, after all other hooks have run. Transposes and casts that
-have hooks or several users run with the weight gradients; otherwise the leaf's own gradient is computed past them.
+`nn.Linear`, `x @ weight` and `nn.Conv2d` leave a node in the autograd graph, with an edge to the weight, to its
+transpose, or to its copy by autocast. The gradients of weight and bias only need the gradient of the product and the
+other factor. A hook on the node captures the gradient after all other hooks have run. Transposes and casts with hooks
+or several users run with the weight gradients; otherwise the leaf's gradient is computed directly, without them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,19 +21,19 @@ from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, ho
 from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, wrapper_of
 
 Users = dict[Node | None, list[Node | None]]
-"""By node, the nodes that have an edge to it; None stands for the outputs of the graph."""
+"""Nodes with an edge to a node, by this node; None stands for the outputs of the graph."""
 
 
 def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
     """
-    The users of each node between outputs and inputs (tensors of any shape), without the inputs' own nodes and beyond.
+    Return the users of all nodes between outputs and inputs (tensors of any shape), without the nodes of the inputs.
 
-    Takes about 1 us a node. It is computed for each microbatch, as the next one's graph may reach other leaves.
+    This takes about 1 us per node, for every microbatch, because the graph of the next one may reach other leaves.
     """
-    stops, given = [], set()
+    stops, input_leaves = [], set()
     for tensor in inputs:
         if tensor.grad_fn is None:
-            given.add(id(tensor))  # the walk meets a leaf's node anyway; to ask torch for it takes 3 us
+            input_leaves.add(id(tensor))  # the walk reaches the leaf's node anyway; asking torch for it takes 3 us
         else:
             stops.append(tensor.grad_fn)
     roots = [(_node_of(output), 0) for output in outputs]
@@ -46,37 +46,39 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
             else:
                 users[child] = [node]
                 nodes.append(child)
-    leaves = [node for node in nodes if type(node) is LEAF and _id_of(node) in given]
+    leaves = [node for node in nodes if type(node) is LEAF and _id_of(node) in input_leaves]
     for node in {None, *stops, *leaves}:
         del users[node]
     return users
 
 
 def _id_of(leaf: Any) -> int:
-    """The id of the tensor whose gradient a node adds up."""
+    """Return the id of the tensor whose gradient a leaf's node accumulates."""
     return id(leaf.variable)
 
 
 def _node_of(tensor: Tensor) -> Node:
-    """The node that made a tensor (any shape), or that adds up the gradient of a leaf."""
-    # torch finds the first, too, but takes microseconds.
+    """Return the node that computed a tensor (any shape), or that accumulates the gradient of a leaf."""
+    # get_gradient_edge also returns the first kind, but takes microseconds.
     return tensor.grad_fn or get_gradient_edge(tensor).node
 
 
 @attrs.frozen
 class Edges:
-    """Which edges of a node that multiplies lead to its factors and a bias, and the names that it saves factors by."""
+    """Edges of a product's node to its factors and bias, and the names of its saved factors."""
 
     factors: tuple[int, int]
     names: tuple[str, str]
     bias: int | None = None
-    saved: tuple[str, ...] = attrs.field(init=False, default=attrs.Factory(lambda self: _named("_saved_", self), True))
+    saved: tuple[str, ...] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _attributes("_saved_", self), True)
+    )
     raw: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _named("_raw_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _attributes("_raw_saved_", self), True)
     )
 
 
-def _named(prefix: str, edges: Edges) -> tuple[str, ...]:
+def _attributes(prefix: str, edges: Edges) -> tuple[str, ...]:
     return tuple(prefix + name for name in edges.names)
 
 
@@ -90,12 +92,12 @@ EDGES: dict[type[Node], Edges] = {
 }
 
 _PASSED = {TRANSPOSE, CAST}
-"""Types of nodes between a weight and its product, which run with the weight's gradient."""
+"""Types of nodes between a weight and its product that can run with the weight's gradient."""
 
 
 @attrs.define(eq=False)
 class Product:
-    """A node that multiplies a weight, or what nodes that are passed make of it, by another factor; and a bias."""
+    """Node that multiplies a weight, or its transpose or cast, by another factor, and may add a bias."""
 
     node: Node
     weight: Tensor
@@ -105,19 +107,19 @@ class Product:
     bias_gradient: Compute
 
     def capture(self, deferral: Deferral) -> RemovableHandle:
-        """Register a hook that queues the gradients of weight and bias when that of the product is computed."""
+        """Register a hook that queues the gradients of weight and bias once the product's gradient is computed."""
         queue, gradient, other = deferral.grad_for(self.weight).queue_held, self.gradient, self.other
         queue_bias = None if self.bias is None else deferral.grad_for(self.bias).queue_held
         bias_gradient = self.bias_gradient
 
-        def captured(_: object, grads: tuple[Tensor | None, ...]) -> None:
+        def capture_gradient(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if (grad := grads[0]) is not None:
-                held = hold(grad, other.value())
-                queue(gradient, held)
+                factors = hold(grad, other.value())
+                queue(gradient, factors)
                 if queue_bias is not None:
-                    queue_bias(bias_gradient, held)
+                    queue_bias(bias_gradient, factors)
 
-        return self.node.register_hook(captured)
+        return self.node.register_hook(capture_gradient)
 
 
 def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
@@ -127,31 +129,31 @@ def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list
     Returns the other leaves (tensors of any shape), and the hooks to remove afterwards.
     """
     leaves: dict[int, Tensor] = {}
-    taken: set[int] = set()
+    deferred: set[int] = set()
     handles: list[RemovableHandle] = []
-    # From the inputs to the outputs, as kernels that record themselves, and weights before their product's bias.
+    # From inputs to outputs, like kernels that record themselves, and weights before their product's bias.
     for leaf, its_users in reversed(users.items()):
         if type(leaf) is LEAF:
             tensor = leaf.variable  # type: ignore[attr-defined]
             key = id(tensor)
-            if key in taken:
+            if key in deferred:
                 continue
             # The type of a leaf's first user rules out most leaves at once.
             products = _products(leaf, tensor, users) if type(its_users[0]) in _CANDIDATES else []
             if products and (captured := _capture(products, deferral)):
                 handles += captured
-                taken.update([key, *[id(product.bias) for product in products]])
+                deferred.update([key, *[id(product.bias) for product in products]])
             else:
                 leaves[key] = tensor
-    return [tensor for key, tensor in leaves.items() if key not in taken], handles
+    return [tensor for key, tensor in leaves.items() if key not in deferred], handles
 
 
 _CANDIDATES = {*EDGES, *_PASSED}
-"""Types of nodes that may be a product, or lead to one."""
+"""Types of nodes that may be a product or lead to a product."""
 
 
 def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
-    """Register hooks on all products; none if any has a foreign hook, which may change the weight's gradient."""
+    """Register hooks on all products; none if a product has a foreign hook, which may change the weight's gradient."""
     handles = [product.capture(deferral) for product in products]
     if all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles):
         return handles
@@ -161,7 +163,7 @@ def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandl
 
 
 def _products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
-    """The products that use a leaf (a tensor of any shape), or what is made of it; none if anything else uses it."""
+    """Return the products that use a leaf (any shape), or its transpose or cast; none if other nodes use it."""
     if tensor._backward_hooks:
         return []  # the leaf's hook may need activations: then torch must see this gradient and raise an error
     products: list[Product] = []
@@ -174,22 +176,22 @@ def _products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
                 products.append(product)
             else:
                 return []
-    # The gradients of a leaf and of what is made of it would be added one after another, which rounds differently.
+    # Adding the gradients of a leaf and of its transpose or cast one after another would round differently.
     return products if len({product.weight is tensor for product in products}) == 1 else []
 
 
 def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product | None:
-    """The product of a node with `factor`, made of a leaf (any shape); None if it is another node, or can't wait."""
+    """Return the product of a node with `factor`, derived from a leaf (any shape); None if it can't be deferred."""
     if (edges := EDGES.get(type(node))) is None:
         return None
     children = [child for child, _ in node.next_functions]
-    place = children.index(factor)
-    if place not in edges.factors or children.count(factor) > 1 or getattr(node, "_saved_alpha", 1) != 1:
+    position = children.index(factor)
+    if position not in edges.factors or children.count(factor) > 1 or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    side = edges.factors.index(place)
-    if not _leads_on(children[edges.factors[1 - side]], users):
+    side = edges.factors.index(position)
+    if not _needs_backward(children[edges.factors[1 - side]], users):
         return None
-    weight = leaf if type(factor) is LEAF else _made_weight(node, edges, side)
+    weight = leaf if type(factor) is LEAF else _weight_from_graph(node, edges, side)
     other = _other_of(node, edges, 1 - side)
     if weight is None or other is None or weight.is_complex():
         return None
@@ -198,26 +200,26 @@ def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product |
     below = None if edges.bias is None else children[edges.bias]
     bias = None if below is None else _bias_of(node, below, users)
     if type(node) is CONVOLUTION:
-        # Asked for the bias's gradient alone, the node of a convolution computes the weight's as well.
+        # If only the bias's gradient is requested, the node of a convolution computes the weight's gradient as well.
         if side == 0 or (below is not None and bias is None):
             return None
         gradients = ConvolutionGradients(node, weight, bias)
         return Product(node, weight, other, gradients.of_weight, bias, gradients.of_bias)
-    summed = partial(_summed_to, () if bias is None else bias.shape)
+    sum_to_bias = partial(_sum_to, () if bias is None else bias.shape)
     # A gradient with the weight's own strides is accumulated without a copy.
     by_columns = weight.stride() == (1, weight.shape[0])
-    # Without hooks a node gives the very tensor that it was given, with its own hooks.
+    # Without saved-tensor hooks a node returns the saved tensor itself, with its hooks.
     original = getattr(node, edges.saved[side]) is weight
     if weight is leaf or not original or not _is_private(factor, weight, leaf, users):
-        return Product(node, weight, other, _GRADIENTS[side, by_columns, False], bias, summed)
+        return Product(node, weight, other, _GRADIENTS[side, by_columns, False], bias, sum_to_bias)
     gradient = _GRADIENTS[side, by_columns, type(factor) is TRANSPOSE]
     if weight.dtype != leaf.dtype:
         gradient = partial(_cast_to, leaf.dtype, gradient)
-    return Product(node, leaf, other, gradient, bias, summed)
+    return Product(node, leaf, other, gradient, bias, sum_to_bias)
 
 
-def _made_weight(node: Node, edges: Edges, side: int) -> Tensor | None:
-    """What was made of a weight, with its graph; None if that would have to be recomputed."""
+def _weight_from_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
+    """Return the transpose or cast of a weight with its graph, or None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
     if variable.unpack_hook is not None and not isinstance(wrapper_of(variable), Kept):
         return None
@@ -227,9 +229,9 @@ def _made_weight(node: Node, edges: Edges, side: int) -> Tensor | None:
 
 def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
     """
-    Whether the factor `made` is a transpose, a cast or a transposed cast of a leaf, which nothing else sees.
+    Return whether the factor `made` is a transpose, cast or transposed cast of a leaf that nothing else uses.
 
-    The leaf's gradient is then computed past the nodes in between.
+    The leaf's gradient is then computed without the nodes in between.
     """
     tensor: Any = made
     while type(factor) is not LEAF:
@@ -242,57 +244,57 @@ def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
 
 
 def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
-    """The bias of a node, a leaf that it alone uses; None if its gradient is left to autograd."""
+    """Return the bias of a node, a leaf without other users; None if autograd must compute its gradient."""
     if type(below) is not LEAF or users.get(below) != [node] or getattr(node, "_saved_beta", 1) != 1:
         return None
     leaf: Tensor = below.variable  # type: ignore[attr-defined]
     return None if leaf._backward_hooks else leaf
 
 
-def _summed_to(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
-    """The gradient of a bias of this shape, from that of a matrix product (rows, columns)."""
+def _sum_to(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
+    """Sum a matrix product's gradient (rows, columns) to the shape of the bias."""
     return grad.sum_to_size(shape)
 
 
 def _cast_to(dtype: torch.dtype, gradient: Compute, *tensors: Tensor) -> Tensor:
-    """A gradient (any shape) in another dtype."""
+    """Compute a gradient (any shape) and cast it."""
     return gradient(*tensors).to(dtype)
 
 
 class ConvolutionGradients:
-    """The gradients of a convolution's weight and bias (any shapes), found in one go; each is given once."""
+    """Gradients of a convolution's weight and bias (any shapes), computed together; both can be taken once."""
 
-    __slots__ = ("_arguments", "_found", "_like")
+    __slots__ = ("_arguments", "_gradients", "_like")
 
     def __init__(self, node: Any, weight: Tensor, bias: Tensor | None) -> None:
-        where = node._saved_stride, node._saved_padding, node._saved_dilation
-        how = node._saved_transposed, node._saved_output_padding, node._saved_groups
-        self._like = weight.detach()  # its shape and strides count, and not its values
-        self._arguments = None if bias is None else [*bias.shape], *where, *how, [False, True, bias is not None]
-        self._found: list[Tensor] = []
+        geometry = node._saved_stride, node._saved_padding, node._saved_dilation
+        options = node._saved_transposed, node._saved_output_padding, node._saved_groups
+        self._like = weight.detach()  # only its shape and strides are used
+        self._arguments = None if bias is None else [*bias.shape], *geometry, *options, [False, True, bias is not None]
+        self._gradients: list[Tensor] = []
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The weight's, from those of output and input; the bias's is the only one left then."""
-        return self._find(grad, x).pop(0)
+        """Return the weight's gradient, given the output's gradient and the input; call before `of_bias`."""
+        return self._compute(grad, x).pop(0)
 
     def of_bias(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The bias's (channels,)."""
-        return self._find(grad, x).pop()
+        """Return the gradient (channels,) of the bias."""
+        return self._compute(grad, x).pop()
 
-    def _find(self, grad: Tensor, x: Tensor) -> list[Tensor]:
-        if not self._found:
-            self._found = [*torch.ops.aten.convolution_backward(grad, x, self._like, *self._arguments)[1:]]
-        return self._found
+    def _compute(self, grad: Tensor, x: Tensor) -> list[Tensor]:
+        if not self._gradients:
+            self._gradients = [*torch.ops.aten.convolution_backward(grad, x, self._like, *self._arguments)[1:]]
+        return self._gradients
 
 
 def _other_of(node: Node, edges: Edges, side: int) -> Saved | None:
-    """The other factor, which may be recomputed; None if hooks hold it that may give it to the node alone."""
+    """Return the other factor, which may be recomputed; None if hooks saved it that only serve the node."""
     variable = getattr(node, edges.raw[side])
     return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else wrapper_of(variable)
 
 
-def _leads_on(node: Node | None, users: Users) -> bool:
-    """Whether autograd runs a product's backward for its other factor alone, without a request for the weight's."""
+def _needs_backward(node: Node | None, users: Users) -> bool:
+    """Return whether autograd runs a product's backward for its other factor, without a request for the weight."""
     while node is not None and type(node) in _PASSED and node in users:
         node = node.next_functions[0][0]
     return node is not None and not (type(node) is LEAF and node in users)
@@ -304,17 +306,17 @@ _PRODUCTS = {
     (0, False): MatrixProduct(lambda grad, other: (grad, other.t())),
     (0, True): MatrixProduct(lambda grad, other: (other, grad.t())),
 }
-"""By the side of the weight in the product: its gradient, or, if the weight's columns are contiguous, the transpose."""
+"""Gradient of a weight by its side in the product; its transpose if the weight's columns are contiguous."""
 
 
-def _transposed(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
-    """The transpose (columns, rows) of a gradient (rows, columns)."""
+def _transpose(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
+    """Compute a gradient (rows, columns) and return its transpose (columns, rows)."""
     return gradient(grad, other).t()
 
 
 _GRADIENTS: dict[tuple[int, bool, bool], Compute] = {
-    (*key, transposed): gradient if key[1] == transposed else partial(_transposed, gradient)
+    (*key, transposed): gradient if key[1] == transposed else partial(_transpose, gradient)
     for key, gradient in _PRODUCTS.items()
     for transposed in (False, True)
 }
-"""By side, contiguous columns, and whether the gradient is wanted of what the weight is the transpose of."""
+"""Gradient by side, by contiguous columns, and by whether the weight is the transpose of the leaf."""

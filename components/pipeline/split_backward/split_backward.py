@@ -1,14 +1,14 @@
 """
-A stage's backward pass in two: first for its inputs (I), which another stage needs, then for its weights (W).
+Backward pass of a stage in two parts: first for its inputs (I), which another stage needs, then for its weights (W).
 
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv 2401.10241) fill their bubbles with
-the second part. Which gradients are deferred is decided from the autograd graph of each microbatch, leaf by leaf:
+the second part. The autograd graph of a microbatch decides which gradients are deferred, leaf by leaf:
 
-1. Kernels that use kernels/deferred_grads.py queue what the gradients of their weights need.
-2. Other matmuls with a weight (`nn.Linear`) are found in the graph and deferred likewise.
-3. All other gradients of leaves are computed with those of the inputs, and accumulated in W with the rest.
+1. Kernels that use kernels/deferred_grads.py queue the inputs of their weights' gradients.
+2. Other matmuls with a weight (`nn.Linear`) are found in the graph and deferred in the same way.
+3. All other gradients of leaves are computed with the gradients of the inputs, and accumulated in W with the rest.
 
-So every leaf that a full backward pass would reach gets its gradient, also one that belongs to no module.
+So every leaf that a full backward pass would reach gets its gradient, even if it belongs to no module.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,12 @@ from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 
 Roots = list[tuple[Tensor, Tensor | None]]
-"""Outputs with their gradients; None is the gradient 1 of a loss."""
+"""Outputs with their gradients; None means the gradient 1 of a loss."""
 
 
 class SplitBackward:
     """
-    Both backward passes of one stage for one microbatch; create an instance for each pair.
+    Split backward pass of one stage for one microbatch; create an instance per stage and microbatch.
 
         split = SplitBackward()
         with split.forward():
@@ -40,10 +40,10 @@ class SplitBackward:
         ...
         split.backward_weight()                              # W: now the parameters have their gradients
 
-    Microbatches of one stage take less time if they share `weights`, as long as all are backward in one stream.
+    Microbatches of one stage take less time if they share `weights`, if all backward passes run in one stream.
 
-    What ran within `forward` can have a full backward pass instead: `torch.autograd.backward(output, grad_output)`.
-    A pass that raises an error leaves no state behind, except gradients that W has accumulated already.
+    A forward pass within `forward` can have a full backward pass instead: `torch.autograd.backward(output, grad)`.
+    A pass that raises an error leaves no state behind, except for gradients that W has already accumulated.
     """
 
     __slots__ = ("_deferral", "_deferred", "_weights")
@@ -54,51 +54,51 @@ class SplitBackward:
         self._deferred: list[DeferredGrad] | None = None
 
     def forward(self) -> AbstractContextManager[None]:
-        """The context for the stage's forward pass; outside of it, gradients of our kernels are not deferred."""
+        """Return the context for the stage's forward pass, without which gradients of our kernels are not deferred."""
         return self._deferral
 
     def backward_input(
         self, outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
     ) -> list[Tensor | None]:
         """
-        I: the gradient of each input (its shape and dtype), or None. No `.grad` changes, and no leaf's hook is called.
+        Run I: return the inputs' gradients or None. No `.grad` changes, and no leaf's hook is called.
 
         `outputs` and `inputs` are the leaves of the stage's results and arguments; integers, None and tensors without
-        gradient are skipped. `output_grads` has a gradient for each output, any shape, or None for an unused one;
-        None as a whole if every output is a loss, whose gradient is 1. The graph is freed as in a full backward pass.
+        gradient are skipped. `output_grads` are the gradients of the outputs, with None for an unused output, or None
+        if all outputs are losses, whose gradient is 1. The graph is freed as in a full backward pass.
 
-        Raises UserError for what can't be split: a re-entrant checkpoint, and a hook on activations and weights.
+        Raises UserError for graphs that can't be split: a re-entrant checkpoint, or a hook on activations and weights.
         """
         if self._deferred is not None:
             raise RuntimeError("backward_input was called before; call backward_weight, or create a SplitBackward")
-        wanted = [given for given in inputs if _differentiable(given)]
+        differentiable = [tensor for tensor in inputs if _is_differentiable(tensor)]
         try:
-            found = iter(self._run(_roots(outputs, output_grads), wanted))
+            grads = iter(self._run(_roots(outputs, output_grads), differentiable))
         except BaseException:
             _clear(self._deferral.take())
             raise
         self._deferred = self._deferral.take()
-        # autograd.grad returned gradients for the differentiable inputs alone.
-        return [next(found) if _differentiable(given) else None for given in inputs]
+        # autograd.grad only returned gradients of the differentiable inputs.
+        return [next(grads) if _is_differentiable(tensor) else None for tensor in inputs]
 
     def backward_weight(self, parts: Sequence[ReducedPart] = ()) -> None:
         """
-        W: accumulate the gradient of each leaf into its `.grad`; its hooks are called once.
+        Run W: accumulate the gradients of leaves into their `.grad`; their hooks are called once.
 
-        Those of `parts` come first, part by part, and each is reduced while the next one is computed.
+        The gradients of `parts` come first, part by part; a part is reduced while the next part is computed.
 
-        Call it in the stream of the forward pass. Raises UserError if a tensor that a gradient needs was changed in
+        Call this in the stream of the forward pass. Raises UserError if a tensor that a gradient needs was changed in
         place after I.
         """
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             raise RuntimeError("backward_weight has nothing to compute: call it once after each backward_input")
         try:
-            *of_parts, of_none = _by_part(deferred, parts)
-            for part, gradients in zip(parts, of_parts, strict=True):
+            *by_part, rest = _group_by_part(deferred, parts)
+            for part, gradients in zip(parts, by_part, strict=True):
                 self._weights.add(gradients)
                 part.reduce()
-            self._weights.add(of_none)
+            self._weights.add(rest)
         except BaseException as error:
             _clear(deferred)
             if not isinstance(error, ChangedInPlaceError):
@@ -106,7 +106,7 @@ class SplitBackward:
             raise UserError(f"split backward: between the two passes, {error}") from error
 
     def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-        """The gradients of the inputs; those of the leaves are deferred."""
+        """Return the inputs' gradients, and defer the leaves' gradients."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
         leaves, handles = defer_products(users_of(outputs, inputs), self._deferral)
         # autograd.grad raises an error for an empty list of inputs or outputs.
@@ -126,40 +126,40 @@ class SplitBackward:
 
 
 def _roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
-    """The differentiable outputs with their gradients."""
+    """Return the differentiable outputs with their gradients."""
     if output_grads is None:
-        return [(output, None) for output in outputs if _differentiable(output)]
+        return [(output, None) for output in outputs if _is_differentiable(output)]
     pairs = zip(outputs, output_grads, strict=True)
-    return [(output, grad) for output, grad in pairs if grad is not None and _differentiable(output)]
+    return [(output, grad) for output, grad in pairs if grad is not None and _is_differentiable(output)]
 
 
-def _differentiable(leaf: Any) -> bool:
+def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart]) -> list[list[DeferredGrad]]:
-    """The gradients of each part's parameters, and last those of parameters that are in none."""
-    place = {parameter: number for number, part in enumerate(parts) for parameter in part.parameters}
-    found: list[list[DeferredGrad]] = [[] for _ in range(len(parts) + 1)]
-    for each in deferred:
-        found[place.get(id(each.weight), -1)].append(each)
-    return found
+def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart]) -> list[list[DeferredGrad]]:
+    """Return gradients grouped by the part of their parameter; the last group contains parameters without a part."""
+    part_of = {parameter: number for number, part in enumerate(parts) for parameter in part.parameters}
+    groups: list[list[DeferredGrad]] = [[] for _ in range(len(parts) + 1)]
+    for gradient in deferred:
+        groups[part_of.get(id(gradient.weight), -1)].append(gradient)
+    return groups
 
 
 def _clear(deferred: Iterable[DeferredGrad]) -> None:
-    for each in deferred:
-        each.clear()
+    for gradient in deferred:
+        gradient.clear()
 
 
 _CAPTURE = -1
-"""The key of our hook among the hooks of a leaf; torch numbers its own from 0."""
+"""Key of our hook among the hooks of a leaf; torch numbers its own hooks from 0."""
 
 
 class _Capturing:
     """
-    A context that queues the gradients that autograd computes for leaves, without their own hooks, which W calls.
+    Context that queues the gradients of leaves that autograd computes, without calling the leaves' hooks, as W does.
 
-    A hook captures them, because it sees a gradient before anything can change it in place.
+    A hook captures a gradient, because it receives the gradient before anything can change it in place.
     """
 
     __slots__ = ("_captured", "_deferral", "_leaves", "_suspended")
@@ -186,7 +186,7 @@ class _Capturing:
 
 
 def _hooks(leaf: Tensor) -> dict[int, Any]:
-    """The dict of a leaf's hooks, which torch calls with its gradient."""
+    """Return the dict of a leaf's hooks, which torch calls with its gradient."""
     # torch creates the dict with the first hook.
     if leaf._backward_hooks is None:
         leaf.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
@@ -200,10 +200,10 @@ _REFUSED = {
     "_will_engine_execute_node": "a hook of register_multi_grad_hook needs the gradients of activations and of "
     "weights, which come in two passes; register one for the activations and one for the weights",
 }
-"""Error messages by a part of torch's message."""
+"""Error messages, by a part of torch's message."""
 
 
 def _refusal(error: RuntimeError) -> UserError | None:
-    """What a message of torch means for those who wrote the stage; None if it is another error."""
-    found = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
-    return None if found is None else UserError(f"split backward: {found}")
+    """Return an error that explains torch's message to the stage's author; None for other errors."""
+    text = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
+    return None if text is None else UserError(f"split backward: {text}")

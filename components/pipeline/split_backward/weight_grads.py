@@ -1,4 +1,4 @@
-"""Computing deferred weight gradients, and adding them up as autograd would."""
+"""Computation of deferred weight gradients, accumulated exactly like autograd does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,16 @@ from torch.autograd import Function
 from drawloom.kernels.deferred_grads import DeferredGrad
 
 CHUNK_BYTES = 2**22
-"""Bytes of gradients that are computed before they are accumulated: more cost memory, fewer cost nodes (20 us each)."""
+"""Bytes of gradients that are computed before they are accumulated: a trade of memory for nodes (20 us per node)."""
 
 
 class WeightGrads:
     """
-    Computes deferred gradients and adds each to its weight's `.grad`.
+    Accumulator of deferred gradients into their weights' `.grad`.
 
-    That is left to autograd where there is no `.grad` yet or a hook waits for it. Autograd makes a gradient a weight's
-    `.grad` without a copy only if it holds the only reference. So gradients are computed within a node of the graph,
-    one for each chunk of weights, and not beforehand. To make one takes microseconds: microbatches that share an
-    instance share the nodes.
+    Autograd accumulates if a weight has no `.grad` yet, or has a hook. Autograd uses a gradient as `.grad` without a
+    copy only if it has the only reference. So gradients are computed within a node of the graph, one node per chunk of
+    weights, and not beforehand. Creating a node takes microseconds: microbatches that share an instance share nodes.
     """
 
     __slots__ = ("_nodes",)
@@ -30,9 +29,9 @@ class WeightGrads:
 
     def add(self, deferred: Sequence[DeferredGrad]) -> None:
         """Accumulate the deferred gradients of weights (any shapes), whose hooks are called once."""
-        # Those of the first layers come first: their tensors are still in the caches.
+        # The first layers come first, because their tensors are still in the caches.
         with torch.no_grad():
-            left = [each for each in deferred if not each.add_to_grad()]
+            left = [gradient for gradient in deferred if not gradient.add_to_grad()]
         if not left:
             return
         # Autograd starts at the root created last.
@@ -45,12 +44,12 @@ class WeightGrads:
                 node.deferred.clear()
 
     def _node(self, chunk: list[DeferredGrad]) -> "_Root":
-        """A node for weights that are about to be computed."""
-        weights = [each.weight for each in chunk]
+        """Return the node that computes the weight gradients in a chunk."""
+        weights = [gradient.weight for gradient in chunk]
         key = tuple(map(id, weights))
         if (node := self._nodes.get(key)) is None:
             node = _Root(weights)
-            # The node holds leaves, so that nothing else gets their ids; a view of one is of one microbatch alone.
+            # The node references leaves, so that their ids stay unique; a view of a leaf belongs to one microbatch.
             if all(weight.is_leaf for weight in weights):
                 self._nodes[key] = node
         node.deferred[:] = chunk
@@ -58,7 +57,7 @@ class WeightGrads:
 
 
 class _Root:
-    """A root whose backward pass computes what is `deferred` for some weights, and any gradient of it."""
+    """Graph root whose backward pass computes the `deferred` weight gradients."""
 
     __slots__ = ("deferred", "grad", "root")
 
@@ -69,29 +68,29 @@ class _Root:
 
 
 def _chunks(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
-    """Consecutive weights whose gradients take CHUNK_BYTES, or one weight if it takes more."""
+    """Split weights into chunks whose gradients take CHUNK_BYTES, or of one larger weight."""
     chunks: list[list[DeferredGrad]] = []
     bytes_left = 0
-    for each in deferred:
+    for gradient in deferred:
         if bytes_left <= 0:
             chunks.append([])
             bytes_left = CHUNK_BYTES
-        chunks[-1].append(each)
-        bytes_left -= each.weight.nbytes
+        chunks[-1].append(gradient)
+        bytes_left -= gradient.weight.nbytes
     return chunks
 
 
 class _Computing(Function):
-    """A node whose backward pass computes deferred weight gradients."""
+    """Autograd node whose backward pass computes deferred weight gradients."""
 
-    # Its output is on the weights' device, so autograd runs the backward in the stream that is current there.
+    # The output is on the weights' device, so that autograd runs the backward pass in the current stream there.
 
     @staticmethod
     def forward(ctx: Any, deferred: list[DeferredGrad], *weights: Tensor) -> Tensor:
-        """A tensor without dimensions or a value, on the device of the weights, which may have any shape."""
+        """Return an uninitialized tensor without dimensions, on the device of the weights (any shapes)."""
         ctx.deferred = deferred
         return weights[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[each.compute() for each in ctx.deferred]
+        return None, *[gradient.compute() for gradient in ctx.deferred]

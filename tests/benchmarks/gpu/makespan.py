@@ -28,7 +28,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import time as simulated
-from drawloom.components.planning.traces import TracedStep, measured
+from drawloom.components.planning.traces import TracedStep, read_traced_step
 from support.pipelines import TRAINING
 
 ROWS = 2 if TINY else int(os.environ.get("ROWS", "4"))
@@ -100,7 +100,7 @@ def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> Tr
             running.step()
     mesh.world.gather_json(None)
     # Reading takes longer than the steps.
-    return measured(folder, with_whole_backwards(run.program)) if mesh.world.rank == 0 else None
+    return read_traced_step(folder, with_whole_backwards(run.program)) if mesh.world.rank == 0 else None
 
 
 if __name__ == "__main__":

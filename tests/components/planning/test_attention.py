@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.planning.attention import Attended, Rows, attended
+from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.ports.flops import ForwardFlops, attended_pairs
 
 LENGTH = 256
@@ -41,9 +41,9 @@ def test_rows_of_one_document_have_all_pairs() -> None:
 def test_layers_with_windows_have_the_kernel_for_packed_rows() -> None:
     """Their pairs count as packed, however whole the rows are; those of other layers only where these are not."""
     rows = Rows(1, 8)
-    assert attended(None, rows, 1.0) == Attended(36 / 64, 0.0)
-    assert attended(None, rows, 0.25) == Attended(36 / 64, 0.75)
-    both = attended(ForwardFlops({}, {None: 3.0, 2: 1.0}), rows, 1.0)
+    assert estimate_attention_fractions(None, rows, 1.0) == AttentionFractions(36 / 64, 0.0)
+    assert estimate_attention_fractions(None, rows, 0.25) == AttentionFractions(36 / 64, 0.75)
+    both = estimate_attention_fractions(ForwardFlops({}, {None: 3.0, 2: 1.0}), rows, 1.0)
     assert (both.pairs, both.packed) == pytest.approx(((3 * 36 + 15) / 4 / 64, 15 / (3 * 36 + 15)))
-    assert attended(ForwardFlops({}, {2: 1.0}), rows, 1.0).packed == 1.0
+    assert estimate_attention_fractions(ForwardFlops({}, {2: 1.0}), rows, 1.0).packed == 1.0
     assert rows.document == math.inf

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, here, kept_at
+from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, calibration_path, here
 from drawloom.graph import UserError
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: p
     assert here() == CPU
     assert at_hand() == device_model("cpu")
     path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.05)
-    assert path == kept_at(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
+    assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
     found = at_hand()
     assert found.name == "cpu"
     assert not found.is_gpu

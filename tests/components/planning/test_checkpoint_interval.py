@@ -35,7 +35,7 @@ def test_hours_are_written_out(seconds: float, hours: str) -> None:
 def test_a_save_takes_longer_without_staging() -> None:
     """The disk is slower than the memory of a host; moments and weights count, gradients do not."""
     planned = plan(RECIPE, device_model("cpu"))
-    kept = planned.memory[0].kept
+    kept = planned.memory[0].persistent
     size = kept["parameters"] + kept["optimizer_state"]
     assert save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)
     with mock.patch.object(Nodes, "has", return_value=False):

@@ -92,10 +92,10 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
             took = cut.table.lengths[stage] - plain.table.lengths[stage]
             assert took[1:3] == pytest.approx(more, rel=0.05, abs=0.03 * plain.table.lengths[stage, 1]), policy
             left = sum(held[each] * (1 - parts["kept"][each]) for each in again)
-            kept = [each.costs[stage].passes["F"].held_bytes for each in (plain, cut)]
+            kept = [each.costs[stage].passes["F"].total_kept_bytes for each in (plain, cut)]
             assert kept[0] - kept[1] == pytest.approx(left, rel=0.05, abs=0.02 * kept[0]), policy
-            assert cut.costs[stage].passes["I"].held_bytes == pytest.approx(
-                plain.costs[stage].passes["I"].held_bytes, rel=0.05
+            assert cut.costs[stage].passes["I"].total_kept_bytes == pytest.approx(
+                plain.costs[stage].passes["I"].total_kept_bytes, rel=0.05
             )
     other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), device_model("h100"))
     assert "recompute" not in other.slices(2)

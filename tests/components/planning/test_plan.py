@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from drawloom import Recipe, RecipeError
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.planning.attention import Attended
+from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
 from drawloom.components.planning.text import as_data
@@ -101,11 +101,11 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
     with Recipe.load(base, *words).open(["stages", "optimizer", "loss"]) as run:
         stages = run["stages"]
         held = by_kind(stages, run["optimizer"])
-        assert {**memory.kept, "gradients": memory.gradients} == held
+        assert {**memory.persistent, "gradients": memory.gradients} == held
         [stage] = stages.local
         stages.cast_weights()
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
-        recorder = Recorder(found.device, lambda _: 1.0, Attended(0.5))
+        recorder = Recorder(found.device, lambda _: 1.0, AttentionFractions(0.5))
         runner = StageRunner(stage, run["loss"])
         given = batch()
         tokens, shared = run["loss"].inputs(given)
@@ -114,7 +114,7 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
         if stage.recompute == "none":  # its own hooks would take the place of these
             with saved_tensors_hooks(saved, lambda tensor: tensor):
                 runner.forward(0, tokens, shared, given)
-            assert found.costs[0].passes["F"].held_bytes == pytest.approx(saved.bytes, rel=0.1)
+            assert found.costs[0].passes["F"].total_kept_bytes == pytest.approx(saved.bytes, rel=0.1)
             runner.backward(0, None)
         with recorder:
             recorder.begin()
@@ -124,11 +124,11 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
             runner.backward(0, None)
             backward = recorder.end()
     passes = found.costs[0].passes
-    assert passes["F"].held_bytes == pytest.approx(forward.held_bytes, rel=0.05)
-    assert passes["F"].rise == pytest.approx(forward.rise, rel=0.1)
+    assert passes["F"].total_kept_bytes == pytest.approx(forward.total_kept_bytes, rel=0.05)
+    assert passes["F"].peak_delta == pytest.approx(forward.peak_delta, rel=0.1)
     # What goes beyond what the forward pass has left is small, so that all of it is compared.
-    peak = forward.held_bytes + backward.rise
-    assert passes["F"].held_bytes + passes["B"].rise == pytest.approx(peak, rel=0.1)
+    peak = forward.total_kept_bytes + backward.peak_delta
+    assert passes["F"].total_kept_bytes + passes["B"].peak_delta == pytest.approx(peak, rel=0.1)
     assert memory.step.bytes == pytest.approx(peak + held["gradients"], rel=0.1)
 
 
@@ -154,7 +154,7 @@ def test_what_ranks_of_a_mesh_hold_is_planned(
     monkeypatch.chdir(tmp_path)
     base, given = RECIPES[name]
     held = run_ranks(_held, 2, base, (*given, *words))
-    views = [{**memory.kept, "gradients": memory.gradients} for memory in planned(name, *words, ranks=2).memory]
+    views = [{**memory.persistent, "gradients": memory.gradients} for memory in planned(name, *words, ranks=2).memory]
     # Ranks that differ in data or tensors are planned as the first of them, which has most.
     assert views == held[: len(views)]
 
@@ -164,7 +164,7 @@ def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() ->
     words = ("mesh.pipeline=4", "model.num_hidden_layers=4", "batch.global_size=32", "model.tie_word_embeddings=false")
     found = planned("dense", *words, ranks=4)
     first, second, third, _ = (sum(memory.activations.values()) for memory in found.memory)
-    middle = found.costs[1].passes["F"].held_bytes
+    middle = found.costs[1].passes["F"].total_kept_bytes
     assert second - third == pytest.approx(middle, rel=0.01)
     assert first > second
     assert [memory.when[1] for memory in found.memory] == ["B"] * 4
@@ -173,7 +173,7 @@ def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() ->
 def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None:
     """What a deeper model needs grows by the same with each layer: in bytes, operations and seconds."""
     sizes = [planned("dense", f"model.num_hidden_layers={layers}") for layers in (1, 2, 40)]
-    for measure in ("seconds", "flops", "held_bytes"):
+    for measure in ("seconds", "flops", "total_kept_bytes"):
         one, two, many = (getattr(each.costs[0].passes["F"], measure) for each in sizes)
         assert many == pytest.approx(one + 39 * (two - one))
 

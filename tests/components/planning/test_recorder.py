@@ -7,7 +7,7 @@ from torch import nn
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.parallel.meta_collectives import collective
-from drawloom.components.planning.attention import Attended
+from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -23,9 +23,9 @@ DEVICE = DeviceModel(
 )
 
 
-def recorder(attended: Attended | None = None) -> Recorder:
+def recorder(attended: AttentionFractions | None = None) -> Recorder:
     """For a device of a million bytes and operations each second, of which products reach half."""
-    return Recorder(DEVICE, lambda _: 100.0, attended or Attended())
+    return Recorder(DEVICE, lambda _: 100.0, attended or AttentionFractions())
 
 
 def test_what_lives_is_counted_until_it_is_freed() -> None:
@@ -40,7 +40,7 @@ def test_what_lives_is_counted_until_it_is_freed() -> None:
         view = y.view(-1)
         part = found.end()
     assert view.shape == (256 * 256,)
-    assert (part.held, part.rise) == ({"kept": 2**18}, 2 * 2**18)
+    assert (part.kept_bytes, part.peak_delta) == ({"kept": 2**18}, 2 * 2**18)
 
 
 def test_autograd_keeps_what_a_real_graph_would() -> None:
@@ -50,10 +50,10 @@ def test_autograd_keeps_what_a_real_graph_would() -> None:
     with recorder() as found:
         found.begin()
         loss = (torch.empty(64, 64, device="meta") @ weight).relu().sum()
-        assert found.end().held_bytes == 2 * 64 * 64 * 4 + 512
+        assert found.end().total_kept_bytes == 2 * 64 * 64 * 4 + 512
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
-        assert found.end().held_bytes == 0
+        assert found.end().total_kept_bytes == 0
 
 
 def test_an_operation_takes_as_long_as_its_slower_side() -> None:
@@ -83,7 +83,7 @@ def test_what_an_operation_holds_for_itself_is_in_the_peak(least: float) -> None
         grad = torch.empty_like(losses)
         found.begin()
         grads = torch.autograd.grad(losses, (hidden, weight), grad)
-        rise = found.end().rise
+        rise = found.end().peak_delta
     mine = 2 * tokens * words + 4 * words * width + (2 * words * width if least else 0)
     small = 16 * tokens  # numbers by token, some of them twice
     assert mine < rise - sum(each.nbytes for each in grads) <= mine + small
@@ -95,7 +95,7 @@ def test_collectives_take_the_time_of_links() -> None:
         found.begin()
         collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
         part = found.end()
-    assert part.sending == part.seconds == 1600 * 0.75 / 100
+    assert part.comm_seconds == part.seconds == 1600 * 0.75 / 100
 
 
 def test_parts_add_up() -> None:
@@ -105,4 +105,4 @@ def test_parts_add_up() -> None:
         PassCost(10.0, 5.0, 20.0, 30.0, 5, -2, {"a": 1, "b": 2}),
     )
     assert first.plus(second, 2) == PassCost(21.0, 10.5, 42.0, 63.0, 7, -3, {"a": 3, "b": 4})
-    assert second.plus(second, -1) == PassCost(rise=5)
+    assert second.plus(second, -1) == PassCost(peak_delta=5)

@@ -9,8 +9,8 @@ import tomli
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning.cost_sources import Planned
-from drawloom.components.planning.plan import PlanCache, TooLarge, plan
-from drawloom.components.planning.search import _shortened, search, search_text
+from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
+from drawloom.components.planning.search import _abbreviate, search, search_text
 from drawloom.components.planning.text import as_data
 from drawloom.graph import UserError
 
@@ -109,7 +109,7 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
     nested = ", ".join(["[1.0, 2.0, 1.0, 1.0]"] * 5)
     line = f"slices = [{nested}]; recompute = {{ selective = {{ again = [{every}], kept = 0.5 }}, x = [1, 2] }}"
     shown = "slices = [...]; recompute = { selective = { again = [...], kept = 0.5 }, x = [1, 2] }"
-    assert _shortened(line) == shown
+    assert _abbreviate(line) == shown
 
 
 def test_ranks_that_suit_no_mesh_are_told() -> None:
@@ -123,11 +123,13 @@ def test_ranks_that_suit_no_mesh_are_told() -> None:
 
 def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
     """Without their activations being recorded; where none fits, those of least memory are shown."""
-    small = attrs.evolve(device_model("cpu"), memory=plan(RECIPE, device_model("cpu"), 1).memory[0].kept["parameters"])
+    small = attrs.evolve(
+        device_model("cpu"), memory=plan(RECIPE, device_model("cpu"), 1).memory[0].persistent["parameters"]
+    )
     found = search(RECIPE, small, 2)
     sizes = [max(each.plan.peak_memory_bytes) for each in found]
     assert found
     assert not any(each.plan.fits for each in found)
     assert sizes == sorted(sizes)
-    with pytest.raises(TooLarge, match="bytes besides activations"):
+    with pytest.raises(TooLargeError, match="bytes besides activations"):
         plan(RECIPE, small, 1, PlanCache())

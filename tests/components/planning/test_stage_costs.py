@@ -47,13 +47,17 @@ def test_a_stage_costs_what_a_recording_of_all_its_blocks_says(case: str, monkey
     assert asked
     for meter, stage, split, found in asked:
         blocks = [
-            stage_costs._Block(number, stage_costs._again(stage.recompute, number), number)
+            stage_costs._Block(number, stage_costs._is_recomputed(stage.recompute, number), number)
             for number, _ in enumerate(meter.blocks(stage.module))
         ]
-        whole = meter._recorded(stage, blocks, split)
+        whole = meter._record(stage, blocks, split)
         assert found.passes.keys() == whole.keys() and ("I" in whole) is ("mesh.pipeline=2" in words)
         for op, part in whole.items():
             planned = found.passes[op]
-            assert (planned.held_bytes, planned.grown, planned.flops) == (part.held_bytes, part.grown, part.flops), op
-            assert part.rise <= planned.rise <= part.rise * (1.02 if op == "I" else 1), op
+            assert (planned.total_kept_bytes, planned.net_delta, planned.flops) == (
+                part.total_kept_bytes,
+                part.net_delta,
+                part.flops,
+            ), op
+            assert part.peak_delta <= planned.peak_delta <= part.peak_delta * (1.02 if op == "I" else 1), op
             assert planned.seconds == pytest.approx(part.seconds), op

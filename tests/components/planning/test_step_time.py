@@ -14,7 +14,7 @@ PROGRAM = Program.of(
     ]
 )
 COSTS = {
-    0: StageCosts({"F": PassCost(1.0), "B": PassCost(2.0, sending=0.5)}, 0),
+    0: StageCosts({"F": PassCost(1.0), "B": PassCost(2.0, comm_seconds=0.5)}, 0),
     1: StageCosts({"F": PassCost(3.0, host=1.0), "B": PassCost(4.0, host=5.0)}, 0),
 }
 NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, 0.0)

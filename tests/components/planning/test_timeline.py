@@ -11,7 +11,7 @@ def program(*names: str) -> Program:
     return Program.of([[Action(0, name[0], int(name[1:])) for name in names]])  # type: ignore[arg-type]
 
 
-WHOLE = {0: StageCosts({"F": PassCost(rise=12, held={"x": 10}), "B": PassCost(rise=3)}, 0)}
+WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B": PassCost(peak_delta=3)}, 0)}
 
 
 def test_a_peak_is_that_of_all_microbatches_in_flight() -> None:
@@ -29,7 +29,11 @@ def test_gradients_take_the_place_of_activations_in_the_first_backward_pass() ->
 
 def test_what_waits_for_its_weight_gradients_is_held() -> None:
     """After I less than before, until W."""
-    split = {"F": PassCost(rise=10, held={"x": 10}), "I": PassCost(rise=1, held={"y": 4}), "W": PassCost(rise=2)}
+    split = {
+        "F": PassCost(peak_delta=10, kept_bytes={"x": 10}),
+        "I": PassCost(peak_delta=1, kept_bytes={"y": 4}),
+        "W": PassCost(peak_delta=2),
+    }
     costs = {0: StageCosts(split, 0)}
     found = peak_of(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
     assert (found.bytes, found.action) == (4 + 10 + 1, "0I1")

@@ -10,7 +10,7 @@ import pytest
 
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.runtime.p2p import WAIT
-from drawloom.components.planning.traces import measured
+from drawloom.components.planning.traces import read_traced_step
 from drawloom.graph import UserError
 
 PROGRAM = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
@@ -39,7 +39,7 @@ def test_the_last_step_is_read_without_waits(tmp_path: Path) -> None:
     """On one clock, whichever origin each rank's trace has; a message takes the least time from its end to its use."""
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
-    found = measured(tmp_path, PROGRAM)
+    found = read_traced_step(tmp_path, PROGRAM)
     assert (found.start * 1e6).round(3).tolist() == [0, 35, 24, 28, 33]
     assert (found.end * 1e6).round(3).tolist() == [20, 45, 28, 33, 40]
     table = found.table()
@@ -67,7 +67,7 @@ def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: P
         events.append(same | {"cat": kind, "name": name, "ts": began, "dur": ended - began})
     events.append({"ph": "X", "cat": "gpu_user_annotation", "name": "0F0", "ts": 120, "dur": 70})
     write(tmp_path, 0, host, more=events)
-    found = measured(tmp_path, read_program("0: 0F0 0B0\n"))
+    found = read_traced_step(tmp_path, read_program("0: 0F0 0B0\n"))
     assert (found.start * 1e6).round(3).tolist() == [0, 22]
     assert (found.end * 1e6).round(3).tolist() == [20, 51]
 
@@ -76,24 +76,24 @@ def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path)
     """Of a run that was killed meanwhile: the newest of all ranks counts, and if there is none that is said."""
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
-    found, whole = measured(tmp_path, PROGRAM), tmp_path / "traces/steps-3-4-rank-0.json.gz"
+    found, whole = read_traced_step(tmp_path, PROGRAM), tmp_path / "traces/steps-3-4-rank-0.json.gz"
     for later in (tmp_path / "traces/steps-7-8-rank-0.json.gz", tmp_path / "traces/steps-9-9-rank-1.json.gz"):
         shutil.copy(whole, later)
-    assert measured(tmp_path, PROGRAM).end.tolist() == found.end.tolist()
+    assert read_traced_step(tmp_path, PROGRAM).end.tolist() == found.end.tolist()
     for rank in (0, 1):
         (tmp_path / f"traces/steps-3-4-rank-{rank}.json.gz").unlink()
     with pytest.raises(UserError, match="has traces of rank 1 alone; run it again until all ranks"):
-        measured(tmp_path, PROGRAM)
+        read_traced_step(tmp_path, PROGRAM)
 
 
 def test_what_is_no_trace_of_the_program_is_told(tmp_path: Path) -> None:
     """No folder, another recipe, a broken file: one sentence each."""
     with pytest.raises(UserError, match="has no traces; let its recipe"):
-        measured(tmp_path, PROGRAM)
+        read_traced_step(tmp_path, PROGRAM)
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
     with pytest.raises(UserError, match="no 0F1 on rank 0 of the pipeline"):
-        measured(tmp_path, read_program("0: 0F0 0F1 0B0 0B1\n"))
+        read_traced_step(tmp_path, read_program("0: 0F0 0F1 0B0 0B1\n"))
     (tmp_path / "traces/steps-3-4-rank-1.json.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(UserError, match="can't be read as a trace"):
-        measured(tmp_path, PROGRAM)
+        read_traced_step(tmp_path, PROGRAM)

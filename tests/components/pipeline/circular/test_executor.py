@@ -125,4 +125,4 @@ def refusal(executor: CircularExecutor, _rank: int) -> str:
 def test_stages_that_give_several_tensors_are_refused() -> None:
     """What travels is one tensor; a loss of several layers' hidden states is refused with an executor to write."""
     [[found]] = run_ranks(on_ranks, 1, refusal, False)
-    assert "gives a tuple" in found and 'use = "pipeline.executor"' in found
+    assert "returns a tuple" in found and 'use = "pipeline.executor"' in found

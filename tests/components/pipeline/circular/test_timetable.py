@@ -89,7 +89,7 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
             moved = table.moves_up(iteration, stage)
             assert moved is None or rows[stage][column] in (("in", moved), ("out", moved))
             rows[stage - 1][column] = None if moved is None else rows[stage][column]
-        finished = table.finished(iteration)
+        finished = table.finishes(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
         found = [rows[stage][table.column(place)] for place in range(columns)]

@@ -8,7 +8,7 @@ from drawloom.components.pipeline.program.builders import (
     backward_input,
     backward_weight,
     forward,
-    interleaved,
+    interleave,
     rounds,
 )
 
@@ -25,11 +25,11 @@ def test_rounds_are_as_even_as_can_be(ranks: int, microbatches: int) -> None:
 def test_a_row_warms_up_then_alternates() -> None:
     """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
     f0, f1, b0, b1 = forward(0), forward(1), backward(0), backward(1)
-    assert interleaved(1, 2, 2, 4, backward, lead=2) == [f0, f0, f1, b1, f1, b1, f0, b0, f0, b0, f1, b1, f1, b1, b0, b0]
+    assert interleave(1, 2, 2, 4, backward, lead=2) == [f0, f0, f1, b1, f1, b1, f0, b0, f0, b0, f1, b1, f1, b1, b0, b0]
 
 
 def test_weight_gradients_follow_after_the_lag() -> None:
     """With a lag of 1, a weight gradient follows each backward except the first, and one is last."""
-    row = interleaved(1, 2, 1, 3, backward_input, lead=1, lag=1)
+    row = interleave(1, 2, 1, 3, backward_input, lead=1, lag=1)
     f, i, w = forward(0), backward_input(0), backward_weight(-1)
     assert row == [f, i, f, i, w, f, i, w, w]

@@ -45,7 +45,7 @@ def test_where_partitions_are_many_descent_comes_close(name: str, monkeypatch: p
     slices = slices_of([[0.5, 1, 0.5, 0.5]] * 3 + [[1.0, 2, 1, 1]] * 8 + [[2.5, 5, 2.5, 2.5]])
     fit = Fit(program, slices, 1e9)
     best = fit.best()
-    monkeypatch.setattr(partition, "FEW", 0)
+    monkeypatch.setattr(partition, "MAX_EXHAUSTIVE", 0)
     found = fit.best()
     starts = [time(program, slices.table(each)).makespan for each in slices.starts(program.stage_to_rank)]
     assert best.makespan <= found.makespan <= min(1.01 * best.makespan, *starts)

@@ -2,7 +2,7 @@
 
 from drawloom.components.pipeline.program.builders import vee
 from drawloom.components.pipeline.program.list_scheduling import Task, makespan
-from drawloom.components.pipeline.program.policy_search import STARTS, best_policy, halved
+from drawloom.components.pipeline.program.policy_search import STARTS, best_policy, halve
 from drawloom.components.pipeline.program.timing import Costs
 
 
@@ -20,11 +20,11 @@ def test_the_search_improves_its_starts() -> None:
 
 def test_a_halved_task_has_the_ends_of_the_whole() -> None:
     """Half of the ranks, microbatches and memory are left, the first and the last stage with their costs."""
-    half = halved(task(16, 64))
+    half = halve(task(16, 64))
     assert (half.stage_to_rank, half.microbatches, half.limit) == (vee(8), 32, 16.0)
     assert half.costs.factors == (*[1.0] * 15, 1.6)
 
 
 def test_large_tasks_take_a_bounded_number_of_trials() -> None:
     """A task of more actions than the search may schedule gets what is best for a smaller one."""
-    assert best_policy(task(128, 512)) == best_policy(halved(task(128, 512)))
+    assert best_policy(task(128, 512)) == best_policy(halve(task(128, 512)))

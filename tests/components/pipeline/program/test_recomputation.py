@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.recomputation import Held, repeated, text_of
+from drawloom.components.pipeline.program.recomputation import Held, repeat_fraction, text_of
 from drawloom.components.ports.program import Program, flat
 from support.schedules import schedule
 
@@ -14,7 +14,7 @@ def test_policies_are_told_by_runs_of_stages() -> None:
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
     )
     assert text_of(("none", "none")) == text_of(()) == ""
-    assert [repeated(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
+    assert [repeat_fraction(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
 
 
 def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:

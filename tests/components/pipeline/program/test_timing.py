@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Costs, CostTable, Deadlock, ManyTimings, time
+from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError, ManyTimings, time
 from support.schedules import schedule
 
 
@@ -31,7 +31,7 @@ def test_an_action_is_in_a_later_wave_than_its_inputs() -> None:
 
 def test_a_deadlock_names_the_waiting_actions() -> None:
     """The error says which action each rank waits to do."""
-    with pytest.raises(Deadlock, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
+    with pytest.raises(DeadlockError, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
         time(read_program("0: 0B0 0F0\n1: 1B0 1F0\n"), Costs())
 
 
@@ -47,13 +47,13 @@ def test_a_part_of_a_program_waits_for_nothing_of_other_ranks() -> None:
 def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
     """A rank whose own stages wait for one another has no timing, whatever other ranks do."""
     whole = read_program("0: 0F0 2B0 2F0 0B0\n1: 1F0 1B0\n")
-    with pytest.raises(Deadlock, match="rank 0 waits to do 2B0"):
+    with pytest.raises(DeadlockError, match="rank 0 waits to do 2B0"):
         time(whole.select(whole.rank == 0), Costs())
 
 
 def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
     """A message between two of a rank's four stages is as large as one between whole ranks."""
-    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divided(4)
+    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divide(4)
     assert [found.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
     assert (found.comm, found.unshard, found.reduce) == (0.5, 2, 4)
 
@@ -64,8 +64,8 @@ def test_a_table_has_costs_of_each_stage() -> None:
     program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
     assert table.of(program).tolist() == [1, 4, 3, 4, 4]
     assert (table.length("W", 1), table.length("SEND_F", 1)) == (4, 1)
-    assert table.resampled([1, 1, 1, 1]).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
-    assert table.resampled([2]).lengths.tolist() == [[4, 12, 6, 6]]
+    assert table.resample([1, 1, 1, 1]).lengths[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]
+    assert table.resample([2]).lengths.tolist() == [[4, 12, 6, 6]]
     assert time(program, table).makespan == 1 + 1 + 3 + 4 + 1 + 4
 
 

@@ -181,7 +181,7 @@ def test_sums_begin_at_zero_or_at_what_is_there() -> None:
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
     sums = WeightSums()
-    sums.learn([weight, unused])
+    sums.adopt([weight, unused])
     kept, weight.grad = weight.grad, None
     sums.attach()
     sums.reset()

@@ -15,7 +15,7 @@ from drawloom.components.pipeline.program.list_scheduling import peak_activation
 from drawloom.components.pipeline.program.notation import write_program
 from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
-from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, published
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Program, flat
 from drawloom.components.ports.stages import Recompute
@@ -79,7 +79,7 @@ def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -
         return _makespan(program, lengths, comm) if _peak(program, _summed(held, sizes)) <= limit else math.inf
 
     best = math.inf
-    for program in (each.program(ranks, microbatches) for count in (1, 2) for each in published(count)):
+    for program in (each.program(ranks, microbatches) for count in (1, 2) for each in list_published(count)):
         for cuts in combinations(range(1, layers), program.stages - 1):
             sizes = [last - first for first, last in pairwise((0, *cuts, layers))]
             best = min(best, timed(program, sizes))
@@ -153,7 +153,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
     limit = sum(held) * chance.choice([0.5, 0.6, 0.7])
     policies: list[Recompute] = ["none", "selective", "blocks", 2, 3, 4]
     best = plain = math.inf
-    for program in (each.program(ranks, microbatches) for each in published(1)):
+    for program in (each.program(ranks, microbatches) for each in list_published(1)):
         for cut in range(1, layers):
             sizes = [cut, layers - cut]
             plain = min(plain, model.timed(program, sizes, ["none"] * ranks, limit))
@@ -191,7 +191,7 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
     assert sizes[-1] == min(sizes) < 3
     lengths = [_summed(slices, each) for each in (sizes, (3, 3, 3, 3))]
     ours, other = ([[f, 2 * f, f, f] for f in each] for each in lengths)
-    best = min(_makespan(each.program(4, 16), other, 0.0) for each in published(1))
+    best = min(_makespan(each.program(4, 16), other, 0.0) for each in list_published(1))
     assert _makespan(made.program(4, 16), ours, 0.0) < 0.9 * best
 
 
@@ -215,7 +215,7 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         stages = program.stages // ranks
         assert max(simulate(program, Costs()).peak_live_weights) <= limit * stages
         ours = time(program, _costs(program, last, latency)).makespan
-        for other in (each.program(ranks, microbatches) for number in (1, 2) for each in published(number)):
+        for other in (each.program(ranks, microbatches) for number in (1, 2) for each in list_published(number)):
             if max(simulate(other, Costs()).peak_live_weights) <= limit * other.stages // ranks:
                 assert ours <= time(other, _costs(other, last, latency)).makespan + 1e-9
 
@@ -223,7 +223,7 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
 def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
     """With 1.3 times the cost in the last share and a latency of 0.25, it is 2 % faster than every published one."""
     ours = Auto(comm=0.25, slices=[0.5] * 15 + [0.8], microbatches=32).program(8, 32)
-    others = [each.program(8, 32) for number in (1, 2) for each in published(number)]
+    others = [each.program(8, 32) for number in (1, 2) for each in list_published(number)]
     fitting = [each for each in others if max(simulate(each, Costs()).peak_live_weights) <= 8 * each.stages // 8]
     best = min(time(each, _costs(each, 1.3, 0.25)).makespan for each in fitting)
     assert time(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.timing import Costs, Deadlock
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.ports.program import Action, RankProgram
 
@@ -26,7 +26,7 @@ def test_crossed_messages_need_a_channel_each(channels: Channels, stuck: bool) -
     """Two ranks that both send first deadlock if both directions share a channel, and only then."""
     lines = [line(rank, text) for rank, text in enumerate(CROSSED)]
     if stuck:
-        with pytest.raises(Deadlock, match="events wait for one another: 0SEND_F0"):
+        with pytest.raises(DeadlockError, match="events wait for one another: 0SEND_F0"):
             run_events(lines, Costs(), channels)
     else:
         assert len(run_events(lines, Costs(), channels)) == 4
@@ -38,7 +38,7 @@ def test_blocking_ranks_do_not_compute_while_sending() -> None:
     costs = Costs(comm=0.5)
     assert run_events(lines, costs, "direction")[0, "F", 1].start == 1
     assert run_events(lines, costs, "blocking")[0, "F", 1].start == 2.5
-    with pytest.raises(Deadlock):
+    with pytest.raises(DeadlockError):
         run_events([line(rank, text) for rank, text in enumerate(CROSSED)], costs, "blocking")
 
 

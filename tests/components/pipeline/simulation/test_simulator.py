@@ -9,7 +9,7 @@ import pytest
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Costs, Deadlock
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from drawloom.components.ports.program import BACKWARD, BACKWARD_WEIGHT
 from support.schedules import schedule
@@ -65,8 +65,8 @@ def test_peak_boundary_counts_p2p_buffers() -> None:
 
 
 def test_a_deadlock_has_no_simulation() -> None:
-    """Simulating a program that can't finish raises Deadlock."""
-    with pytest.raises(Deadlock):
+    """Simulating a program that can't finish raises DeadlockError."""
+    with pytest.raises(DeadlockError):
         simulate(read_program("0: 0B0 0F0\n"), Costs())
 
 
