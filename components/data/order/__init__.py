@@ -1,1 +1,1 @@
-"""Orders of rows within an epoch, and the stream of rows by position that they and a mixture's weights make."""
+"""Orders of rows within an epoch, and the endless stream of rows over epochs and sources."""
