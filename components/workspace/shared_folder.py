@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.storage.durable_files import replace_file, temporary_name
-from drawloom.components.storage.regular_file import OtherContent, open_regular_file, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_regular_file, verified_file
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
@@ -119,7 +119,7 @@ def _tensors(path: Path, expected: Content) -> dict[str, Tensor]:
     try:
         with verified_file(path, expected) as file:
             return load(file.read(0, file.size))
-    except OtherContent as error:
+    except ContentMismatchError as error:
         raise UserError(f"{path} {error}; {REMEDY}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
