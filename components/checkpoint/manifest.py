@@ -1,7 +1,7 @@
 """
 Manifest of a checkpoint, which is written last and verified first.
 
-It lists every file of a checkpoint with its size and the SHA-256 of each of its blocks, and contains its own checksum.
+It lists every file with its size and block digests (SHA-256), and contains its own checksum.
 """
 
 import json
@@ -33,14 +33,14 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CorruptCheckpoint(Exception):
+class CorruptCheckpointError(Exception):
     """A checkpoint that differs from what was committed; the message has the files and their faults."""
 
 
 @attrs.frozen
 class Manifest:
     """
-    Content of a checkpoint: its step, the hash of its recipe, the number of ranks, and every file.
+    Content of a checkpoint: its step, recipe hash, rank count, and every file.
 
     `replicated` names the nodes whose state is equal on all ranks and saved by rank 0, `local` those with a
     separate state on each rank, and `sharded` those whose entries are sharded over ranks. `values` are the metrics
@@ -81,7 +81,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     Return the manifest of a checkpoint.
 
-    Raises CorruptCheckpoint if it is invalid, UserError if another version of drawloom wrote it.
+    Raises CorruptCheckpointError if it is invalid, UserError if another version of drawloom wrote it.
     """
     content = _read_content(checkpoint)
     version = content.pop("format")
@@ -92,25 +92,23 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     manifest = _parse_manifest(content)
     if checkpoint.name != f"step-{manifest.step}":
-        raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
+        raise CorruptCheckpointError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """
-    Read every file of a checkpoint, and return its manifest. Raises CorruptCheckpoint with every file that differs.
-    """
+    """Verify every file, and return the manifest. Raises CorruptCheckpointError with every file that differs."""
     manifest = read_manifest(checkpoint)
     if faults := [
         *faults_of_folder(checkpoint, manifest),
         *faults_of_files(checkpoint, manifest, all_blocks(manifest)),
     ]:
-        raise CorruptCheckpoint("; ".join(faults))
+        raise CorruptCheckpointError("; ".join(faults))
     return manifest
 
 
 def all_blocks(manifest: Manifest) -> dict[str, list[int]]:
-    """Return the numbers of the blocks of every file."""
+    """Return every file's block numbers."""
     return {name: [*range(len(content.blocks))] for name, content in manifest.files.items()}
 
 
@@ -144,7 +142,7 @@ def quick_check(checkpoint: Path) -> Manifest | None:
     try:
         manifest = read_manifest(checkpoint)
         sizes = {name: os.lstat(checkpoint / name).st_size for name in manifest.files}
-    except (CorruptCheckpoint, UserError, OSError):
+    except (CorruptCheckpointError, UserError, OSError):
         return None
     return manifest if all(sizes[name] == content.size for name, content in manifest.files.items()) else None
 
@@ -152,31 +150,31 @@ def quick_check(checkpoint: Path) -> Manifest | None:
 def _read_content(checkpoint: Path) -> dict[str, Any]:
     """Return the content of the manifest without its checksum, which is verified."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
-        raise CorruptCheckpoint("it is a symbolic link, or not a folder")
+        raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:
         text = read_file(checkpoint / MANIFEST, MAX_SIZE)
         content: dict[str, Any] = parse(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{MANIFEST} is missing") from None
+        raise CorruptCheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{MANIFEST} can't be read ({type(error).__name__})") from error
+        raise CorruptCheckpointError(f"{MANIFEST} can't be read ({type(error).__name__})") from error
     if digest != checksum(content):
-        raise CorruptCheckpoint(f"{MANIFEST} has a checksum mismatch")
+        raise CorruptCheckpointError(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
-        raise CorruptCheckpoint(f"{MANIFEST} has a format that is not a number")
+        raise CorruptCheckpointError(f"{MANIFEST} has a format that is not a number")
     return content
 
 
 def _parse_manifest(content: dict[str, Any]) -> Manifest:
     if other := content.keys() ^ {field.name for field in attrs.fields(Manifest)}:
-        raise CorruptCheckpoint(f"{MANIFEST} has missing or unknown entries: {', '.join(sorted(other))!r:.99}")
+        raise CorruptCheckpointError(f"{MANIFEST} has missing or unknown entries: {', '.join(sorted(other))!r:.99}")
     if invalid := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
-        raise CorruptCheckpoint(f"{MANIFEST} has an invalid value of {invalid[0]!r}")
+        raise CorruptCheckpointError(f"{MANIFEST} has an invalid value of {invalid[0]!r}")
     files = {name: Content(**fields) for name, fields in content.pop("files").items()}
     if unsafe := [name for name in files if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
-        raise CorruptCheckpoint(f"{MANIFEST} lists {unsafe[0]!r:.99}, which is not a plain file name")
+        raise CorruptCheckpointError(f"{MANIFEST} lists {unsafe[0]!r:.99}, which is not a plain file name")
     return Manifest(files=files, **content)
 
 

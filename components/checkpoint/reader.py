@@ -1,4 +1,4 @@
-"""Reader of checkpoints: the newest valid one of a run, and its states."""
+"""Reader for checkpoints: a run's newest valid one, and its states."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     READERS,
-    CorruptCheckpoint,
+    CorruptCheckpointError,
     Manifest,
     committed,
     read_manifest,
@@ -60,7 +60,7 @@ def newest(run_folder: Path) -> Path | None:
         try:
             verify(path)
             return path
-        except CorruptCheckpoint as error:
+        except CorruptCheckpointError as error:
             if not os.path.lexists(path):
                 return newest(run_folder)  # its run has just removed it
             corrupt[path] = str(error)
@@ -88,7 +88,7 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
         reader = Reader(checkpoint, manifest)
         ranks = range(manifest.world_size if node in manifest.sharded else 1)
         state = reader.joined(ranks, lambda _rank, name: name == node).get(node, {})
-    except CorruptCheckpoint as error:
+    except CorruptCheckpointError as error:
         raise UserError(f"{checkpoint} is corrupt: {error}") from error
     if node not in (saved := [*manifest.replicated, *manifest.sharded, *manifest.local]):
         raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(saved) or 'none'}")
@@ -97,7 +97,7 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
 
 @attrs.define
 class Reader:
-    """Reader of the files of a checkpoint. `verified` has the blocks of each file that were read and verified."""
+    """Reader for a checkpoint's files. `verified` has the verified blocks by file."""
 
     checkpoint: Path
     manifest: Manifest
@@ -106,7 +106,7 @@ class Reader:
     _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
 
     def tree(self, rank: int) -> dict[str, Tree]:
-        """Return the trees that a rank wrote, by node. Raises CorruptCheckpoint."""
+        """Return the trees that a rank wrote, by node. Raises CorruptCheckpointError."""
         if rank not in self._trees:
             name = tree_file(rank)
             with self._open_file(name) as file:
@@ -120,13 +120,13 @@ class Reader:
                 for part in self._trees[rank].values():
                     entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
-                raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
+                raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
         return self._trees[rank]
 
     def joined(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
         """
         Return the picked states that several ranks wrote, by node, with slices assembled. Raises
-        CorruptCheckpoint.
+        CorruptCheckpointError.
         """
         pieces: dict[str, dict[str, list[Any]]] = {}
         for rank in ranks:
@@ -140,11 +140,11 @@ class Reader:
                 for node, state in pieces.items()
             }
         except ValueError as error:
-            raise CorruptCheckpoint(str(error)) from error
+            raise CorruptCheckpointError(str(error)) from error
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
-        Return the picked states that one rank wrote, by node. Raises CorruptCheckpoint.
+        Return the picked states that one rank wrote, by node. Raises CorruptCheckpointError.
 
         Reads only the necessary rows of tensors that are, or may be, cut for the picked entries.
         """
@@ -162,7 +162,7 @@ class Reader:
             cut = narrowed({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
             states: dict[str, dict[str, Any]] = unpack(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{tree_file(rank)} does not match its tensors: {error}") from error
+            raise CorruptCheckpointError(f"{tree_file(rank)} does not match its tensors: {error}") from error
         return states
 
     def _read_tensors(self, rank: int, uses: Uses) -> Parts:
@@ -185,19 +185,19 @@ class Reader:
 
     @contextmanager
     def _open_file(self, name: str) -> Iterator[VerifiedFile]:
-        """Open a file of the checkpoint. Its faults are raised as CorruptCheckpoint."""
+        """Open a file of the checkpoint. Its faults are raised as CorruptCheckpointError."""
         if name not in self.manifest.files:
-            raise CorruptCheckpoint(f"{MANIFEST} does not list {name}")
+            raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
         try:
             with verified_file(self.checkpoint / name, self.manifest.files[name]) as file:
                 yield file
                 self.verified.setdefault(name, set()).update(file.verified)
         except OSError as error:
-            raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
+            raise CorruptCheckpointError(f"{name} can't be read ({error.strerror})") from error
         except ContentMismatchError as error:
-            raise CorruptCheckpoint(f"{name} {error}") from error
+            raise CorruptCheckpointError(f"{name} {error}") from error
         except HeaderError as error:
-            raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
+            raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
 
 
 def _names_by_file(content: Any) -> dict[str, list[str]]:
@@ -210,7 +210,7 @@ def _names_by_file(content: Any) -> dict[str, list[str]]:
 
 
 def _pick_entries(tree: Tree, wanted: Slices | bool) -> Tree | None:
-    """Return the wanted part of the tree of a node, or None if nothing is wanted."""
+    """Return the wanted part of a node's tree, or None if nothing is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
     picked = {name: part for name, part in entries(tree).items() if name in wanted}
