@@ -100,7 +100,7 @@ def _is_rebuilt(folder: Path) -> bool:
 
 def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
     """
-    Compare the ids of a tokenizer with the ids of transformers' AutoTokenizer for a folder.
+    Compare a tokenizer's ids with those that transformers' AutoTokenizer returns for a folder.
 
     Returns a description of the difference; empty if all samples agree, or if transformers is not installed.
     """

@@ -81,11 +81,11 @@ class Collated:
         return batch
 
     def sources(self, split: Split, row: int) -> list[str]:
-        """Return the name of the example of a row."""
+        """Return a row's example by name."""
         return [self._name(split, row)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows of each split, and a digest of a sample."""
+        """Return each split's row count, and the digest of a sample."""
         return {split: {"rows": self.count(split), "sha256": self._digest(split)} for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

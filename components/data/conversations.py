@@ -1,4 +1,4 @@
-"""Corpus of conversations, rendered by a chat template, with a choice of trained turns."""
+"""Conversation corpus, rendered by a chat template, with a choice of trained turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -18,8 +18,8 @@ class Conversations(ChatCorpus):
     Conversations in JSON-lines, Parquet and Arrow files, with a loss weight per token.
 
     A line has `messages` and optionally `tools`, in the format of Hugging Face's chat templates; or a `prompt` and
-    a trained `completion`, either both text or both messages. The `weight` of a message overrides the weight of its
-    role. A turn is trained up to its end token, and only if the template renders it the same way in every position
+    a trained `completion`, either both text or both messages. A message's `weight` overrides that of its role. A
+    turn is trained up to its end token, and only if the template renders it the same way in every position
     (`components/data/chat/turns.py`). A line without a trained token is dropped, with a warning.
     """
 
@@ -46,7 +46,7 @@ class Conversations(ChatCorpus):
         return f"no line has a turn to train; roles has {', '.join(self.roles) or 'none'}"
 
     def _read_messages(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:
-        """Return the messages of a line and their weights."""
+        """Return a line's messages and their weights."""
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
             prompt, trained = row["prompt"], row["completion"]
         elif isinstance(row.get("messages"), list):
@@ -66,7 +66,7 @@ class Conversations(ChatCorpus):
     def _rows_to_train(
         self, messages: list[Message], weights: list[float]
     ) -> Iterator[tuple[Sequence[Message], Sequence[float]]]:
-        """Yield the conversations of a line, with the weights of their turns."""
+        """Yield a line's conversations with their turn weights."""
         trained = [index for index, weight in enumerate(weights) if weight > 0]
         if self.turns == "all":
             yield messages, weights

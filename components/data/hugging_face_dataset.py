@@ -15,7 +15,7 @@ from drawloom.graph import UserError, between, component, setting
 @component(needs={"pyarrow": "drawloom[arrow]"})
 class HuggingFaceDataset:
     """
-    A saved dataset, or a dictionary of datasets, with the text of each row in one column.
+    A saved dataset, or a dictionary with several, with one text column.
 
     Without a validation dataset, the split of a document depends only on its text.
     """
@@ -43,7 +43,7 @@ class HuggingFaceDataset:
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return the documents of a split in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         if self.validation is not None:
             return [*self._parts(self.train if split == "train" else self.validation)]
         return [*split_parts(self._parts(self.train), split, self.validation_fraction)]

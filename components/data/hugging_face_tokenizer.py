@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """
-        Return the number of bytes of each id, from the vocabulary: int64 (vocab_size,).
+        Return each id's byte count, from the vocabulary: int64 (vocab_size,).
 
         A token of a byte-level vocabulary has one byte per character. In other vocabularies a token is its own
         text: the byte fallback spells one byte as `<0x0A>`, and SentencePiece spells a space as `▁`. Special

@@ -14,8 +14,7 @@ class JsonExamples:
     """
     One example per row or non-blank line: an object with `input_ids` and other keys for the collator.
 
-    The split of an example depends only on its line. All examples stay in memory; `.gz` and `.zst` are
-    decompressed.
+    An example's split depends only on its line. All examples stay in memory; `.gz` and `.zst` are decompressed.
     """
 
     paths: list[str] = setting(

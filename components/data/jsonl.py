@@ -14,8 +14,8 @@ class JsonLines:
     """
     Documents in JSON-lines files: one object per line with a text field; `.gz` and `.zst` are decompressed.
 
-    The split of a document depends only on its text: lines can be moved and added, and duplicates are never in both
-    splits. In a corpus of a few documents, the end of each document is validation data.
+    A document's split depends only on its text: lines can be moved and added, and duplicates are never in both
+    splits. If there are only a few documents, the end of each one is validation data.
     """
 
     paths: list[str] = setting(
@@ -36,5 +36,5 @@ class JsonLines:
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return the documents of a split in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         return [*split_parts(json_lines_parts(find(self.paths), self.field), split, self.validation_fraction)]

@@ -49,7 +49,7 @@ class LengthStage:
 
 def cut(batch: TokenBatch, length: int) -> TokenBatch:
     """
-    Split each document of a batch into documents of at most `length` tokens.
+    Split every document in a batch into documents with at most `length` tokens.
 
     Keeps all tokens and shapes: positions restart at each cut, and attention does not cross it.
     """
@@ -65,9 +65,9 @@ class Loader:
     """
     Deterministic data loader over endless epochs, with rows of a mixture interleaved by source weight.
 
-    A step may cross the end of an epoch. The state is the number of steps and rows consumed, and the sources'
-    shares of rows by start position. A run can therefore resume with other numbers of workers and data-parallel
-    ranks, and with another batch size, and still continue with the next row.
+    A step may cross the end of an epoch. The state has the consumed steps and rows, and the sources' row shares by
+    start position. A run can therefore resume with other numbers of workers and data-parallel ranks, and with
+    another batch size, and still continue with the next row.
     """
 
     rows: PackedDataset
@@ -134,12 +134,12 @@ class Loader:
         return batches
 
     def shortened(self, batch: Batch, step: int) -> Batch:
-        """Cut the documents of a batch to the maximum length of a step."""
+        """Cut a batch's documents to the step's maximum length."""
         length = self.length_at(step)
         return batch if length is None else cut(token_batch(batch, "lengths"), length)
 
     def length_at(self, step: int) -> int | None:
-        """Return the maximum document length in a step; None if documents are not cut."""
+        """Return the step's maximum document length; None if documents are not cut."""
         tokens = self._start(step) * self.rows.length
         return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
 
@@ -154,10 +154,9 @@ class Loader:
 
     def tokens_by_source(self, step: int) -> dict[str, float]:
         """
-        Return the tokens of each source in all steps up to and including this one.
+        Return the tokens per source in all steps up to and including this one.
 
-        Counts the average number of tokens per row of a source, so the sum is exact at the end of an epoch of
-        the source.
+        Counts a source's average tokens per row, so the sum is exact at the end of an epoch.
         """
         rows = self._rows.taken(self._start(step + 1))
         sources = self._rows.sources.values()
@@ -177,8 +176,8 @@ class Loader:
         Return the steps and rows consumed (`step`, `position`), and the row shares of a mixture by start
         position (`shares`).
 
-        After a change of batch size, `since` is the last step of the old size, and `offset` the rows consumed
-        beyond those of as many steps of the new size.
+        After the batch size has changed, `since` is the last step with the old size, and `offset` the rows
+        consumed beyond those that as many steps with the new size would consume.
         """
         state: dict[str, Any] = {"step": self._step, "position": self.position}
         if self._last_resized_step:
@@ -227,7 +226,7 @@ class Loader:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of the length curriculum, and of rows that ranks along `context` can't divide evenly."""
+        """Yield problems with the length curriculum, and with rows that ranks along `context` can't divide evenly."""
         rows, mesh = node.neighbour("rows"), node.neighbour("mesh")
         if rows and mesh:
             length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context

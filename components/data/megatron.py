@@ -1,4 +1,4 @@
-"""Documents of token ids in the `.bin` and `.idx` files of Megatron-LM, which are read in place."""
+"""Token ids in Megatron-LM's `.bin` and `.idx` files, which are read in place."""
 
 import hashlib
 from functools import cached_property
@@ -20,9 +20,9 @@ HEADER = len(MAGIC) + 8 + 1 + 8 + 8  # magic, version, type, sequences, document
 @component
 class Megatron:
     """
-    Memory-mapped dataset of Megatron-LM, with or without end tokens, depending on how it was tokenized.
+    Memory-mapped Megatron-LM dataset, with or without end tokens, depending on how it was tokenized.
 
-    The split of a document depends only on its number.
+    A document's split depends only on its number.
     """
 
     path: Path = setting(doc="path of both files without `.bin` and `.idx`, relative to the current directory")
@@ -93,8 +93,8 @@ class MegatronDocuments:
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
         """
-        Return a view of the ids of a document, without weights; it ends with the document if `last` is beyond
-        its end.
+        Return a view into a document's ids, without weights; it ends with the document if `last` is beyond its
+        end.
         """
         begin, end = self._starts[document : document + 2].tolist()
         return DocumentPart(self._ids[begin + first : min(begin + last, end)])
@@ -110,7 +110,7 @@ class MegatronDocuments:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """Start of each document and end of the last one, int64 (documents + 1,)."""
+        """Document starts, followed by the last document's end, int64 (documents + 1,)."""
         content = np.fromfile(self.path.with_name(f"{self.path.name}.idx"), np.uint8, offset=HEADER)
         sizes = content[: 4 * self.sequences].view("<i4")
         bounds = content[12 * self.sequences :].view("<i8")

@@ -33,7 +33,7 @@ class MixedDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each document, (documents,)."""
+        """Token counts of the documents, (documents,)."""
         lengths: np.ndarray = np.concatenate([source.documents.lengths for source in self.sources])
         return lengths
 
@@ -48,7 +48,7 @@ class MixedDocuments:
         return source.documents.read(number, first, last)
 
     def source(self, document: int) -> str:
-        """Return the name of the source, and the origin of the document in it."""
+        """Return the source's name, and the document's origin in it."""
         source, number = self._locate(document)
         return f"{source.name}: {source.documents.source(number)}"
 

@@ -15,9 +15,9 @@ class PadCollator:
     """
     Rows of `input_ids`, padded on one side.
 
-    The target of a token is the next token of its example. A target has no loss if its label in `labels` is
-    IGNORE_INDEX (-100); otherwise its weight is the one in `weights`, or 1. The padding is a separate document, so
-    no token attends to it.
+    A token's target is the next token in its example. A target has no loss if its label in `labels` is IGNORE_INDEX
+    (-100); otherwise its weight is the one in `weights`, or 1. The padding is a separate document, so no token
+    attends to it.
     """
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
@@ -26,10 +26,7 @@ class PadCollator:
     pad_id: int = setting(default=0, check=between(0, 2**31), doc="padding token id")
 
     def count(self, example: Example) -> int:
-        """
-        Return the number of tokens of an example. Raises ValueError if it is empty, or if labels or weights
-        differ in length.
-        """
+        """Count an example's tokens. Raises ValueError if it is empty, or if labels or weights differ in length."""
         if "input_ids" not in example:
             raise ValueError(f"it has {', '.join(example) or 'no keys'}, but not the token ids, input_ids")
         tokens = len(example["input_ids"])
@@ -41,7 +38,7 @@ class PadCollator:
         return tokens
 
     def collate(self, examples: Sequence[Example], length: int) -> TokenBatch:
-        """Return the rows of examples of at most `length` tokens; every tensor is (examples, length)."""
+        """Return rows for examples with at most `length` tokens; every tensor is (examples, length)."""
         shape = len(examples), length
         tokens, targets = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         weights, positions, documents = (

@@ -14,7 +14,7 @@ class Parquet:
     """
     Documents in a text column of Parquet and Arrow tables; the file extension selects the format.
 
-    The split of a document depends only on its text. In a corpus of a few documents, the end of each document is
+    A document's split depends only on its text. If there are only a few documents, the end of each one is
     validation data.
     """
 
@@ -39,5 +39,5 @@ class Parquet:
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return the documents of a split in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         return [*split_parts(table_parts(find(self.paths), self.field), split, self.validation_fraction)]

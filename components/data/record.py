@@ -1,4 +1,4 @@
-"""Record of the rows of each step, for `drawloom data audit`."""
+"""Record of every step's rows, for `drawloom data audit`."""
 
 from hashlib import blake2b
 
@@ -18,9 +18,9 @@ FOLDER = "rows"
 @component(reads=("batches",), impact="safe")
 class Record:
     """
-    Writer of `rows/rank-N.jsonl` in the run folder: one object per step, with a digest of each row of this rank.
+    Writer of `rows/rank-N.jsonl` in the run folder: one object per step, with a digest per row on this rank.
 
-    The phase follows the one that loads the data. A digest covers all tensors of a row, so the record shows the
+    The phase follows the one that loads the data. A digest covers all tensors in a row, so the record shows the
     rows that were trained on, not the rows that were requested.
     """
 
@@ -60,7 +60,7 @@ class Record:
 
 
 def row_digests(batch: Batch) -> list[str]:
-    """Return a digest of each row of a batch."""
+    """Return a digest for every row in a batch."""
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
     contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]

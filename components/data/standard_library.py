@@ -30,7 +30,7 @@ class StandardLibrary:
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return the documents of a split in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         return [*split_parts(text_parts(source_files(), replace=True), split, self.validation_fraction)]
 
 

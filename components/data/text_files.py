@@ -15,8 +15,8 @@ class TextFiles:
     """
     Text files selected by globs, one document per file; `.gz` and `.zst` are decompressed.
 
-    The split of a file depends only on its name below the first wildcard of the glob: other files and the location
-    of the corpus have no effect. In a corpus of a few files, the end of each file is validation data.
+    A file's split depends only on its name below the first wildcard of the glob: other files and the location of
+    the corpus have no effect. If there are only a few files, the end of each one is validation data.
     """
 
     paths: list[str] = setting(
@@ -39,6 +39,6 @@ class TextFiles:
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return the documents of a split in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         parts = text_parts(find(self.paths), self.invalid_bytes == "replace")
         return [*split_parts(parts, split, self.validation_fraction)]

@@ -19,8 +19,8 @@ class TokenArrays:
     Concatenated documents of token ids.
 
     ids: (tokens,), uint16 or uint32; ends: (documents,), int64, the end of each document; own_weights: (tokens,),
-    float32, or None; references: (documents,), float64, the log-probability of the trained tokens of each document
-    under another model, or None. The arrays are tensors because torch shares tensors with other processes without a
+    float32, or None; references: (documents,), float64, each document's log-probability under another model, over
+    its trained tokens, or None. The arrays are tensors because torch shares tensors with other processes without a
     copy.
     """
 
@@ -68,7 +68,7 @@ class TokenArrays:
         return digest.hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Return views of ids and weights of a document, up to its end if `last` is beyond the end."""
+        """Return views into a document's ids and weights, up to its end if `last` is beyond the end."""
         ends = self.ends.numpy()
         begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
         part = slice(begin + first, min(begin + last, end))

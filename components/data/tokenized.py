@@ -15,7 +15,7 @@ class Tokenized:
     """
     Memory-mapped token store.
 
-    The split of a document depends only on its ids, so duplicates are never in both splits.
+    A document's split depends only on its ids, so duplicates are never in both splits.
     """
 
     path: Path = setting(doc="folder of the token store, relative to the current directory")
@@ -43,7 +43,7 @@ class Tokenized:
                 raise UserError(f"validation_path: {difference}; tokenize both with the same one")
 
     def mean_length(self) -> float | None:
-        """Return the mean number of tokens of a document, also before `open`; None if there are no documents."""
+        """Return the mean document length in tokens, also before `open`; None if there are no documents."""
         try:
             store = Store.open(self.path)
         except UserError:
@@ -53,12 +53,12 @@ class Tokenized:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the store's tokenizer."""
+        """The tokenizer's vocabulary size."""
         return self._train.vocab_size
 
     @property
     def eos_id(self) -> int:
-        """The end token of the store's tokenizer."""
+        """The tokenizer's end token."""
         return self._train.eos_id
 
     def documents(self, split: Split) -> TokenDocuments:

@@ -29,7 +29,7 @@ class DividedCorpus(Protocol):
     """A corpus of files that is read in parts; every process can tell whether the files have changed."""
 
     def parts(self, split: Split) -> Sequence[Part]:
-        """Return the documents of a split in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         ...
 
 

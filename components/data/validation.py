@@ -27,7 +27,7 @@ class Validation:
             log.info("the validation split is empty, so there is no evaluation")
 
     def row_counts(self) -> tuple[int, int]:
-        """Return the number of evaluated rows over all ranks, and the number of validation rows."""
+        """Count the evaluated rows over all ranks, and all validation rows."""
         return len(self.row_indices()), self.rows.count("validation")
 
     def batches(self) -> Iterator[Batch]:

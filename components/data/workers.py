@@ -5,8 +5,8 @@ torch's DataLoader is not used: it reports a dead worker by an exception from a 
 thread, or only after the timeout; and its workers outlive a killed parent unless they are forked. Here each worker has
 one pipe: batches arrive in order, and the pipe closes for both processes when either one ends.
 
-The fork server of multiprocessing starts the workers. A fork of the training process would inherit its locks, sockets
-and GPU context in the middle of the work of other threads, and keep the files of a killed run open.
+The fork server of multiprocessing starts the workers. A forked training process would inherit locks, sockets and the
+GPU context while other threads use them, and keep a killed run's files open.
 """
 
 import io
@@ -135,7 +135,7 @@ class Workers:
             raise UserError(f"workers: {error} {self._describe(rows)}; {error.hint}") from error
 
     def _describe(self, rows: Sequence[int]) -> str:
-        """Describe the first rows of a batch, with the files and offsets of their documents."""
+        """Describe a batch's first rows, with their documents' files and offsets."""
         described = f"row{'s' * (len(rows) > 1)} {_format_names(map(str, rows))} of {self._split}"
         if not isinstance(self._rows, TracedRows):
             return described

@@ -208,5 +208,5 @@ def _sync(descriptor: int, path: Path) -> None:
 
 
 def _with_file_name(error: OSError, name: str) -> OSError:
-    """Add the name of the file to an error of a system call on a descriptor."""
+    """Add the file name to a system call's error."""
     return OSError(error.errno, error.strerror, name)

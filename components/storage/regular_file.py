@@ -1,7 +1,7 @@
 """
 Reader of regular files that does not follow links, and refuses pipes and devices before they block.
 
-If the digests of the blocks of a file are known, a part of the file is verified by reading only its blocks.
+With known block digests, part of a file is verified by reading only its blocks.
 """
 
 import errno
@@ -78,11 +78,11 @@ def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iter
 
 def open_descriptor(path: Path, flags: int) -> int:
     """
-    Return the descriptor of a regular file, opened with flags of open(2). Raises OSError if it is a link or not a
+    Open a regular file with flags of open(2), and return its descriptor. Raises OSError if it is a link or not a
     regular file.
 
-    A run folder from a stranger may contain links to files outside of it, so a run opens all files of fixed names
-    with this function.
+    A run folder from a stranger may contain links to files outside of it, so a run opens all files with fixed names
+    by this function.
     """
     try:
         with suppress(FileNotFoundError):

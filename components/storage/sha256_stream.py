@@ -1,7 +1,7 @@
 """
-SHA-256 of a stream of bytes, block by block, computed in a thread while the stream is written.
+SHA-256 of a byte stream, block by block, computed in a thread while the stream is written.
 
-Digests are per block instead of per file, so that a part of a file can be read and verified alone.
+Digests are per block instead of per file, so that part of a file can be read and verified alone.
 """
 
 import hashlib
@@ -17,19 +17,19 @@ AHEAD = 4  # queued pieces; more would only use memory, because hashing is about
 
 @attrs.frozen
 class Content:
-    """Identity of the content of a file: its size in bytes, and the hexadecimal SHA-256 of each block."""
+    """Identity of a file's content: its size in bytes, and the hexadecimal SHA-256 per block."""
 
     size: int
     blocks: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
 
     @property
     def digest(self) -> str:
-        """Digest of the whole file: the SHA-256 of the digests of its blocks."""
+        """Digest for the whole file: the SHA-256 over its block digests."""
         return hashlib.sha256(b"".join(map(bytes.fromhex, self.blocks))).hexdigest()
 
 
 def count_blocks(size: int) -> int:
-    """Return the number of blocks of a file of `size` bytes; an empty file has one empty block."""
+    """Return the block count for a file with `size` bytes; an empty file has one empty block."""
     return max(1, -(-size // BLOCK))
 
 

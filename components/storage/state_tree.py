@@ -3,8 +3,8 @@ File format of state dicts: a JSON tree, and tensors by name.
 
 In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, a slice of a tensor
 {"slice": {"tensor": its name, "shape": of the whole, "offsets": ..., "size": ...}}, and a float that JSON can't
-represent {"float": "nan"}; all other values are unchanged. The name of a tensor is its path joined by slashes, or a
-slash and a number if the path has characters that are not allowed in names of tensors.
+represent {"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
+and a number if the path has characters that tensor names must not have.
 """
 
 import math
@@ -93,7 +93,7 @@ def narrowed(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
 
 
 def entries(tree: Tree) -> dict[str, Tree]:
-    """Return the entries of the tree of a dict. Raises ValueError for another tree."""
+    """Return the entries of a dict's tree. Raises ValueError for another tree."""
     content = tree.get("dict") if isinstance(tree, dict) else None
     if not isinstance(content, dict):
         raise ValueError("a state is not a dict")
@@ -146,7 +146,7 @@ class _Packer:
 
 
 def _slice_leaf(name: str, tensor_slice: TensorSlice) -> Tree:
-    """Return the leaf of a slice of the named tensor."""
+    """Return the leaf for a slice of the named tensor."""
     return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(tensor_slice).items()}}}
 
 

@@ -54,7 +54,7 @@ def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
 
 
 def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
-    """View memory, uint8 (bytes,), as a tensor of the shape and dtype of the spec."""
+    """View memory, uint8 (bytes,), as a tensor with the spec's shape and dtype."""
     return memory.view(spec.dtype).view(spec.shape)
 
 
@@ -66,6 +66,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def view(memory: Tensor) -> memoryview:
-    """Return a writable view of the bytes of memory, uint8 (bytes,) on the CPU."""
+    """View memory, uint8 (bytes,) on the CPU, as writable bytes."""
     array: Any = memory.numpy()
     return memoryview(array)

@@ -1,4 +1,4 @@
-"""Base of the corpora of conversations: files, the chat template, splits, and the summary in the log."""
+"""Base class for conversation corpora: files, the chat template, splits, and the summary in the log."""
 
 import logging
 from abc import abstractmethod

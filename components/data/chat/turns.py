@@ -1,12 +1,11 @@
 """
 Spans of the turns in a rendered conversation, found by rendering it turn by turn.
 
-Templates do not mark turns. The span of a turn begins after the rendering of the earlier turns with the generation
-prompt, which is the text that a model answers; the renderings up to this turn, and of the whole conversation, must both
-start with that text. The span of the content is also found by rendering the conversation with other content in its
-place, and must be inside of the span of the turn. A template that violates this renders a turn differently once other
-turns follow (such as an empty `<think>` only in the last turn), so the text to train is ambiguous: the turn is refused
-instead of guessed.
+Templates do not mark turns. A turn's span begins after the rendered earlier turns with the generation prompt, which is
+the text that a model answers; the renderings up to this turn, and of the whole conversation, must both start with that
+text. The content's span is also found by rendering the conversation with other content in its place, and must be inside
+the turn's span. A template that violates this renders a turn differently once other turns follow (such as an empty
+`<think>` only in the last turn), so the text to train is ambiguous: the turn is refused instead of guessed.
 """
 
 import secrets
@@ -29,7 +28,7 @@ class AmbiguousTurnError(ValueError):
 
 @attrs.frozen
 class Span:
-    """Part of a text, from `first` to before `last`, with the weight of its tokens as targets."""
+    """Text span from `first` to before `last`, with its tokens' weight as targets."""
 
     first: int
     last: int
@@ -39,7 +38,7 @@ class Span:
 @attrs.frozen
 class Rendered:
     """
-    Text of a conversation, with the spans to train and the spans of content, which the template did not write.
+    A conversation's text, with the spans to train, and the content spans, which the template did not write.
 
     `contents` is by message number, from 0; a message whose content can't be located is absent.
     """

@@ -1,1 +1,1 @@
-"""Orders of rows within an epoch, and the endless stream of rows over epochs and sources."""
+"""Row orders within an epoch, and the endless row stream over epochs and sources."""

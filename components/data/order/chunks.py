@@ -9,7 +9,7 @@ from drawloom.graph import between, component, setting
 @component
 class Chunks:
     """
-    Contiguous chunks of the rows of a source, which take turns row by row.
+    Contiguous chunks of a source's rows, which take turns row by row.
 
     With one chunk per data-parallel rank, and `deal = "in_turn"` in `run.batch`, each rank reads one chunk from
     start to end. Chunk sizes differ by at most one row; the surplus rows come last.

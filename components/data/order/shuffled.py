@@ -11,7 +11,7 @@ from drawloom.graph import component
 
 @component
 class Shuffled:
-    """Random permutation of the rows of a source, determined by (seed, source, epoch)."""
+    """Random permutation of a source's rows, determined by (seed, source, epoch)."""
 
     job: RunInfo
     _last: dict[str, Permutation] = attrs.field(init=False, factory=dict)

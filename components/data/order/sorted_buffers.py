@@ -12,8 +12,7 @@ from drawloom.graph import between, component, setting
 @component
 class SortedBuffers:
     """
-    Buffers of `buffer` shuffled rows, sorted by number of tokens, from which packs of `pack` rows are drawn at
-    random.
+    Buffers with `buffer` shuffled rows, sorted by length, from which packs with `pack` rows are drawn at random.
 
     Rows of a pack have similar lengths, which saves padding where a batch is as long as its longest row. Rows of
     equal length stay in shuffled order. The order in a buffer depends only on (seed, source, epoch, buffer).
@@ -35,7 +34,7 @@ class SortedBuffers:
         return rows
 
     def _buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
-        """Return the sorted rows of a buffer, with the last buffer of each source in a cache."""
+        """Return a buffer's sorted rows, caching each source's last buffer."""
         if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
             self._last[source.name] = cached = (epoch, number, self._sorted(source, epoch, number))
         return cached[2]

@@ -1,14 +1,13 @@
 """
-Endless stream of training rows: the row at each position.
+Endless training row stream: the row at each position.
 
 The sources of a mixture take turns: the n-th row of a source, from 0, is due at (n + 1/2) / r, where r is the source's
 share of rows, and rows are in the order of their due times. At every position each source has had its share to within
 one row per other source, and the row at a position depends only on the shares. This schedule is Webster's method of
 apportionment, and "stride scheduling" (Waldspurger and Weihl 1995).
 
-Shares of rows are computed from weights, which are shares of tokens: a source whose rows are half full gets twice the
-rows. When a run resumes with other shares, a new segment of the stream begins, and each source continues with its next
-row.
+Row shares are computed from weights, which are token shares: a source whose rows are half full gets twice the rows.
+When a run resumes with other shares, a new segment of the stream begins, and each source continues with its next row.
 """
 
 from bisect import bisect_right
@@ -35,7 +34,7 @@ def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 
 def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
-    """Return the share of rows of each source, for weights of tokens; sources without weight or rows are left out."""
+    """Return each source's row share, for token weights; sources without weight or rows are left out."""
     used = [source for source in sources if source.weight and source.rows]
     rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())
@@ -44,14 +43,14 @@ def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
 
 @attrs.frozen
 class Segment:
-    """Part of the stream, from a position on, with constant shares of rows."""
+    """Stream segment, from a position on, with constant row shares."""
 
     start: int
     shares: Mapping[str, int]
 
     def turns(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """
-        Return the source at each position of a range, as an index into the shares, and the number of its row.
+        Return the source at each position in a range, as an index into the shares, and its row number.
 
         Positions and row numbers count from 0 at the start of the segment; both results are int64 (last -
         first,).
@@ -61,15 +60,15 @@ class Segment:
         return source[taken], row[taken]
 
     def counts(self, position: int) -> dict[str, int]:
-        """Count the rows of each source among the first `position` rows of the segment."""
+        """Count the rows per source among the segment's first `position` rows."""
         begin, source, _ = self._due_near(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
     def _due_near(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
-        Return the number of rows of each source due before a slightly earlier time, and the rows due around the
-        range, in order.
+        Count the rows per source due before a slightly earlier time, and return the rows due around the range,
+        in order.
         """
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
@@ -81,7 +80,7 @@ class Segment:
 
 
 def _count_due(shares: np.ndarray, time: float) -> np.ndarray:
-    """Count the rows of each source that are due before a time, int64 (sources,)."""
+    """Count the rows per source that are due before a time, int64 (sources,)."""
     total = shares.sum()
     counts: np.ndarray = np.maximum(np.floor(time * shares / total + 0.5), 0)
     # rounding may be off by one; correct it by the same division that sorts the rows
@@ -107,7 +106,7 @@ class RowStream:
     _rows: np.ndarray = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
 
     def __attrs_post_init__(self) -> None:
-        """Count the rows of each source before each segment."""
+        """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
             counts = segment.counts(following.start - segment.start)
@@ -129,7 +128,7 @@ class RowStream:
         return rows
 
     def taken(self, position: int) -> dict[str, int]:
-        """Count the rows of each source before a position, including sources that later segments lack."""
+        """Count the rows per source before a position, including sources that later segments lack."""
         number = self._find_segment(position)
         segment = self.segments[number]
         return _add_counts(self._before[number], segment.counts(position - segment.start))
@@ -148,7 +147,7 @@ class RowStream:
         return np.concatenate(parts)
 
     def _draw_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
-        """Return the rows of a source, given the number of rows drawn from it before each of them."""
+        """Return a source's rows, given how many rows were drawn from it before each one."""
         numbers = np.full(len(drawn), MISSING_ROW)
         if (source := self.sources.get(name)) is None or not source.rows:
             return numbers

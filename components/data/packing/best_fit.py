@@ -1,8 +1,8 @@
 """
 Best-fit-decreasing packing: each document, from longest to shortest, goes into the row with the least sufficient space.
 
-Documents of equal length go into rows of equal remaining capacity together, so the work grows with the number of pairs
-of length and capacity, not with the number of documents.
+Equally long documents go together into rows with equal remaining capacity, so the work grows with the pairs of length
+and capacity, not with the documents.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ CHUNK_ITEMS = 2**15  # items per step; intermediate values of that many fit a co
 @component
 class BestFit(PackedRows):
     """
-    Rows of whole documents with hardly any padding.
+    Rows with whole documents with hardly any padding.
 
     A document longer than a row is cut, and its rest is packed. The first rows have the longest documents, so the
     loader must shuffle the rows, as it does by default.
@@ -39,10 +39,9 @@ def best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return documents by row, (items,), and the number of documents of each row, (rows,); sizes: (items,), 1 to
-    capacity.
+    Return documents by row, (items,), and the document count per row, (rows,); sizes: (items,), 1 to capacity.
 
-    Documents of equal size are in random order, or in order of their numbers if `order` is None.
+    Equal sizes are in random order, or sorted by document number if `order` is None.
     """
     counts = np.bincount(sizes, minlength=capacity + 1)
     row_of, slot_of, rows = _assign_rows(counts, len(sizes), capacity)
@@ -67,9 +66,9 @@ def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Per
 
 def _assign_rows(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
-    Return the row of each item and its slot in the row, for items of decreasing size; and the number of rows.
+    Return each item's row and slot, for items by decreasing size; and the row count.
 
-    counts: (capacity + 1,), the number of items of each size.
+    counts: (capacity + 1,), items per size.
     """
     row_of, slot_of = np.empty(items, np.int32), np.empty(items, np.int32)
     filled = np.zeros(items, np.int32)  # items in each row; there are at most as many rows as items

@@ -53,7 +53,7 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all rows."""
+        """Token count over all rows."""
         return min(self._end, self.rows * self.length)
 
     @cached_property
@@ -82,5 +82,5 @@ class Stream:
         return list(map(RowPiece._make, zip(*columns, strict=True)))
 
     def row_tokens(self) -> np.ndarray:
-        """Return the number of tokens in each row, int64 (rows,); the last row has the rest."""
+        """Return the token count per row, int64 (rows,); the last row has the rest."""
         return np.minimum(self.tokens - np.arange(self.rows) * self.length, self.length)

@@ -20,7 +20,7 @@ MAX_RUNS = 2048  # runs that are packed at once
 @component
 class FirstFit(PackedRows):
     """
-    Rows of whole documents, close to their original order.
+    Rows with whole documents, close to their original order.
 
     A document longer than a row is cut, and its rest is packed. Rows are slightly less full than with best-fit.
     """
@@ -32,7 +32,7 @@ class FirstFit(PackedRows):
 
 def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return documents by row, (items,), and the number of documents of each row, (rows,); sizes: (items,), 1 to below
+    Return documents by row, (items,), and the document count per row, (rows,); sizes: (items,), 1 to below
     capacity.
     """
     row_of, slot_of = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
@@ -46,10 +46,7 @@ def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[
 
 
 def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """
-    Return the row of each item and its slot, both (items,), and the number of rows, for up to `MAX_RUNS` runs of
-    items.
-    """
+    """Return each item's row and slot, both (items,), and the row count, for up to `MAX_RUNS` runs."""
     runs = -(-len(sizes) // RUN)
     steps = min(RUN, len(sizes))
     # items of size 0 pad the last run, and change nothing
@@ -75,7 +72,7 @@ def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def _slots_in_rows(rows: np.ndarray) -> np.ndarray:
-    """Return the number of earlier items in the row of each item, (items,)."""
+    """Count the earlier items in each item's row, (items,)."""
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
     slots = np.empty(len(rows), np.int64)

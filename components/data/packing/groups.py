@@ -1,4 +1,4 @@
-"""Rows of whole documents: long documents fill rows alone, and the rests are grouped."""
+"""Rows with whole documents: long documents fill rows alone, and the rests are grouped."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Row count."""
         return self._full_rows + len(self.ends)
 
     @property
@@ -48,7 +48,7 @@ class Groups:
         return int(self.full[-1]) if len(self.full) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """Return the part of a long document, or the rests of the documents of a group."""
+        """Return a long document's part, or the rests in a group."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         if row < self._full_rows:
@@ -62,7 +62,7 @@ class Groups:
         return [RowPiece(document, size - size % self.length, size) for document, size in sizes]
 
     def row_tokens(self) -> np.ndarray:
-        """Return the number of tokens in each row, int64 (rows,)."""
+        """Return the token count per row, int64 (rows,)."""
         rests = self.lengths.numpy()[self.members.numpy()] % self.length
         ends = np.concatenate([[0], np.cumsum(rests, dtype=np.int64)])
         groups = np.diff(ends[self.ends.numpy()], prepend=0)
@@ -74,8 +74,8 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: i
     Build the rows of documents; lengths: (documents,), of all documents; blocks: numbers of documents to group
     together.
 
-    The rest of a long document becomes a member of a group, like a short document. A rest of one token is dropped,
-    because it has no target and is itself the last target of the row before.
+    A long document's rest becomes a group member, like a short document. A one-token rest is dropped, because it
+    has no target and is itself the last target in the row before.
     """
     # the smallest dtype for the longest document and a whole row; -1 - n because -128 fits one byte and 128 does not
     sizes = lengths.astype(np.min_scalar_type(-1 - int(lengths.max(initial=length))), copy=False)
@@ -116,13 +116,13 @@ def select_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarr
 
 
 def cut(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Split the numbers of documents, (documents,), into blocks of BLOCK."""
+    """Split document numbers, (documents,), into blocks of BLOCK."""
     return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
 
 
 def gather_rows(items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return items by row, (items,), and the number of items of each row, (rows,).
+    Return items by row, (items,), and the item count per row, (rows,).
 
     row_of, slot_of: (items,), the row of each item, and its slot there, from 0 without gaps.
     """

@@ -1,4 +1,4 @@
-"""Base of the packings: the order of documents, the index of each split, batches, and the check of a resumed run."""
+"""Base class for packings: document order, row indexes, batches, and the check on resume."""
 
 import hashlib
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger("drawloom.data")
 
 @attrs.frozen
 class PackedSplit:
-    """Documents of a split and the index of its rows, for worker processes."""
+    """A split's documents and row index, for worker processes."""
 
     documents: TokenDocuments
     index: JoinedIndexes
@@ -82,7 +82,7 @@ class PackedRows:
 
     @abstractmethod
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Pack the documents of a source, in `order` or in order of their numbers; lengths: (documents,)."""
+        """Pack a source's documents, in `order` or sorted by number; lengths: (documents,)."""
 
     def open(self) -> None:
         """Pack both splits, and warn of texts that are too long for a model."""
@@ -127,12 +127,12 @@ class PackedRows:
         return batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
 
     def sources(self, split: Split, row: int) -> list[str]:
-        """Return the sources of the documents of a row, in order."""
+        """Return a row's document sources, in order."""
         packed = self._splits[split]
         return [packed.documents.source(piece.document) for piece in packed.index.pieces(row)]
 
     def row_sources(self, split: Split) -> list[RowSource]:
-        """Return the sources of the rows of a split; without a mixture, one source without a name."""
+        """Return a split's row sources; without a mixture, one source without a name."""
         packed = self._splits[split]
         parts = zip(document_sources(packed.documents), packed.index.members, packed.index.starts, strict=False)
         return [
@@ -143,7 +143,7 @@ class PackedRows:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint of the rows of each split and source, which never changes during a run."""
+        """Return the row fingerprints by split and source, which never change during a run."""
         if not self._fingerprints:
             for split in SPLITS:
                 documents = document_sources(self._splits[split].documents)
@@ -189,7 +189,7 @@ def _name(split: Split, source: str) -> str:
 
 
 def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None:
-    """Warn if the longest text of the rows, in tokens, exceeds the positions of a model."""
+    """Warn if the longest text, in tokens, exceeds a model's positions."""
     for name, model in models.items():
         longest = model.longest_text
         if longest is not None and tokens > longest:
@@ -203,7 +203,7 @@ def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None
 
 def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:
     """
-    Compare `rows` and `sha256` of each split, or each source of a split, with a checkpoint.
+    Compare `rows` and `sha256` by split, or by split and source, with a checkpoint.
 
     Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not that
     of a dataset.

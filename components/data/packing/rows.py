@@ -1,4 +1,4 @@
-"""Batches of rows that are made of parts of documents, as an index selects them."""
+"""Batches from document parts, as an index selects them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ class RowIndex(Protocol):
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Row count."""
         ...
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all pieces."""
+        """Token count over all pieces."""
         ...
 
     def pieces(self, row: int) -> list[RowPiece]:
@@ -40,7 +40,7 @@ class RowIndex(Protocol):
         ...
 
     def row_tokens(self) -> np.ndarray:
-        """Return the number of tokens in each row, int64 (rows,)."""
+        """Return the token count per row, int64 (rows,)."""
         ...
 
 
@@ -53,7 +53,7 @@ class JoinedIndexes:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first row of each member, and the total number of rows."""
+        """Each member's first row, followed by the total row count."""
         return [0, *accumulate(index.rows for index in self.members)]
 
     @property
@@ -76,9 +76,9 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
     """
     Return the batch of these pieces, packed from the left, with rows padded by `pad`.
 
-    Each piece has its own positions and document id, and so does the padding. The target of a piece's last token is
-    the next token of its document, if there is one. `reference` has the value of a document at its first token; it
-    is None unless every document has one.
+    Each piece has its own positions and document id, and so does the padding. The target for a piece's last token
+    is the document's next token, if there is one. `reference` has the value of a document at its first token; it is
+    None unless every document has one.
     """
     tokens = np.full((len(rows), length), pad, np.int64)
     targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)

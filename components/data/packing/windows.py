@@ -1,8 +1,8 @@
 """
 Packing for evaluation: whole documents, or overlapping windows of documents that are longer than a row.
 
-The windows are those of "Perplexity of fixed-length models" in the documentation of transformers: each window begins
-`stride` tokens after the previous one, and only tokens that no earlier window predicted have a weight.
+The windows are those in "Perplexity of fixed-length models" (transformers documentation): each window begins `stride`
+tokens after the previous one, and only tokens that no earlier window predicted have a weight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,7 +80,9 @@ class Windows(PackedRows):
 
 
 def count_windows(lengths: np.ndarray, length: int, stride: int) -> np.ndarray:
-    """Count the windows of documents of at least two tokens, int64 (documents,); the last token is only a target."""
+    """
+    Count the windows over documents with at least two tokens, int64 (documents,); the last token is only a target.
+    """
     return 1 + np.maximum(0, -(-(lengths.astype(np.int64) - 1 - length) // stride))
 
 

@@ -40,7 +40,7 @@ class Part(Protocol):
 
 
 def split_of(key: bytes, validation_fraction: float) -> Split:
-    """Return the split of a document, from a hash of its key; `validation_fraction` is 0 to 1."""
+    """Return a document's split, from a hash of its key; `validation_fraction` is 0 to 1."""
     fraction = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"
 

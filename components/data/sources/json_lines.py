@@ -23,7 +23,7 @@ class JsonLinesPart:
 
     @property
     def size(self) -> int:
-        """The number of bytes of these lines in the file."""
+        """Bytes that these lines take in the file."""
         return min(self.end, self.file.size) - self.begin
 
     def documents(self) -> Iterator[Document]:
@@ -102,7 +102,7 @@ def _parse(line: bytes) -> object:
 
 
 def _kind(value: object) -> str:
-    """Return the JSON name of the type of a value."""
+    """Return the JSON name for a value's type."""
     if value is None:
         return "null"
     names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}

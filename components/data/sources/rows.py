@@ -1,4 +1,4 @@
-"""Whole rows of files, such as conversations: objects of JSON lines, and rows of Parquet and Arrow tables."""
+"""Whole rows, such as conversations: JSON lines, and rows in Parquet and Arrow tables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ class Line:
 
 def lines_of(paths: Sequence[str]) -> Iterator[Line]:
     """
-    Yield the non-blank lines and table rows of the files of globs. Raises UserError for a line that is not an
-    object.
+    Yield the non-blank lines and table rows in the files that globs match. Raises UserError for a line that is not
+    an object.
     """
     for file in find(paths):
         yield from _table_lines(file) if file.suffix in TABLES else _json_lines(file)

@@ -15,7 +15,7 @@ MAGIC = b"ARROW1"  # starts an Arrow file, but not a stream
 
 @attrs.frozen
 class ParquetPart:
-    """Consecutive row groups of a Parquet file; `row` is the number of the first row, `size` the number of bytes."""
+    """Consecutive row groups of a Parquet file; `row` is the first row's number, `size` is in bytes."""
 
     file: File
     field: str
@@ -24,7 +24,7 @@ class ParquetPart:
     size: int
 
     def documents(self) -> Iterator[Document]:
-        """Yield the text of each row. Raises UserError with the number of a row that is not text."""
+        """Yield the text of each row. Raises UserError with the first row that is not text."""
         with opened(self.file) as stream, _reading(self.file):
             batches = _open_parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
             yield from _documents(batches, self.file, self.field, self.row)
@@ -39,11 +39,11 @@ class ArrowPart:
 
     @property
     def size(self) -> int:
-        """The number of bytes of the file."""
+        """File size in bytes."""
         return self.file.size
 
     def documents(self) -> Iterator[Document]:
-        """Yield the text of each row. Raises UserError with the number of a row that is not text."""
+        """Yield the text of each row. Raises UserError with the first row that is not text."""
         with opened(self.file) as stream, _reading(self.file):
             names, batches = _open_arrow(stream)
             _check_field(names, self.field, self.file)
@@ -130,7 +130,7 @@ def _check_field(names: Sequence[str], field: str, file: File) -> None:
 
 
 class _reading:
-    """Context that turns errors of pyarrow into UserErrors with the path of the file."""
+    """Context that turns pyarrow errors into UserErrors with the file's path."""
 
     def __init__(self, file: File) -> None:
         self._file = file

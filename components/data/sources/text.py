@@ -19,7 +19,7 @@ class TextPart:
 
     @property
     def size(self) -> int:
-        """The number of bytes of the files."""
+        """Total file size in bytes."""
         return sum(file.size for file in self.files)
 
     def documents(self) -> Iterator[Document]:

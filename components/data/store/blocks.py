@@ -16,7 +16,7 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def count_blocks(size: int) -> int:
-    """Return the number of blocks of a file of `size` bytes."""
+    """Return the block count for a file with `size` bytes."""
     return -(-size // BLOCK)
 
 
@@ -69,5 +69,5 @@ class MappedFile:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file or of the target of a link. Raises OSError for a pipe or a device."""
+    """Return the content of a regular file, following a link. Raises OSError for a pipe or a device."""
     return read_file(path.resolve(), MAX_SIZE)

@@ -1,5 +1,5 @@
 """
-Writer of token stores from parts of documents. If it is killed, the same call completes the store.
+Writer for token stores. If it is killed, the same call completes the store.
 
 Each part becomes one shard whose bytes depend only on the part and the tokenizer. A shard is complete when its JSON
 file exists, and the store when `store.json` exists; until then `plan.json` describes the input.
@@ -84,7 +84,7 @@ def plan_of(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 of the saved files of a tokenizer and of its end token."""
+    """Hash a tokenizer's saved files and its end token with SHA-256."""
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}\n".encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))

@@ -1,4 +1,4 @@
-"""Tokenizer of the documents of a part into a shard, in batches of characters, which bound memory."""
+"""Tokenization into shards, in batches that are measured in characters, to bound memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

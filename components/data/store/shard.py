@@ -5,8 +5,8 @@ Shard of a token store: a file of ids, a file of columns by document, perhaps a 
 `NNNNN.weights`, if there are weights, has a float32 per id. `NNNNN.documents` has four columns, one after another, with
 a number per document: its end in the shard (uint64, tokens), a hash of its ids and weights (uint64), its offset in its
 source (uint64), and the index of its source (uint32). `NNNNN.digests` has the SHA-256 (32 bytes) of each block of 2^16
-bytes of tokens, then of weights, then of documents. `NNNNN.json` is written last, with the counts, the names of the
-sources, and the SHA-256 of the digests; a shard without it is incomplete.
+bytes of tokens, then of weights, then of documents. `NNNNN.json` is written last, with counts, source names, and the
+SHA-256 of the digests; a shard without it is incomplete.
 """
 
 import json
@@ -39,7 +39,7 @@ def id_dtype(vocab_size: int) -> type[np.generic]:
 
 @attrs.frozen
 class ShardFiles:
-    """Paths of the files of a shard."""
+    """File paths of a shard."""
 
     folder: Path
     number: int
@@ -144,7 +144,7 @@ class TokenShard:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes in bytes of all files but the JSON file, in the order of their digests."""
+        """File sizes in bytes, without the JSON file, in the order of the digests."""
         weights = {"weights": self.tokens * WEIGHT.itemsize} if self.weighted else {}
         sizes = {"tokens": self.tokens * self.dtype.itemsize, **weights, "documents": self.documents * ROW}
         return {**sizes, "digests": DIGEST * sum(map(count_blocks, sizes.values()))}
@@ -172,7 +172,7 @@ class TokenShard:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The content of the JSON file: counts, the digest of the digests, names of sources."""
+        """The JSON file's content: counts, the digest over all digests, source names."""
         return _parse(self.files.path("json"), self._read_verified("json", self.digest))
 
     @property
@@ -208,7 +208,7 @@ class TokenShard:
         raise KeyError(name)
 
     def source(self, document: int) -> str:
-        """Return the source of a document and its offset there."""
+        """Return a document's source and its offset there."""
         return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
 
     @cached_property
@@ -233,7 +233,7 @@ class TokenShard:
 
     @cached_property
     def _digests(self) -> memoryview:
-        """The digests of the blocks of all files, in the order of `sizes`."""
+        """The block digests for all files, in the order of `sizes`."""
         return memoryview(self._read_verified("digests", self.summary["digests"]))
 
     def _read_verified(self, kind: str, digest: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Splits of documents of token ids, by a hash of each document."""
+"""Train and validation splits, by document hash."""
 
 import hashlib
 from functools import cached_property
@@ -26,7 +26,7 @@ class ChosenDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all documents, and of the choice."""
+        """A digest of all documents and the choice."""
         return hashlib.sha256(f"{self.documents.fingerprint} {self.name}".encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:

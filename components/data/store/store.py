@@ -69,12 +69,12 @@ class Store:
 
     @property
     def token_count(self) -> int:
-        """The number of tokens in all documents."""
+        """Token count over all documents."""
         return sum(shard.tokens for shard in self.shards)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each document, int64 (documents,)."""
+        """Token counts of the documents, int64 (documents,)."""
         lengths = np.empty(self._starts[-1], np.int64)
         for shard, start in zip(self.shards, self._starts, strict=False):
             lengths[start : start + shard.documents] = np.diff(shard.ends, prepend=np.uint64(0))
@@ -82,11 +82,11 @@ class Store:
 
     @cached_property
     def keys(self) -> np.ndarray:
-        """Hashes of the ids and weights of the documents, uint64 (documents,)."""
+        """Hashes over each document's ids and weights, uint64 (documents,)."""
         return np.concatenate([np.empty(0, np.uint64), *(shard.column("keys") for shard in self.shards)])
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Return views of ids of a document, and of weights if the store has them, at most up to its end."""
+        """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
         shard, number = self._find_shard(document)
         begin, end = int(shard.ends[number - 1]) if number else 0, int(shard.ends[number])
         start, stop = begin + first, max(begin + first, min(begin + last, end))
@@ -94,17 +94,17 @@ class Store:
         return DocumentPart(shard.read_ids(start, stop), weights)
 
     def source(self, document: int) -> str:
-        """Return the file of a document, and its offset there."""
+        """Return a document's file, and its offset there."""
         shard, number = self._find_shard(document)
         return shard.source(number)
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The number of the first document of each shard, and the number of all documents."""
+        """Each shard's first document number, followed by the total document count."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
     def _find_shard(self, document: int) -> tuple[TokenShard, int]:
-        """Return the shard of a document, and its number there."""
+        """Return a document's shard, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.shards[index], document - self._starts[index]
 
@@ -118,7 +118,7 @@ class Store:
 
 
 def fingerprint_of(shards: list[TokenShard]) -> str:
-    """Return a SHA-256 of the hashes and lengths of all documents, independent of their division into shards."""
+    """Hash all documents' hashes and lengths with SHA-256, independent of the division into shards."""
     digest = hashlib.sha256()
     for shard in shards:
         lengths = np.diff(shard.ends, prepend=np.uint64(0)).astype("<u8")

@@ -59,7 +59,7 @@ class HeaderError(Exception):
 
 @attrs.frozen
 class Entry:
-    """Spec of a tensor in a file, and its byte range, counted from the end of the header."""
+    """A tensor's spec and byte range in a file, counted from the end of the header."""
 
     spec: TensorSpec
     start: int

@@ -39,7 +39,7 @@ class SafetensorsFile:
 @attrs.define
 class SafetensorsFolder:
     """
-    Source of the tensors of a folder; `files` maps each name to its file.
+    Source of a folder's tensors; `files` maps each name to its file.
 
     Tensors are views of mapped files: slicing a tensor reads only the slice. The last file stays mapped, so that
     its header is parsed once.
@@ -81,8 +81,8 @@ def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None 
     """
     Read the tensor of an entry into new CPU memory; `begin` is the offset of the tensors in the file.
 
-    `rows` selects a range of rows of the first dimension. Checkpoints are read with this function instead of the
-    library, so that every byte in use was verified.
+    `rows` selects a range in the first dimension. Checkpoints are read with this function instead of the library,
+    so that every byte in use was verified.
     """
     spec, start = entry.spec, begin + entry.start
     if rows is not None:
@@ -123,7 +123,7 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
 
 
 def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
-    """Return the header of a file of an index; `name` is one of its tensors, for messages."""
+    """Return the header of an indexed file; `name` is one of its tensors, for messages."""
     try:
         return read_safetensors_header(folder / file)
     except UserError as error:

@@ -1,9 +1,9 @@
 """
 Writer of safetensors files, tensor by tensor in any order.
 
-`save_file` of the library needs all tensors of a file at once, and neither hashes nor flushes them. An export streams
-one group of tensors at a time, regardless of the file size, and a checkpoint needs digests and durability. Files are
-byte for byte those of the library.
+The library's `save_file` needs all tensors at once, and neither hashes nor flushes them. An export streams one tensor
+group at a time, regardless of the file size, and a checkpoint needs digests and durability. Files are byte for byte
+those of the library.
 """
 
 import json
@@ -56,7 +56,7 @@ def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterato
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Create and flush a file of tensors of any shape and dtype. Raises OSError if it exists."""
+    """Create and flush a file with tensors of any shape and dtype. Raises OSError if it exists."""
     head, entries = layout(InMemory(tensors).specs())  # before the file is created, as above
     with durable_files.new_file(path) as file:
         put_tensors(file, tensors, head, entries)
@@ -76,7 +76,7 @@ def put_tensors(file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, en
 
 def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
-    Return the header of a file of these tensors, with its length, and the entries in file order.
+    Return the header for a file with these tensors, with its length, and the entries in file order.
 
     The order is that of the safetensors library: by dtype, the widest first, then by name.
     """
