@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import check_space, described
+from drawloom.components.checkpoint.io_errors import check_space, describe_io_error
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
@@ -231,7 +231,7 @@ class Checkpointer:
                 text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
-            why = described(error, self._checkpoints, pending.bytes)
+            why = describe_io_error(error, self._checkpoints, pending.bytes)
             if self._failed >= self.failures:
                 raise UserError(
                     f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "
@@ -276,11 +276,13 @@ class Checkpointer:
         entries_by_rank = world.gather_json(
             {name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))}
         )
-        run_on_all(world, lambda: compare(loaded, self.states, entries_by_rank, self._changed_nodes(loaded.checkpoint)))
+        run_on_all(
+            world, lambda: compare(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
+        )
         run_on_all(world, lambda: load(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
-    def _changed_nodes(self, checkpoint: Path) -> set[str]:
+    def _find_changed_nodes(self, checkpoint: Path) -> set[str]:
         """Return the nodes whose recipe differs from that of the checkpoint."""
         try:
             text = read_file(checkpoint / LOCK, MAX_RECIPE_SIZE).decode()

@@ -15,7 +15,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def described(error: Agreed, checkpoints: Path, need: int) -> str:
+def describe_io_error(error: Agreed, checkpoints: Path, need: int) -> str:
     """Describe an I/O error in one line; for a full disk with the bytes needed and free."""
     if error.errno == errno.EFBIG:
         return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"

@@ -28,7 +28,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, verified_file
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
-from drawloom.components.storage.state_tree import Tree, entries, leaves, narrowed, unpack
+from drawloom.components.storage.state_tree import Tree, entries, leaves, narrow_tree, unpack
 from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
 
@@ -87,7 +87,7 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
         manifest = read_manifest(checkpoint)
         reader = Reader(checkpoint, manifest)
         ranks = range(manifest.world_size if node in manifest.sharded else 1)
-        state = reader.joined(ranks, lambda _rank, name: name == node).get(node, {})
+        state = reader.join_states(ranks, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpointError as error:
         raise UserError(f"{checkpoint} is corrupt: {error}") from error
     if node not in (saved := [*manifest.replicated, *manifest.sharded, *manifest.local]):
@@ -123,7 +123,7 @@ class Reader:
                 raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
         return self._trees[rank]
 
-    def joined(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
+    def join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
         """
         Return the picked states that several ranks wrote, by node, with slices assembled. Raises
         CorruptCheckpointError.
@@ -136,7 +136,7 @@ class Reader:
                     entries_of_node.setdefault(entry, []).append(piece)
         try:
             return {
-                node: {entry: assemble(parts, _wanted_slice(pick, 0, node, entry)) for entry, parts in state.items()}
+                node: {entry: assemble(parts, _slice_to_read(pick, 0, node, entry)) for entry, parts in state.items()}
                 for node, state in pieces.items()
             }
         except ValueError as error:
@@ -157,9 +157,9 @@ class Reader:
                     picked[node] = wanted
                     for entry, subtree in entries(wanted).items():
                         for name, saved in leaves(subtree):
-                            uses.setdefault(name, []).append((saved, _wanted_slice(pick, rank, node, entry)))
+                            uses.setdefault(name, []).append((saved, _slice_to_read(pick, rank, node, entry)))
             read = self._read_tensors(rank, uses)
-            cut = narrowed({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
+            cut = narrow_tree({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
             states: dict[str, dict[str, Any]] = unpack(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{tree_file(rank)} does not match its tensors: {error}") from error
@@ -214,14 +214,14 @@ def _pick_entries(tree: Tree, wanted: Slices | bool) -> Tree | None:
     if isinstance(wanted, bool):
         return tree if wanted else None
     picked = {name: part for name, part in entries(tree).items() if name in wanted}
-    return {"dict": {name: part for name, part in picked.items() if is_needed(_saved_slices(part), wanted[name])}}
+    return {"dict": {name: part for name, part in picked.items() if is_needed(_slices_in(part), wanted[name])}}
 
 
-def _saved_slices(tree: Tree) -> list[TensorSlice]:
+def _slices_in(tree: Tree) -> list[TensorSlice]:
     return [tensor_slice for _, tensor_slice in leaves(tree) if tensor_slice is not None]
 
 
-def _wanted_slice(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
+def _slice_to_read(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
     """Return the wanted slice of an entry, or None for the whole entry."""
     wanted = pick(rank, node)
     return None if isinstance(wanted, bool) else wanted.get(entry)

@@ -54,9 +54,9 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> 
         slices = wanted.get(name, {})
         return True if slices is None else slices
 
-    loaded = reader.joined(_ranks_to_read(manifest, rank), pick)
+    loaded = reader.join_states(_ranks_to_read(manifest, rank), pick)
     verified = {name: sorted(blocks) for name, blocks in reader.verified.items()}
-    return LoadedCheckpoint(checkpoint, manifest, loaded, _saved_entries(reader), verified)
+    return LoadedCheckpoint(checkpoint, manifest, loaded, _list_saved_entries(reader), verified)
 
 
 def verify_rest(
@@ -120,7 +120,7 @@ def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
     return range(manifest.world_size) if manifest.sharded else sorted({0, rank} & {*range(manifest.world_size)})
 
 
-def _saved_entries(reader: Reader) -> dict[str, set[str]]:
+def _list_saved_entries(reader: Reader) -> dict[str, set[str]]:
     names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
     for file in range(reader.manifest.world_size) if names else ():
         tree = reader.tree(file)

@@ -18,8 +18,7 @@ Values = Mapping[str, float | None]
 @attrs.frozen
 class RetentionPolicy:
     """
-    Policy that keeps the newest `keep`, the multiples of `every`, and the one with the lowest or highest metric
-    `best`.
+    Policy that keeps the newest `keep`, multiples of `every`, and the one with the lowest or highest metric `best`.
     """
 
     keep: int

@@ -112,7 +112,7 @@ PREFIX = "base_model.model."
 def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """Map the parameters of adapters and of fully tuned modules to PEFT's tensors."""
     layers = [layer.peft_mapper(name) for name, layer in adapted_layers(whole)]
-    return parallel(*layers, *(_saved_tensor_mapper(name, tied) for name in _saved_tensors(whole)))
+    return parallel(*layers, *(_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole)))
 
 
 def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
-    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _saved_tensors(whole)))
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_saved_tensors(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
     return {
@@ -182,7 +182,7 @@ def _target_modules(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
     return sorted({ending if (ending := name.rpartition(".")[2]) in adapted_endings else name for name in adapted})
 
 
-def _saved_tensors(whole: nn.Module) -> list[str]:
+def _list_saved_tensors(whole: nn.Module) -> list[str]:
     """
     Return the parameters and buffers of modules that are tuned in full or in part, because PEFT saves whole
     modules.
@@ -197,7 +197,7 @@ def _saved_tensors(whole: nn.Module) -> list[str]:
     ]
 
 
-def _saved_tensor_mapper(name: str, tied: bool) -> Mapper:
+def _map_saved_tensor(name: str, tied: bool) -> Mapper:
     """Map a tensor of a fully tuned module; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":

@@ -75,10 +75,10 @@ def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
             yield from leaves([*content.values()] if kind == "dict" else content)
 
 
-def narrowed(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
+def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
     """Return the tree of a state after its tensors were narrowed to `parts`: their leaves become slices."""
     if isinstance(tree, list):
-        return [narrowed(part, parts) for part in tree]
+        return [narrow_tree(part, parts) for part in tree]
     if not isinstance(tree, dict):
         return tree
     [(kind, content)] = tree.items()
@@ -88,8 +88,8 @@ def narrowed(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
         name = content["tensor"]
         return _slice_leaf(name, TensorSlice.nested(_parse_slice(content), parts[name]) or parts[name])
     if kind == "dict":
-        return {kind: {key: narrowed(part, parts) for key, part in content.items()}}
-    return {kind: narrowed(content, parts)} if kind == "tuple" else tree
+        return {kind: {key: narrow_tree(part, parts) for key, part in content.items()}}
+    return {kind: narrow_tree(content, parts)} if kind == "tuple" else tree
 
 
 def entries(tree: Tree) -> dict[str, Tree]:

@@ -34,7 +34,7 @@ def sequential(*mappers: Mapper) -> Mapper:
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
         return Mapper(())
-    return Mapper(tuple(_chain(parts) for parts in _connected_components(_fill_gaps(stages))))
+    return Mapper(tuple(_chain(parts) for parts in _find_components(_fill_gaps(stages))))
 
 
 def shard(mapper: Mapper, count: int, index: int) -> Mapper:
@@ -82,7 +82,7 @@ def _pass_on(mapper: Mapper, names: Iterable[str]) -> Mapper:
         raise ValueError(f"a tensor can't be passed on unchanged: {error}") from error
 
 
-def _connected_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
+def _find_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
     """Yield the connected components of all stages' groups, ordered by their first groups."""
     groups = [(index, group) for index, stage in enumerate(stages) for group in stage.groups]
     forest = _Forest(len(groups))

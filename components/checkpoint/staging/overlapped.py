@@ -26,8 +26,7 @@ class PendingCopy:
 @component(impact="safe")
 class Overlapped:
     """
-    Stager that copies the state while training continues; the next optimizer step waits for the copy, not for the
-    disk.
+    Stager that copies during training; the next optimizer step waits for the copy, not for the disk.
 
     A separate stream copies GPU tensors, and a thread copies CPU tensors. CPU tensors of at most 64 KiB are copied
     before `stage` returns.

@@ -36,10 +36,10 @@ class SortedBuffers:
     def _buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
         """Return a buffer's sorted rows, caching each source's last buffer."""
         if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
-            self._last[source.name] = cached = (epoch, number, self._sorted(source, epoch, number))
+            self._last[source.name] = cached = (epoch, number, self._sort_buffer(source, epoch, number))
         return cached[2]
 
-    def _sorted(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+    def _sort_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
         if self._tokens is None:
             self._tokens = self.lengths.row_tokens("train")
         first = number * self.buffer

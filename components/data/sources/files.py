@@ -40,10 +40,10 @@ class File:
     @property
     def suffix(self) -> str:
         """The file extension, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
-        return Path(Path(self.name).stem if self.compressed else self.name).suffix
+        return Path(Path(self.name).stem if self.is_compressed else self.name).suffix
 
     @property
-    def compressed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Whether the file is compressed, and can only be read from its beginning."""
         return self.name.endswith(COMPRESSED)
 

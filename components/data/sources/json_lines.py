@@ -64,9 +64,9 @@ def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
     """Divide files into ranges of lines; compressed files are not divided."""
     parts = []
     for file in files:
-        step = max(file.size, 1) if file.compressed else PART_BYTES
+        step = max(file.size, 1) if file.is_compressed else PART_BYTES
         for begin in range(0, max(file.size, 1), step):
-            end = 2**63 if file.compressed else min(begin + step, file.size)
+            end = 2**63 if file.is_compressed else min(begin + step, file.size)
             parts.append(JsonLinesPart(file, field, begin, end))
     return parts
 

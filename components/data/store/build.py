@@ -172,7 +172,9 @@ def _write_shards(
 
 def _open_shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
     """Return a complete shard, as its JSON file describes it."""
-    return TokenShard.written(ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"])
+    return TokenShard.open_complete(
+        ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"]
+    )
 
 
 def _is_complete_shard(folder: Path, number: int, plan: dict[str, Any]) -> bool:

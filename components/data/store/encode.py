@@ -88,9 +88,9 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
         raise UserError(f"{where}: can't be tokenized: {error}") from error
 
 
-def unopened(tokenizer: Tokenizer) -> Tokenizer:
+def copy_unopened(tokenizer: Tokenizer) -> Tokenizer:
     """
-    Return an unopened copy of a tokenizer for another process, because some open ones can't be pickled, or lose
+    Return an copy_unopened copy of a tokenizer for another process, because some open ones can't be pickled, or lose
     settings.
     """
     fresh: Tokenizer = attrs.evolve(tokenizer) if attrs.has(type(tokenizer)) else tokenizer  # type: ignore[misc]

@@ -17,7 +17,7 @@ import attrs
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.encode import unopened, write_shard
+from drawloom.components.data.store.encode import copy_unopened, write_shard
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
@@ -98,7 +98,7 @@ def run(
             progress.finish(number)
         return
     waiting = deque(parts.items())
-    processes = [_start_process(folder, unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
+    processes = [_start_process(folder, copy_unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
     try:
         for child in processes:
             child.pipe.send(waiting.popleft())

@@ -136,7 +136,7 @@ class TokenShard:
     digest: str
 
     @classmethod
-    def written(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
+    def open_complete(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
         """Return a complete shard, as its JSON file describes it."""
         text = _read(files.path("json"))
         summary = _parse(files.path("json"), text)
@@ -212,13 +212,13 @@ class TokenShard:
         return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
 
     @cached_property
-    def _mapped_files(self) -> dict[str, MappedFile]:
+    def _file_cache(self) -> dict[str, MappedFile]:
         """The mapped files of this process, by kind."""
         return {}
 
     def _map(self, kind: str) -> MappedFile:
         """Return a file of the shard, which is mapped at the first call."""
-        if kind not in self._mapped_files:
+        if kind not in self._file_cache:
             size, start = self.sizes[kind], 0
             for other, length in self.sizes.items():
                 if other == kind:
@@ -226,10 +226,10 @@ class TokenShard:
                 start += DIGEST * count_blocks(length) if other != "digests" else 0
             digests = self._digests[start : start + DIGEST * count_blocks(size)]
             try:
-                self._mapped_files[kind] = MappedFile.open(self.files.path(kind), size, digests)
+                self._file_cache[kind] = MappedFile.open(self.files.path(kind), size, digests)
             except OSError as error:  # such as too many open files
                 raise UserError(f"{self.files.path(kind)} can't be mapped: {error}") from error
-        return self._mapped_files[kind]
+        return self._file_cache[kind]
 
     @cached_property
     def _digests(self) -> memoryview:
