@@ -1,1 +1,1 @@
-"""Saved state: whole or absent, verified when it is read, and without pickle."""
+"""Checkpoints that are whole or absent, verified when they are read, and free of pickle."""

@@ -1,4 +1,4 @@
-"""The checkpointer: snapshot, stage, write in the background, commit, remove what has expired; and restore."""
+"""Checkpointer: snapshot, staging, background write, commit, removal of expired checkpoints, and restore."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,8 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import check_space, described
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, quick_check, step_of
+from drawloom.components.checkpoint.io_errors import check_space, describe_io_error
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
@@ -35,16 +35,16 @@ from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
-LARGEST_RECIPE = 2**26  # bytes
-CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a checkpoint that is being written
+MAX_RECIPE_SIZE = 2**26  # bytes
+CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
 
 log = logging.getLogger("drawloom.checkpoint")
-run_log = logging.getLogger("drawloom.run")  # whose messages rank 0 prints
+run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 
 @attrs.define
 class PendingSave:
-    """A save in the background: its step, and its bytes on all ranks."""
+    """Background save of a step, with its bytes on all ranks."""
 
     step: int
     bytes: int
@@ -54,10 +54,10 @@ class PendingSave:
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
 class Checkpointer:
     """
-    Saves every stateful node after some steps and after the last, and restores the newest valid checkpoint.
+    Checkpointer of every stateful node at a cadence and after the last step; restores the newest valid checkpoint.
 
-    With `staging` a copy is written while training continues; without it training waits for the disk. After an I/O
-    error training continues, up to `failures` failed saves in a row.
+    With `staging`, a copy is written while training continues; otherwise training waits for the disk. Training
+    continues after an I/O error, up to `failures` consecutive failed saves.
     """
 
     number_settings: ClassVar[tuple[str, ...]] = ("best",)
@@ -71,26 +71,24 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     every: Cadence = setting(
-        default="last", check=check_cadence, doc="steps between checkpoints; the last is always saved"
+        default="last", check=check_cadence, doc="steps between checkpoints; the last step is always saved"
     )
     keep: int = setting(default=3, check=at_least(1), doc="number of newest checkpoints to keep")
     keep_every: int | None = setting(
-        default=None, check=at_least(1), doc="also keep the checkpoints of every n-th step, for ever"
+        default=None, check=at_least(1), doc="multiple of steps whose checkpoints never expire"
     )
-    best: str | None = setting(
-        default=None, doc="number of a step by which the best checkpoint is kept too, such as validation_loss"
-    )
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that number is best")
-    failures: int = setting(default=3, check=at_least(1), doc="saves that may fail in a row before the run stops")
+    best: str | None = setting(default=None, doc="metric whose best checkpoint is kept too, such as validation_loss")
+    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="best value of the metric `best`")
+    failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
 
-    _saved: int = attrs.field(init=False, default=0)  # the step of the newest save that has not failed
-    _failed: int = attrs.field(init=False, default=0)  # failed saves in a row
+    _saved: int = attrs.field(init=False, default=0)  # the step of the newest successful or pending save
+    _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
     _pending: PendingSave | None = attrs.field(init=False, default=None)
     _world: Group = attrs.field(init=False)
-    _group: Group = attrs.field(init=False)  # for the thread in which a checkpoint is written
+    _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
 
     def open(self) -> None:
-        """Create the folder of checkpoints, and remove what a killed run was writing."""
+        """Create the checkpoint folder, and remove a killed run's leftovers."""
         self._world, self._group = self.mesh.world, self.processes.control_group("checkpoint")
         run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
 
@@ -103,7 +101,7 @@ class Checkpointer:
             self.staging.close()
 
     def run_phase(self, step: Step) -> None:
-        """Save at the cadence, in the background if staging copies; at the last step, return when the save is done."""
+        """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
         if self._pending is not None and self._is_done(self._pending):
             self._finish()
         if self.saves_after(step):
@@ -112,40 +110,40 @@ class Checkpointer:
                 self._finish(required=step.last)
 
     def saves_after(self, step: Step) -> bool:
-        """Return whether `run_phase` saves a step: at the cadence and at the last, unless the run goes back."""
+        """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
         return not step.goes_back and (step.last or due(self.every, step))
 
     def save(self, step: Step) -> None:
         """
-        Commit a checkpoint of a step, unless it is committed already, and return when it is. All ranks call this.
+        Commit a checkpoint of a step, unless it is already committed, and wait for it. All ranks call this.
 
-        Raises UserError on every rank if it fails on any; earlier checkpoints are unchanged.
+        Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
         self._start(step)
         self._finish(required=True)
 
     def wait_until_staged(self) -> None:
-        """Wait until the state may change, because the stager has copied it."""
+        """Wait until the stager has copied the state, so that the state may change."""
         if self.staging is not None:
             self.staging.synchronize_staging()
 
     def restore(self) -> int:
         """
-        Load the newest valid checkpoint into every stateful node; its step, 0 if there is none.
+        Load the newest valid checkpoint into every stateful node; return its step, or 0 if there is none.
 
-        A corrupt one is skipped with a warning. Raises UserError if all are corrupt, or if the disk has no space for
-        another checkpoint.
+        Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt, or if the disk has no
+        space for another checkpoint.
         """
-        self._finish()  # in a run that goes back, the newest may not be on the disk yet
-        found = self._find()
-        if found is not None:
-            self._load(found)
-        self._saved = found.manifest.step if found else 0
-        self._check_space(found.manifest.bytes if found else 0)
+        self._finish()  # in a run that goes back, the newest checkpoint may be pending
+        loaded = self._load_newest()
+        if loaded is not None:
+            self._load(loaded)
+        self._saved = loaded.manifest.step if loaded else 0
+        self._check_space(loaded.manifest.bytes if loaded else 0)
         return self._saved
 
     def known_steps(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
-        """Return the steps of the checkpoints whose manifest is valid, with the numbers in it."""
+        """Yield the steps of the checkpoints with a valid manifest, with the metrics in it."""
         for checkpoint in committed(self._checkpoints):
             if (manifest := quick_check(checkpoint)) is not None:
                 yield manifest.step, manifest.values
@@ -167,7 +165,7 @@ class Checkpointer:
         return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
 
     def _start(self, step: Step) -> None:
-        """Stage a snapshot of a step that is not saved yet, and write it, in the background if staging copies."""
+        """Stage and write a snapshot of a step that is not saved yet, in the background if staging copies."""
         if step.index == self._saved:
             return
         self._finish()  # the pending save first: two copies of the state may not fit into memory
@@ -175,7 +173,7 @@ class Checkpointer:
         snapshot, sizes = run_on_all(
             self._world,
             lambda: plan.take(self.states, step, self.staging),
-            share=lambda taken: taken.bytes,
+            share=lambda snapshot: snapshot.bytes,
         )
         run = submit if self._in_background else run_now
         done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
@@ -183,7 +181,7 @@ class Checkpointer:
         self._saved = step.index
 
     def _write(self, checkpoint: Path, snapshot: Snapshot) -> None:
-        """Write and commit a snapshot, and remove expired checkpoints; in the background, if staging copies."""
+        """Write and commit a snapshot, and remove expired checkpoints."""
         self._flush_logs()
         self._protocol.save(checkpoint, snapshot)
         if self._group.rank == 0:
@@ -192,8 +190,8 @@ class Checkpointer:
             self._remove_expired(checkpoint)
 
     def _flush_logs(self) -> None:
-        """Flush metric logs to disk before committing, so that a checkpoint does not silently outlive its logs."""
-        errors = {}  # by text: a report flushes its trackers, which are records themselves
+        """Flush metric logs before the commit, so that a checkpoint does not silently outlive its logs."""
+        errors = {}  # by text, because a report flushes its trackers, which are records themselves
         for name, record in self.records.items():
             try:
                 record.flush()
@@ -209,8 +207,8 @@ class Checkpointer:
             log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints, error)
 
     def _is_done(self, pending: PendingSave) -> bool:
-        """Whether a save is done on all ranks."""
-        # ranks must agree: what follows is a collective
+        """Return whether a save is done on all ranks."""
+        # ranks must agree, because a collective follows
         waiting = torch.tensor(0 if pending.done.done() else 1)
         self._world.max(waiting)
         return not waiting.item()
@@ -219,8 +217,8 @@ class Checkpointer:
         """
         Wait for the pending save, if there is one.
 
-        An I/O error is logged as a warning; it is raised only if the save is `required`, or if `failures` saves in a
-        row have failed.
+        Logs an I/O error as a warning. Raises it if the save is `required`, or after `failures` consecutive
+        failed saves.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -233,7 +231,7 @@ class Checkpointer:
                 text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
-            why = described(error, self._checkpoints, pending.bytes)
+            why = describe_io_error(error, self._checkpoints, pending.bytes)
             if self._failed >= self.failures:
                 raise UserError(
                     f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "
@@ -243,15 +241,15 @@ class Checkpointer:
                 raise UserError(f"the checkpoint after step {pending.step} failed: {why}") from error
             log.warning("checkpoint %d skipped: %s", pending.step, why)
 
-    def _find(self) -> LoadedCheckpoint | None:
-        """The newest checkpoint that is valid on all ranks; each rank has read the states that it needs."""
+    def _load_newest(self) -> LoadedCheckpoint | None:
+        """Return the newest checkpoint that is valid on all ranks; each rank has read its states."""
         world, corrupt = self._world, dict[Path, str]()
         for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
             checkpoint = self._checkpoints / f"step-{step}"
-            found, faults = self._read(checkpoint)
-            if found is not None:
-                self._retention.mark_valid(checkpoint, found.manifest.values)
-                return found
+            loaded, faults = self._read_on_all_ranks(checkpoint)
+            if loaded is not None:
+                self._retention.mark_valid(checkpoint, loaded.manifest.values)
+                return loaded
             corrupt[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
             self._retention.mark_invalid(checkpoint)
             log.warning("%s is corrupt and skipped: %s", checkpoint, corrupt[checkpoint])
@@ -259,48 +257,55 @@ class Checkpointer:
             raise no_valid_checkpoint(self._checkpoints, corrupt)
         return None
 
-    def _read(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """The states that this rank needs of a checkpoint that is valid on all ranks; or None, and their faults."""
+    def _read_on_all_ranks(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
+        """
+        Read the states of this rank, and verify a checkpoint on all ranks. Returns None, and the faults, if it
+        is corrupt.
+        """
         world = self._world
-        found, told = run_on_all(world, lambda: _found(checkpoint, self.states, world.rank), share=_told)
-        faults = [each["fault"] for each in told]
-        if isinstance(found, LoadedCheckpoint) and not any(faults):
-            verified = [each["verified"] for each in told]
-            rest = partial(verify_rest, checkpoint, found.manifest, verified, world.rank, world.size)
+        loaded, outcomes = run_on_all(world, lambda: _try_read(checkpoint, self.states, world.rank), share=_outcome)
+        faults = [outcome["fault"] for outcome in outcomes]
+        if isinstance(loaded, LoadedCheckpoint) and not any(faults):
+            verified = [outcome["verified"] for outcome in outcomes]
+            rest = partial(verify_rest, checkpoint, loaded.manifest, verified, world.rank, world.size)
             _, faults = run_on_all(world, rest, share=str)
-        return (found if isinstance(found, LoadedCheckpoint) and not any(faults) else None), faults
+        return (loaded if isinstance(loaded, LoadedCheckpoint) and not any(faults) else None), faults
 
-    def _load(self, found: LoadedCheckpoint) -> None:
+    def _load(self, loaded: LoadedCheckpoint) -> None:
         world = self._world
-        held = world.gather_json({name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))})
-        run_on_all(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
-        run_on_all(world, lambda: load(found, self.states))
-        log.info("restored %s", found.checkpoint)
+        entries_by_rank = world.gather_json(
+            {name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))}
+        )
+        run_on_all(
+            world, lambda: compare(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
+        )
+        run_on_all(world, lambda: load(loaded, self.states))
+        log.info("restored %s", loaded.checkpoint)
 
-    def _changed(self, checkpoint: Path) -> set[str]:
-        """The nodes in which the recipe differs from the checkpoint's."""
+    def _find_changed_nodes(self, checkpoint: Path) -> set[str]:
+        """Return the nodes whose recipe differs from that of the checkpoint."""
         try:
-            text = read_file(checkpoint / LOCK, LARGEST_RECIPE).decode()
+            text = read_file(checkpoint / LOCK, MAX_RECIPE_SIZE).decode()
             return {change.node for change in self.recipe.changes(text)}
         except (RecipeError, ValueError, OSError):
-            return set()  # a recipe of an older version that can't be read: its nodes must be the same then
+            return set()  # an unreadable recipe of an older version: the nodes must be the same
 
     def _check_space(self, last: int) -> None:
-        """Check the free disk space; `last` is the size of the newest checkpoint in bytes, 0 if there is none."""
-        mine = self._protocol.plan.forecast_bytes(self.states, self.growing)
-        check_space(self._world, self._checkpoints, mine, last)
+        """Check the free disk space; `last` is the size of the newest checkpoint in bytes, or 0."""
+        own_bytes = self._protocol.plan.forecast_bytes(self.states, self.growing)
+        check_space(self._world, self._checkpoints, own_bytes, last)
 
 
-def _found(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpoint:
-    """The states that a rank needs, or the error, which the ranks then exchange."""
+def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpointError:
+    """Return the states of a rank, or the error, so that the ranks can exchange it."""
     try:
         return read_states(checkpoint, states, rank)
-    except CorruptCheckpoint as error:
+    except CorruptCheckpointError as error:
         return error
 
 
-def _told(found: LoadedCheckpoint | CorruptCheckpoint) -> dict[str, Any]:
-    """What other ranks learn of a rank's reading."""
-    if isinstance(found, CorruptCheckpoint):
-        return {"fault": str(found), "verified": {}}
-    return {"fault": "", "verified": found.verified}
+def _outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
+    """Return the outcome of reading on this rank, for the other ranks."""
+    if isinstance(loaded, CorruptCheckpointError):
+        return {"fault": str(loaded), "verified": {}}
+    return {"fault": "", "verified": loaded.verified}

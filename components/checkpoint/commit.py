@@ -1,9 +1,9 @@
 """
-The commit protocol: a checkpoint is written under a temporary name, and renamed when all ranks have written.
+Commit protocol: a checkpoint is written under a temporary name, and renamed when all ranks have written.
 
-A crash or a power cut at any system call leaves either the checkpoints that were committed before, or those and the new
-one: files are fsynced before the manifest that lists them, everything before the rename, and the rename before expired
-checkpoints are removed.
+A crash or a power cut at any system call leaves the earlier checkpoints, with or without the new one: files are fsynced
+before the manifest that lists them, everything before the rename, and the rename before expired checkpoints are
+removed.
 """
 
 import json
@@ -33,17 +33,17 @@ TEMP = ".tmp-"  # being written
 TRASH = ".trash-"  # being removed
 CORRUPT = ".damaged-"  # kept for inspection
 
-SHARD = 2**28  # bytes of tensors in a file
-WRITERS = 2  # files written at a time: enough to keep a disk busy while hashes are computed
+SHARD = 2**28  # bytes of tensors per file
+WRITERS = 2  # files to write in parallel, which keeps a disk busy while hashes are computed
 
 
 @attrs.frozen
 class CommitProtocol:
     """
-    Writes checkpoints: every rank its part, then rank 0 the recipe and the manifest.
+    Writer of checkpoints: every rank writes its part, then rank 0 the recipe and the manifest.
 
-    Every rank calls `save` for the same checkpoints in the same order. It may run in a background thread, so `group`
-    must not be used by anything else.
+    Every rank calls `save` for the same checkpoints in the same order. It may run in a background thread, so
+    nothing else may use `group`.
     """
 
     group: Group
@@ -54,7 +54,7 @@ class CommitProtocol:
         """
         Write and commit a checkpoint.
 
-        Raises Agreed on every rank if an I/O error occurs on any; earlier checkpoints are unchanged.
+        Raises Agreed on every rank if an I/O error occurs on any rank; earlier checkpoints are unchanged.
         """
         temp = checkpoint.with_name(TEMP + checkpoint.name)
         rank = self.group.rank
@@ -66,7 +66,7 @@ class CommitProtocol:
             run_on_rank0(self.group, lambda: self._commit(temp, checkpoint, snapshot, written))
         except UserError:
             if rank == 0:
-                with suppress(OSError):  # the next save, or the next start, removes the rest
+                with suppress(OSError):  # the next save or start removes the rest
                     durable_files.remove_folder(temp)
             raise
 
@@ -87,42 +87,43 @@ class CommitProtocol:
 
 
 def prepare(checkpoints: Path) -> None:
-    """Create the folder of checkpoints, and remove what a killed run was writing or removing."""
+    """Create the checkpoint folder, and remove a killed run's leftovers."""
     make_folder(checkpoints)
     durable_files.sync(checkpoints.parent)
     _remove_leftovers(checkpoints)
 
 
 def begin(temp: Path) -> None:
-    """Make an empty folder to write a checkpoint in, and remove what failed saves and removals left."""
+    """Create an empty folder for a checkpoint, and remove leftovers of failed saves and removals."""
     _remove_leftovers(temp.parent)
     temp.mkdir(exist_ok=True)
 
 
 def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """
-    Write the part of a rank; the fields of each file's Content, by name, as JSON.
+    Write the part of a rank; return the fields of each file's Content, by name, as JSON.
 
-    tensors: any shape, dtype and device, unchanged until this returns. A tensor is copied only if it is not contiguous
-    or not on the CPU, one at a time in each of the WRITERS threads.
+    tensors: any shape, dtype and device, unchanged until the function returns. A tensor is copied only if it is not
+    contiguous or not on the CPU, one at a time in each of the WRITERS threads.
     """
     shards = tensor_files(rank, tensors)
-    # Readers learn which file has a tensor without opening all of them.
+    # lists the tensors of each file, so that readers need not open all files
     text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
     contents = {tree_file(rank): durable_files.write_file(temp / tree_file(rank), text.encode())}
-    works = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
-    contents |= zip(shards, map_parallel("writer", works, WRITERS), strict=True)
+    jobs = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
+    contents |= zip(shards, map_parallel("writer", jobs, WRITERS), strict=True)
     return {name: attrs.asdict(content) for name, content in contents.items()}
 
 
 def tree_file(rank: int) -> str:
-    """The name of the file with a rank's tree, and with the names of the tensors in its other files."""
+    """Return the name of the file with a rank's tree, which also lists the tensors in its other files."""
     return f"rank-{rank}.json"
 
 
 def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """
-    Group a rank's tensors, of any shape and dtype, into files of about SHARD bytes: the tensors of each, by name.
+    Group tensors, of any shape and dtype, into files of about SHARD bytes; return the tensors of each file, by
+    name.
 
     There is at least one file. Files are written and read in parallel.
     """
@@ -139,7 +140,7 @@ def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
 
 
 def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder. A corrupt checkpoint of the same step is kept under another name."""
+    """Write the manifest, and rename the folder. A corrupt checkpoint of the same step is kept under another name."""
     durable_files.write_file(temp / MANIFEST, manifest.write())
     durable_files.sync(temp)
     if os.path.lexists(checkpoint):
@@ -148,11 +149,11 @@ def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
-    """Remove checkpoints; after a crash each is complete or has no valid name."""
+    """Remove checkpoints. After a crash each one is complete, or has no valid name."""
     for checkpoint in checkpoints:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)
-        # renamed first: a half-removed folder would look like a corrupt checkpoint
+        # renamed first, because a half-removed folder would look like a corrupt checkpoint
         durable_files.rename(checkpoint, trash)
         durable_files.remove_folder(trash)
 
@@ -164,7 +165,7 @@ def _remove_leftovers(checkpoints: Path) -> None:
 
 
 def _free_name(checkpoint: Path) -> Path:
-    taken, number = set(durable_files.names(checkpoint.parent)), 1
-    while (name := f"{CORRUPT}{checkpoint.name}-{number}") in taken:
+    used_names, number = set(durable_files.names(checkpoint.parent)), 1
+    while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1
     return checkpoint.with_name(name)

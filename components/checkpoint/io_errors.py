@@ -1,4 +1,4 @@
-"""I/O errors during a save, as one log line, and the check for free disk space."""
+"""I/O errors of saves in one log line, and the check for free disk space."""
 
 import errno
 import logging
@@ -15,8 +15,8 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def described(error: Agreed, checkpoints: Path, need: int) -> str:
-    """An I/O error in one line; for a full disk with the bytes needed and those free."""
+def describe_io_error(error: Agreed, checkpoints: Path, need: int) -> str:
+    """Describe an I/O error in one line; for a full disk with the bytes needed and free."""
     if error.errno == errno.EFBIG:
         return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"
     if error.errno not in FULL:
@@ -30,10 +30,10 @@ def described(error: Agreed, checkpoints: Path, need: int) -> str:
 
 def check_space(world: Group, checkpoints: Path, expected: int, last: int) -> None:
     """
-    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has none for two.
+    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
 
     `expected` is the size in bytes of this rank's part once all state exists. `last` is the size of the newest
-    checkpoint of all ranks, or 0: a state may have grown beyond its forecast.
+    checkpoint over all ranks, or 0: a state may exceed its forecast.
     """
     total = sum(world.gather_json(expected))
     run_on_rank0(world, lambda: _check_space(checkpoints, total, max(total, last)))
@@ -46,7 +46,7 @@ def _check_space(checkpoints: Path, expected: int, likely: int) -> None:
             f"{checkpoints}: a checkpoint needs about {byte_size(expected)}, and {byte_size(free)} are free; free some "
             "space, or set run.folder to another disk"
         )
-    # two, because the last checkpoint is removed only after the next one is committed
+    # space for two, because the last checkpoint is removed only after the next commit
     if free < 2 * likely:
         log.warning(
             "%s: a checkpoint will need about %s, and %s are free; without space for two, saving may fail",

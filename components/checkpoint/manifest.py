@@ -1,7 +1,7 @@
 """
-The checkpoint manifest: written last, verified first.
+Manifest of a checkpoint, which is written last and verified first.
 
-It lists every file of a checkpoint with its size and the SHA-256 of each of its blocks, and contains its own checksum.
+It lists every file with its size and block digests (SHA-256), and contains its own checksum.
 """
 
 import json
@@ -17,7 +17,7 @@ import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import names
-from drawloom.components.storage.regular_file import OtherContent, read_file, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, read_file, verified_file
 from drawloom.components.storage.sha256_stream import Content, count_blocks
 from drawloom.components.storage.strict_json import checksum, parse
 from drawloom.graph import UserError
@@ -26,25 +26,25 @@ FOLDER = "checkpoints"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 FORMAT = 3
 MANIFEST = "manifest.json"
-LARGEST = 2**26  # bytes of a manifest, which is that of 3 TB; a larger file is not read into memory
-READERS = 4  # files read in parallel
+MAX_SIZE = 2**26  # bytes of a manifest, enough for 3 TB; larger files are not read into memory
+READERS = 4  # files to read in parallel
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CorruptCheckpoint(Exception):
-    """A checkpoint differs from what was committed; the message names the files and their faults."""
+class CorruptCheckpointError(Exception):
+    """A checkpoint that differs from what was committed; the message has the files and their faults."""
 
 
 @attrs.frozen
 class Manifest:
     """
-    The step of a checkpoint, the hash of its recipe, the number of ranks, and every file.
+    Content of a checkpoint: its step, recipe hash, rank count, and every file.
 
-    `replicated` names the nodes whose state is equal on all ranks and saved by rank 0, `local` those with a separate
-    state on each rank, and `sharded` those whose entries are sharded over ranks. `values` are the step's metrics, such
-    as its loss, by which retention chooses the best; None for one that is not finite.
+    `replicated` names the nodes whose state is equal on all ranks and saved by rank 0, `local` those with a
+    separate state on each rank, and `sharded` those whose entries are sharded over ranks. `values` are the metrics
+    of the step, such as the loss, from which retention chooses the best; None for a value that is not finite.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Manifest:
     values: dict[str, float | None] = attrs.field(factory=dict)
 
     def write(self) -> bytes:
-        """The text of `manifest.json`."""
+        """Return the content of `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
         return json.dumps({**content, "digest": checksum(content)}, indent=1).encode() + b"\n"
 
@@ -68,59 +68,59 @@ class Manifest:
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """The folders of committed checkpoints, oldest step first, valid or not."""
+    """Return the folders of committed checkpoints, valid or not, ordered by step."""
     return sorted((checkpoints / name for name in names(checkpoints) if STEP.fullmatch(name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved, from its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """
-    The manifest of a checkpoint.
+    Return the manifest of a checkpoint.
 
-    Raises CorruptCheckpoint if it is invalid, UserError if another version of drawloom wrote it.
+    Raises CorruptCheckpointError if it is invalid, UserError if another version of drawloom wrote it.
     """
-    content = _read(checkpoint)
+    content = _read_content(checkpoint)
     version = content.pop("format")
     if version != FORMAT:
         raise UserError(
             f"{checkpoint} has format {version}, and this version of drawloom reads format {FORMAT}; use the version "
             "that wrote it"
         )
-    manifest = _structure(content)
+    manifest = _parse_manifest(content)
     if checkpoint.name != f"step-{manifest.step}":
-        raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
+        raise CorruptCheckpointError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Read every file of a checkpoint; its manifest. Raises CorruptCheckpoint with every file that differs."""
+    """Verify every file, and return the manifest. Raises CorruptCheckpointError with every file that differs."""
     manifest = read_manifest(checkpoint)
     if faults := [
         *faults_of_folder(checkpoint, manifest),
         *faults_of_files(checkpoint, manifest, all_blocks(manifest)),
     ]:
-        raise CorruptCheckpoint("; ".join(faults))
+        raise CorruptCheckpointError("; ".join(faults))
     return manifest
 
 
 def all_blocks(manifest: Manifest) -> dict[str, list[int]]:
-    """The blocks of every file."""
+    """Return every file's block numbers."""
     return {name: [*range(len(content.blocks))] for name, content in manifest.files.items()}
 
 
 def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
-    """Files that are missing, and files that the manifest does not list."""
-    found, listed = set(names(checkpoint)), {*manifest.files, MANIFEST}
-    yield from (f"{name} is missing" for name in sorted(listed - found))
-    yield from (f"{name} is not in the manifest" for name in sorted(found - listed))
+    """Describe the missing files, and the files that the manifest does not list."""
+    present, listed = set(names(checkpoint)), {*manifest.files, MANIFEST}
+    yield from (f"{name} is missing" for name in sorted(listed - present))
+    yield from (f"{name} is not in the manifest" for name in sorted(present - listed))
 
 
 def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """In which of these blocks files differ from what was committed; READERS files are read in parallel."""
+    """Describe the differences of these blocks from what was committed; READERS files are read in parallel."""
 
     def fault(name: str) -> str:
         try:
@@ -130,7 +130,7 @@ def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, S
             return ""  # faults_of_folder reports it
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
-        except OtherContent as error:
+        except ContentMismatchError as error:
             return f"{name} {error}"
         return ""
 
@@ -138,44 +138,44 @@ def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, S
 
 
 def quick_check(checkpoint: Path) -> Manifest | None:
-    """The manifest, if it and all names and sizes are as committed; the files are not read. Else None."""
+    """Return the manifest if it, all names and all sizes are as committed, else None. Files are not read."""
     try:
         manifest = read_manifest(checkpoint)
         sizes = {name: os.lstat(checkpoint / name).st_size for name in manifest.files}
-    except (CorruptCheckpoint, UserError, OSError):
+    except (CorruptCheckpointError, UserError, OSError):
         return None
     return manifest if all(sizes[name] == content.size for name, content in manifest.files.items()) else None
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
-    """The content of the manifest without its checksum, which is verified."""
+def _read_content(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of the manifest without its checksum, which is verified."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
-        raise CorruptCheckpoint("it is a symbolic link, or not a folder")
+        raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:
-        text = read_file(checkpoint / MANIFEST, LARGEST)
+        text = read_file(checkpoint / MANIFEST, MAX_SIZE)
         content: dict[str, Any] = parse(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{MANIFEST} is missing") from None
+        raise CorruptCheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{MANIFEST} can't be read ({type(error).__name__})") from error
+        raise CorruptCheckpointError(f"{MANIFEST} can't be read ({type(error).__name__})") from error
     if digest != checksum(content):
-        raise CorruptCheckpoint(f"{MANIFEST} has a checksum mismatch")
+        raise CorruptCheckpointError(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
-        raise CorruptCheckpoint(f"{MANIFEST} has a format that is not a number")
+        raise CorruptCheckpointError(f"{MANIFEST} has a format that is not a number")
     return content
 
 
-def _structure(content: dict[str, Any]) -> Manifest:
+def _parse_manifest(content: dict[str, Any]) -> Manifest:
     if other := content.keys() ^ {field.name for field in attrs.fields(Manifest)}:
-        raise CorruptCheckpoint(f"{MANIFEST} has missing or unknown entries: {', '.join(sorted(other))!r:.99}")
-    if odd := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
-        raise CorruptCheckpoint(f"{MANIFEST} has an invalid value of {odd[0]!r}")
-    listed = {name: Content(**each) for name, each in content.pop("files").items()}
-    if bad := [name for name in listed if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
-        raise CorruptCheckpoint(f"{MANIFEST} lists {bad[0]!r:.99}, which is not a plain file name")
-    return Manifest(files=listed, **content)
+        raise CorruptCheckpointError(f"{MANIFEST} has missing or unknown entries: {', '.join(sorted(other))!r:.99}")
+    if invalid := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
+        raise CorruptCheckpointError(f"{MANIFEST} has an invalid value of {invalid[0]!r}")
+    files = {name: Content(**fields) for name, fields in content.pop("files").items()}
+    if unsafe := [name for name in files if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
+        raise CorruptCheckpointError(f"{MANIFEST} lists {unsafe[0]!r:.99}, which is not a plain file name")
+    return Manifest(files=files, **content)
 
 
 def _is_count(value: Any) -> bool:

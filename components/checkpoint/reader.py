@@ -1,4 +1,4 @@
-"""Reads checkpoints: the newest valid one of a run, and the states in it."""
+"""Reader for checkpoints: a run's newest valid one, and its states."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     READERS,
-    CorruptCheckpoint,
+    CorruptCheckpointError,
     Manifest,
     committed,
     read_manifest,
@@ -25,44 +25,44 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.snapshot import assemble, is_needed, needed_rows
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.regular_file import OtherContent, VerifiedFile, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, verified_file
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
-from drawloom.components.storage.state_tree import Tree, entries, leaves, narrowed, unpack
+from drawloom.components.storage.state_tree import Tree, entries, leaves, narrow_tree, unpack
 from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
 
-LARGEST_TREE = 2**28  # bytes
+MAX_TREE_SIZE = 2**28  # bytes
 
 Slices = Mapping[str, TensorSlice | None]
-"""Entries of a state, each with the slice of its tensors that is wanted, or None for the whole."""
+"""Entries of a state, with the slice of their tensors to read, or None for whole tensors."""
 
 Pick = Callable[[int, str], Slices | bool]
-"""Given the rank that wrote a state, and its node: the entries to read, or whether to read all."""
+"""Function of the rank that wrote a state, and its node: the entries to read, or whether to read all."""
 
 Uses = dict[str, list[tuple[TensorSlice | None, TensorSlice | None]]]
-"""Of saved tensors: the slices that they are, each with the slice that is wanted; None for the whole."""
+"""Saved tensors by name, as pairs of their slice and the slice to read; None for the whole."""
 
 Parts = dict[str, tuple[Tensor, TensorSlice | None]]
-"""Tensors that were read, each with the part that it is of the saved one; None for all of it."""
+"""Tensors that were read, with the part of the saved tensor that they are; None for all of it."""
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
 def newest(run_folder: Path) -> Path | None:
     """
-    The newest valid checkpoint of a run, with every file hashed; None if the run has none.
+    Return the newest valid checkpoint of a run, with every file hashed; None if the run has no checkpoint.
 
-    A corrupt one is skipped with a warning. Raises UserError if all are corrupt.
+    Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt.
     """
     corrupt = {}
     for path in reversed(committed(run_folder / FOLDER)):
         try:
             verify(path)
             return path
-        except CorruptCheckpoint as error:
+        except CorruptCheckpointError as error:
             if not os.path.lexists(path):
-                return newest(run_folder)  # the run that owns the folder has just removed it
+                return newest(run_folder)  # its run has just removed it
             corrupt[path] = str(error)
             log.warning("%s is corrupt and skipped: %s", path, error)
     if corrupt:
@@ -71,7 +71,7 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def no_valid_checkpoint(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserError:
-    """The error if all checkpoints of a run are corrupt, with the faults of each."""
+    """Return the error for a run whose checkpoints are all corrupt, with the faults of each."""
     lines = [f"no checkpoint in {checkpoints} is valid:"]
     lines += [f"  {path}: {fault}" for path, fault in corrupt.items()]
     return UserError("\n".join([*lines, "restore one from a backup, or remove them all to start from step 0"]))
@@ -79,7 +79,7 @@ def no_valid_checkpoint(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserE
 
 def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     """
-    The saved state of one node; of a local state rank 0's.
+    Return the saved state of one node; for a local state, that of rank 0.
 
     Raises UserError if there is none, or if the checkpoint is corrupt.
     """
@@ -87,17 +87,17 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
         manifest = read_manifest(checkpoint)
         reader = Reader(checkpoint, manifest)
         ranks = range(manifest.world_size if node in manifest.sharded else 1)
-        state = reader.joined(ranks, lambda _rank, name: name == node).get(node, {})
-    except CorruptCheckpoint as error:
+        state = reader.join_states(ranks, lambda _rank, name: name == node).get(node, {})
+    except CorruptCheckpointError as error:
         raise UserError(f"{checkpoint} is corrupt: {error}") from error
-    if node not in (there := [*manifest.replicated, *manifest.sharded, *manifest.local]):
-        raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(there) or 'none'}")
+    if node not in (saved := [*manifest.replicated, *manifest.sharded, *manifest.local]):
+        raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(saved) or 'none'}")
     return state
 
 
 @attrs.define
 class Reader:
-    """Reads the files of a checkpoint. `verified` are the blocks of each file that were read, and are as committed."""
+    """Reader for a checkpoint's files. `verified` has the verified blocks by file."""
 
     checkpoint: Path
     manifest: Manifest
@@ -106,12 +106,12 @@ class Reader:
     _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
 
     def tree(self, rank: int) -> dict[str, Tree]:
-        """The trees that one rank wrote, by node. Raises CorruptCheckpoint."""
+        """Return the trees that a rank wrote, by node. Raises CorruptCheckpointError."""
         if rank not in self._trees:
             name = tree_file(rank)
-            with self._file(name) as file:
-                if file.size > LARGEST_TREE:
-                    raise OSError(0, f"it has {file.size} bytes, and more than {LARGEST_TREE} are not read")
+            with self._open_file(name) as file:
+                if file.size > MAX_TREE_SIZE:
+                    raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
                 text = file.read(0, file.size)
             try:
                 content = parse(text, most=len(text))
@@ -120,84 +120,88 @@ class Reader:
                 for part in self._trees[rank].values():
                     entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
-                raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
+                raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
         return self._trees[rank]
 
-    def joined(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
-        """The picked states that some ranks wrote, by node, with slices put together. Raises CorruptCheckpoint."""
+    def join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
+        """
+        Return the picked states that several ranks wrote, by node, with slices assembled. Raises
+        CorruptCheckpointError.
+        """
         pieces: dict[str, dict[str, list[Any]]] = {}
         for rank in ranks:
             for node, state in self.states(rank, pick).items():
-                found = pieces.setdefault(node, {})
+                entries_of_node = pieces.setdefault(node, {})
                 for entry, piece in state.items():
-                    found.setdefault(entry, []).append(piece)
+                    entries_of_node.setdefault(entry, []).append(piece)
         try:
             return {
-                node: {entry: assemble(found, _place(pick, 0, node, entry)) for entry, found in state.items()}
+                node: {entry: assemble(parts, _slice_to_read(pick, 0, node, entry)) for entry, parts in state.items()}
                 for node, state in pieces.items()
             }
         except ValueError as error:
-            raise CorruptCheckpoint(str(error)) from error
+            raise CorruptCheckpointError(str(error)) from error
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
-        The picked states that one rank wrote, by node. Raises CorruptCheckpoint.
+        Return the picked states that one rank wrote, by node. Raises CorruptCheckpointError.
 
-        Of tensors that are cut for the picked entries, or may be, only the rows that are needed are read.
+        Reads only the necessary rows of tensors that are, or may be, cut for the picked entries.
         """
         tree = self.tree(rank)
         try:
             picked: dict[str, Tree] = {}
             uses: Uses = {}
             for node, part in tree.items():
-                if (found := _picked(part, pick(rank, node))) is not None:
-                    picked[node] = found
-                    for entry, each in entries(found).items():
-                        for name, saved in leaves(each):
-                            uses.setdefault(name, []).append((saved, _place(pick, rank, node, entry)))
-            read = self._tensors(rank, uses)
-            cut = narrowed({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
+                if (wanted := _pick_entries(part, pick(rank, node))) is not None:
+                    picked[node] = wanted
+                    for entry, subtree in entries(wanted).items():
+                        for name, saved in leaves(subtree):
+                            uses.setdefault(name, []).append((saved, _slice_to_read(pick, rank, node, entry)))
+            read = self._read_tensors(rank, uses)
+            cut = narrow_tree({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
             states: dict[str, dict[str, Any]] = unpack(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{tree_file(rank)} does not match its tensors: {error}") from error
+            raise CorruptCheckpointError(f"{tree_file(rank)} does not match its tensors: {error}") from error
         return states
 
-    def _tensors(self, rank: int, uses: Uses) -> Parts:
-        """The tensors in use of a rank; its files are read in parallel."""
-        files = {file: names for file, each in self._files[rank].items() if (names := uses.keys() & set(each))}
-        works = [partial(self._tensors_of, file, names, uses) for file, names in files.items()]
-        return {name: part for parts in map_parallel("reader", works, READERS) for name, part in parts.items()}
+    def _read_tensors(self, rank: int, uses: Uses) -> Parts:
+        """Read the used tensors of a rank, from several files in parallel."""
+        listed = self._files[rank].items()
+        files = {file: names for file, stored in listed if (names := uses.keys() & set(stored))}
+        jobs = [partial(self._read_tensors_of_file, file, names, uses) for file, names in files.items()]
+        return {name: part for parts in map_parallel("reader", jobs, READERS) for name, part in parts.items()}
 
-    def _tensors_of(self, file_name: str, names: set[str], uses: Uses) -> Parts:
+    def _read_tensors_of_file(self, file_name: str, names: set[str], uses: Uses) -> Parts:
         parts: Parts = {}
-        with self._file(file_name) as file:
-            begin, found = read_verified_header(file)
-            # In file order, so that a block with parts of two tensors is read once.
-            for name in sorted(names, key=lambda each: (found[each].start, found[each].end)):
-                part = needed_rows(found[name].spec.shape, uses[name])
+        with self._open_file(file_name) as file:
+            begin, header = read_verified_header(file)
+            # in file order, so that a block with parts of two tensors is read once
+            for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
+                part = needed_rows(header[name].spec.shape, uses[name])
                 rows = None if part is None else range(part.offsets[0], part.offsets[0] + part.size[0])
-                parts[name] = read_tensor(file, begin, found[name], rows), part
+                parts[name] = read_tensor(file, begin, header[name], rows), part
         return parts
 
     @contextmanager
-    def _file(self, name: str) -> Iterator[VerifiedFile]:
-        """A file of the checkpoint; what is wrong with it is raised as CorruptCheckpoint."""
+    def _open_file(self, name: str) -> Iterator[VerifiedFile]:
+        """Open a file of the checkpoint. Its faults are raised as CorruptCheckpointError."""
         if name not in self.manifest.files:
-            raise CorruptCheckpoint(f"{MANIFEST} does not list {name}")
+            raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
         try:
             with verified_file(self.checkpoint / name, self.manifest.files[name]) as file:
                 yield file
                 self.verified.setdefault(name, set()).update(file.verified)
         except OSError as error:
-            raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
-        except OtherContent as error:
-            raise CorruptCheckpoint(f"{name} {error}") from error
+            raise CorruptCheckpointError(f"{name} can't be read ({error.strerror})") from error
+        except ContentMismatchError as error:
+            raise CorruptCheckpointError(f"{name} {error}") from error
         except HeaderError as error:
-            raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
+            raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
 
 
 def _names_by_file(content: Any) -> dict[str, list[str]]:
-    """The names of the tensors in each file; ValueError if it is something else."""
+    """Return the names of the tensors in each file. Raises ValueError for other content."""
     if not isinstance(content, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in content.values()
     ):
@@ -205,19 +209,19 @@ def _names_by_file(content: Any) -> dict[str, list[str]]:
     return content
 
 
-def _picked(tree: Tree, wanted: Slices | bool) -> Tree | None:
-    """The wanted part of a node's tree, None if nothing of it is wanted."""
+def _pick_entries(tree: Tree, wanted: Slices | bool) -> Tree | None:
+    """Return the wanted part of a node's tree, or None if nothing is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
-    found = {name: part for name, part in entries(tree).items() if name in wanted}
-    return {"dict": {name: part for name, part in found.items() if is_needed(_places(part), wanted[name])}}
+    picked = {name: part for name, part in entries(tree).items() if name in wanted}
+    return {"dict": {name: part for name, part in picked.items() if is_needed(_slices_in(part), wanted[name])}}
 
 
-def _places(tree: Tree) -> list[TensorSlice]:
-    return [place for _, place in leaves(tree) if place is not None]
+def _slices_in(tree: Tree) -> list[TensorSlice]:
+    return [tensor_slice for _, tensor_slice in leaves(tree) if tensor_slice is not None]
 
 
-def _place(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
-    """The wanted slice of an entry; None for the whole."""
+def _slice_to_read(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
+    """Return the wanted slice of an entry, or None for the whole entry."""
     wanted = pick(rank, node)
     return None if isinstance(wanted, bool) else wanted.get(entry)

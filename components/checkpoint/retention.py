@@ -1,4 +1,4 @@
-"""Retention: which checkpoints are kept, and which have expired."""
+"""Retention of checkpoints: which are kept, and which have expired."""
 
 import logging
 from collections.abc import Mapping
@@ -7,17 +7,19 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpoint, committed, quick_check, step_of, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, committed, quick_check, step_of, verify
 
 log = logging.getLogger("drawloom.checkpoint")
 
 Values = Mapping[str, float | None]
-"""The metrics of a step; None for one that is not finite."""
+"""Metrics of a step; None for a value that is not finite."""
 
 
 @attrs.frozen
 class RetentionPolicy:
-    """Keeps the newest `keep`, the multiples of `every`, and the one whose metric `best` is lowest or highest."""
+    """
+    Policy that keeps the newest `keep`, multiples of `every`, and the one with the lowest or highest metric `best`.
+    """
 
     keep: int
     every: int | None = None
@@ -26,20 +28,21 @@ class RetentionPolicy:
 
     def temporary(self, candidates: Mapping[int, Values]) -> set[int]:
         """
-        Steps that are kept until better or newer ones exist: the newest, the best, and the newest with a finite loss.
+        Return the steps to keep until better or newer ones exist: the newest, the best, and the newest with a
+        finite loss.
 
-        If one of them is corrupt, a valid one would be removed in its place, so each has to be verified.
+        Each of them must be verified: for a corrupt one among them, a valid one would be removed.
         """
         steps = sorted(candidates)
         finite = [step for step in steps if candidates[step].get("loss", 0.0) is not None]
         return {*steps[-self.keep :], *finite[-1:], *self._best(candidates)}
 
     def permanent(self, candidates: Mapping[int, Values]) -> set[int]:
-        """Steps that never expire."""
+        """Return the steps that never expire."""
         return {step for step in candidates if self.every is not None and step % self.every == 0}
 
     def _best(self, candidates: Mapping[int, Values]) -> list[int]:
-        """The best step, of equal ones the newest, as a list; empty if no step has the metric."""
+        """Return the best step as a list, the newest of equal ones; empty if no step has the metric."""
         sign = -1 if self.best_is == "lowest" else 1
         numbers = {step: None if self.best is None else values.get(self.best) for step, values in candidates.items()}
         known = [(sign * number, step) for step, number in numbers.items() if number is not None]
@@ -48,10 +51,10 @@ class RetentionPolicy:
 
 class Retention:
     """
-    Finds expired checkpoints.
+    Finder of expired checkpoints.
 
-    A corrupt one neither counts nor expires: a checkpoint expires only if the newer or better ones that replace it were
-    committed or verified by this process.
+    A corrupt checkpoint neither counts nor expires: a checkpoint expires only if this process has committed or
+    verified the newer or better ones that replace it.
     """
 
     def __init__(self, policy: RetentionPolicy) -> None:
@@ -60,43 +63,43 @@ class Retention:
         self._corrupt: set[Path] = set()
 
     def mark_valid(self, checkpoint: Path, values: Values) -> None:
-        """Note that a checkpoint is valid."""
+        """Record that a checkpoint is valid."""
         self._valid[checkpoint] = values
         self._corrupt.discard(checkpoint)
 
     def mark_invalid(self, checkpoint: Path) -> None:
-        """Note that a checkpoint is corrupt."""
+        """Record that a checkpoint is corrupt."""
         self._corrupt.add(checkpoint)
         self._valid.pop(checkpoint, None)
 
     def expired(self, checkpoints: Path, saved: Path) -> list[Path]:
-        """The expired checkpoints among those up to the one that was just saved, oldest first."""
+        """Return the expired checkpoints up to the one that was just saved, oldest first."""
         while True:
             values = self._candidates(checkpoints, saved)
             temporary = self._policy.temporary(values)
-            stay = temporary | self._policy.permanent(values)
-            expired = [checkpoints / f"step-{step}" for step in values if step not in stay]
-            replacing = [checkpoints / f"step-{step}" for step in values if step in temporary]
-            unsure = [path for path in replacing if path not in self._valid]
-            if not expired or not unsure:
+            kept = temporary | self._policy.permanent(values)
+            expired = [checkpoints / f"step-{step}" for step in values if step not in kept]
+            replacements = [checkpoints / f"step-{step}" for step in values if step in temporary]
+            unverified = [path for path in replacements if path not in self._valid]
+            if not expired or not unverified:
                 return expired
-            # this reads whole checkpoints, so it is done only before something is removed
-            for path in unsure:
+            # verifying reads whole checkpoints, so it is done only before a removal
+            for path in unverified:
                 self._verify(path)
 
     def _candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
-        """The metrics of the checkpoints that are not known to be corrupt, by step."""
-        found: dict[int, Values] = {}
+        """Return the metrics of the checkpoints that are not known to be corrupt, by step."""
+        candidates: dict[int, Values] = {}
         for path in committed(checkpoints):
             if path in self._valid:
-                found[step_of(path)] = self._valid[path]
+                candidates[step_of(path)] = self._valid[path]
             elif path not in self._corrupt and (manifest := quick_check(path)):
-                found[step_of(path)] = manifest.values
-        return {step: values for step, values in found.items() if step <= step_of(saved)}
+                candidates[step_of(path)] = manifest.values
+        return {step: values for step, values in candidates.items() if step <= step_of(saved)}
 
     def _verify(self, path: Path) -> None:
         try:
             self.mark_valid(path, verify(path).values)
-        except CorruptCheckpoint as error:
+        except CorruptCheckpointError as error:
             log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
             self.mark_invalid(path)

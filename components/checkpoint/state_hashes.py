@@ -1,4 +1,4 @@
-"""State hashes of every tensor after each step, to find the first step and tensor in which two runs differ."""
+"""Hashes of every tensor after each step, to find the first step and tensor in which two runs differ."""
 
 import hashlib
 import json
@@ -14,16 +14,16 @@ from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Every, component
 
 FOLDER = "digests"
-SHORT = 16  # hexadecimal digits of a SHA-256: enough to distinguish tensors
+DIGITS = 16  # hexadecimal digits of a SHA-256, enough to distinguish tensors
 
 
 @component(reads=("weights",), impact="safe")
 class StateHashes:
     """
-    Writes `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`.
+    Writer of `digests/rank-N.jsonl` in the run folder: an object per step, with `step` and `digests`.
 
-    There is a digest of each tensor, and one of all other values of each node. The phase reads the whole state at every
-    step; it is for comparing runs, and belongs last in a step.
+    Every tensor has a digest, and so have all other values of a node together. The phase reads the whole state at
+    every step; it is for comparing runs, and must be last in a step.
     """
 
     folder: RunFolder
@@ -35,12 +35,12 @@ class StateHashes:
     )
 
     def run_phase(self, step: Step) -> None:
-        """Append the hashes of a step; later lines, of a process that was killed or went back, are removed."""
+        """Append the hashes of a step. Removes later lines of a process that was killed or went back."""
         hashes = state_hashes({name: node.state_dict() for name, node in self.states.items()})
         self._log.append({"step": step.index, "digests": hashes})
 
     def flush(self) -> None:
-        """Return when every line is on disk; OSError if the disk does not accept some."""
+        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
         self._log.flush()
 
     def close(self) -> None:
@@ -48,17 +48,17 @@ class StateHashes:
         self._log.close()
 
     def _begin(self, step: int) -> StepLog:
-        begun = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
-        begun.rewind(step - 1)
-        return begun
+        step_log = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
+        step_log.rewind(step - 1)
+        return step_log
 
 
 def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
-    """The digest of each tensor by its path, and of a node's other values by its name."""
+    """Return tensor digests by path, and the digests of a node's other values by its name."""
     tree, tensors = pack(states)
-    found = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
-    return found | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}
+    tensor_hashes = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
+    return tensor_hashes | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}
 
 
 def _digest(data: memoryview | bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:SHORT]
+    return hashlib.sha256(data).hexdigest()[:DIGITS]

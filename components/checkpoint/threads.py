@@ -1,4 +1,4 @@
-"""Functions run in threads, with results and errors in futures."""
+"""Functions that run in threads, with results and errors in futures."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,36 +12,39 @@ T = TypeVar("T")
 def submit(name: str, work: Callable[[], T]) -> Future[T]:
     """Run work in a new daemon thread."""
     future: Future[T] = Future()
-    # not a ThreadPoolExecutor: Python joins its threads at exit, so that one that hangs would keep the process alive
-    threading.Thread(target=_work, args=(future, [work]), name=name, daemon=True).start()
+    # not a ThreadPoolExecutor, because Python joins its threads at exit: a hanging one would keep the process alive
+    threading.Thread(target=_complete_future, args=(future, [work]), name=name, daemon=True).start()
     return future
 
 
 def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
-    """The results of all works, in order, from at most `most` threads; the first error, when all have ended."""
+    """
+    Return the results of all works, in order, from up to `most` threads; raise the first error after all have
+    ended.
+    """
     if len(works) < 2:
         return [work() for work in works]
-    shares = [submit(name, partial(_all, works[start::most])) for start in range(min(most, len(works)))]
+    shares = [submit(name, partial(_run_all, works[start::most])) for start in range(min(most, len(works)))]
     wait(shares)
-    done = [share.result() for share in shares]
-    return [done[number % len(done)][number // len(done)] for number in range(len(works))]
+    results = [share.result() for share in shares]
+    return [results[index % len(results)][index // len(results)] for index in range(len(works))]
 
 
 def run_now(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run work in this thread; a completed future."""
+    """Run work in the current thread, and return a completed future."""
     future: Future[T] = Future()
-    _work(future, [work])
+    _complete_future(future, [work])
     return future
 
 
-def _all(works: Sequence[Callable[[], T]]) -> list[T]:
+def _run_all(works: Sequence[Callable[[], T]]) -> list[T]:
     return [work() for work in works]
 
 
-def _work(future: Future[T], works: list[Callable[[], T]]) -> None:
-    """Run the one work in the list, and complete the future."""
+def _complete_future(future: Future[T], works: list[Callable[[], T]]) -> None:
+    """Run the single work in the list, and complete the future."""
     try:
-        # popped, so that the work and the memory that it holds are released before the future is done
+        # popped, to release the work and its memory before the future is done
         result = works.pop()()
     except BaseException as error:
         future.set_exception(error)

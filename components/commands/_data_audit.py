@@ -67,7 +67,7 @@ class _Expected:
 
 def _compared(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
     expected, seen, faults = _Expected(rows, loader), Counter[int](), []
-    for step in range(loader.since + 1, max(recorded) + 1):
+    for step in range(loader.last_resized_step + 1, max(recorded) + 1):
         wanted = loader.rows_of(step)
         seen.update(wanted)
         digests = Counter(expected.digest(row, step) for row in wanted)
@@ -80,7 +80,11 @@ def _compared(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loade
     more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_counts(source, seen) for source in row_sources(rows))
-    before = f" (of which the first {loader.since}, of another size, are not compared)" if loader.since else ""
+    before = (
+        f" (of which the first {loader.last_resized_step}, of another size, are not compared)"
+        if loader.last_resized_step
+        else ""
+    )
     return faults[:MOST] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
 
 

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, committed, verify
 from drawloom.components.commands._trained import no_checkpoint
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph.cli.terminal import print_text
@@ -30,6 +30,6 @@ def _line(checkpoint: Path) -> str:
     """The line of a checkpoint; empty if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)
-    except CorruptCheckpoint as error:
+    except CorruptCheckpointError as error:
         return f"{checkpoint}: corrupt: {error}" if os.path.lexists(checkpoint) else ""
     return f"{checkpoint}: valid, {len(manifest.files)} files, {byte_size(manifest.bytes)}"

@@ -1,4 +1,4 @@
-"""Agreement with transformers: whether its AutoTokenizer gives the ids of a folder's `tokenizer.json`."""
+"""Comparison with transformers: whether AutoTokenizer encodes as the `tokenizer.json` of a folder does."""
 
 import json
 import logging
@@ -14,12 +14,12 @@ CONFIG, MODEL = "tokenizer_config.json", "config.json"
 log = logging.getLogger("drawloom.data")
 
 CLASSES_OF_FILES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that reads `tokenizer.json` unchanged, in transformers 4 and 5."""
+"""Class names, in transformers 4 and 5, that read `tokenizer.json` unchanged."""
 
 REBUILT = ("qwen2",)
-"""Of our families, the `model_type` for which transformers 5 ignores the class that a folder declares
+"""The `model_type` values of our families for which transformers 5 ignores the declared tokenizer class
 (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in its tokenization_auto.py): Qwen2Tokenizer replaces normalizer and
-pre-tokenizer. It heeds the class of a folder that names code of its own, and runs this code only on request."""
+pre-tokenizer. A folder with an `auto_map` keeps its class; transformers runs its code only on request."""
 
 AUTO_MAP = {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
 CODE_FILE = "own_tokenizer.py"
@@ -41,14 +41,14 @@ SAMPLES = (
     "naïve Ünïcödé, Привет мир, 你好，世界。 こんにちは 안녕하세요 שלום नमस्ते ไทย",
     "😀 👩‍👩‍👧 🇫🇷 → ∑ x² ≤ ∞ \u00a0\u2003\u200b\ufeff \x00\x7f",
 )
-"""Texts on which tokenizers that are nearly the same differ: digits, spaces, contractions, Unicode."""
+"""Texts that similar tokenizers encode differently: digits, spaces, contractions, Unicode."""
 
 VOCABULARY_SAMPLES = 512
-"""Tokens of the vocabulary, evenly spread, whose texts make one more sample."""
+"""Number of evenly spread vocabulary tokens whose texts form one more sample."""
 
 
 def warn_of_other_ids(folder: Path, tokenizer: Tokenizer) -> None:
-    """Warn if a model's folder has a tokenizer of which transformers makes another one."""
+    """Warn if transformers would encode differently from a tokenizer in a model folder."""
     if not (folder / MODEL).is_file() or is_read_unchanged(folder):
         return
     if difference := find_difference(folder, tokenizer):
@@ -61,9 +61,9 @@ def warn_of_other_ids(folder: Path, tokenizer: Tokenizer) -> None:
 
 def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:
     """
-    Change the configuration in a model's folder, if need be, so that transformers gives a tokenizer's ids.
+    Change the configuration of a model folder, if necessary, so that transformers returns the tokenizer's ids.
 
-    A class of a family stays declared if it gives the same ids. Warns if ids differ nevertheless.
+    A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """
     is_generic = _read(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
     if not is_generic and not find_difference(folder, tokenizer):
@@ -74,14 +74,16 @@ def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def is_read_unchanged(folder: Path) -> bool:
-    """Whether transformers reads a folder's `tokenizer.json` unchanged, judging by the folder's configurations."""
+    """
+    Return whether transformers reads the `tokenizer.json` unchanged, according to the configurations in the folder.
+    """
     config = _read(folder / CONFIG)
     names_code = config.get("auto_map") == AUTO_MAP and (folder / CODE_FILE).is_file()
     return config.get("tokenizer_class") in CLASSES_OF_FILES and (names_code or not _is_rebuilt(folder))
 
 
 def make_read_unchanged(folder: Path) -> None:
-    """Make transformers read `tokenizer.json` unchanged, by the folder's `tokenizer_config.json`."""
+    """Edit `tokenizer_config.json` so that transformers reads `tokenizer.json` unchanged."""
     if is_read_unchanged(folder):
         return
     config = _read(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
@@ -92,63 +94,63 @@ def make_read_unchanged(folder: Path) -> None:
 
 
 def _is_rebuilt(folder: Path) -> bool:
-    """Whether transformers ignores the class declared by a folder, for the family of the folder's model."""
+    """Return whether transformers ignores the declared tokenizer class for the model family of a folder."""
     return _read(folder / MODEL).get("model_type") in REBUILT
 
 
 def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
     """
-    Compare a tokenizer's ids with those of transformers' AutoTokenizer, which reads a folder.
+    Compare a tokenizer's ids with those that transformers' AutoTokenizer returns for a folder.
 
-    Returns how they differ; empty if they do not on any sample, or if transformers is not installed.
+    Returns a description of the difference; empty if all samples agree, or if transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer
     except ImportError:
         return ""
     try:
-        with _quiet_transformers():
-            theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of many kinds: a missing package, a value that it does not expect
+        with _silence_transformers():
+            auto_tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds: a missing package, an unexpected value
         return f"transformers can't read it ({type(error).__name__}: {error})"
     for text in (*SAMPLES, _vocabulary_sample(tokenizer)):
-        ours, others = tokenizer.encode(text).tolist(), theirs.encode(text, add_special_tokens=False)
-        if ours != others:
-            name = f"transformers reads it as {type(theirs).__name__}"
-            return f"{name}, which gives other ids: {_first_change(text, tokenizer, ours, others)}"
+        our_ids, other_ids = tokenizer.encode(text).tolist(), auto_tokenizer.encode(text, add_special_tokens=False)
+        if our_ids != other_ids:
+            name = f"transformers reads it as {type(auto_tokenizer).__name__}"
+            return f"{name}, which gives other ids: {_describe_first_change(text, tokenizer, our_ids, other_ids)}"
     return ""
 
 
 def _vocabulary_sample(tokenizer: Tokenizer) -> str:
-    """Texts of tokens from all of the vocabulary, separated by spaces: words of the corpus, in its language."""
+    """Return the texts of evenly spread vocabulary tokens, joined by spaces: words in the language of the corpus."""
     step = max(1, tokenizer.vocab_size // VOCABULARY_SAMPLES)
-    return " ".join(tokenizer.decode([number]).strip() for number in range(0, tokenizer.vocab_size, step))
+    return " ".join(tokenizer.decode([token_id]).strip() for token_id in range(0, tokenizer.vocab_size, step))
 
 
-def _first_change(text: str, tokenizer: Tokenizer, ours: list[int], others: list[int]) -> str:
-    """Numbers of tokens, and the texts around the first different id."""
-    same = next((n for n, pair in enumerate(zip(ours, others, strict=False)) if pair[0] != pair[1]), 0)
-    near = tokenizer.decode(ours[max(0, same - 2) : same + 4])
-    return f"{len(others)} tokens for {len(ours)} of tokenizer.json in a sample, near {near!a}"
+def _describe_first_change(text: str, tokenizer: Tokenizer, our_ids: list[int], other_ids: list[int]) -> str:
+    """Describe the first difference: both token counts, and the text around the first different id."""
+    first = next((index for index, pair in enumerate(zip(our_ids, other_ids, strict=False)) if pair[0] != pair[1]), 0)
+    text_around = tokenizer.decode(our_ids[max(0, first - 2) : first + 4])
+    return f"{len(other_ids)} tokens for {len(our_ids)} of tokenizer.json in a sample, near {text_around!a}"
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers from printing advice: what it says of a folder's class is what is compared here."""
+def _silence_transformers() -> Iterator[None]:
+    """Silence the advice of transformers about tokenizer classes: the comparison replaces it."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
+    """Return the object in a JSON file, or {} if the file is missing or invalid."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -16,20 +16,20 @@ END_NAME = "<|end|>"
 
 @component
 class Bytes:
-    """Ids 0 to 255 are bytes, 256 is the end of a document."""
+    """Byte-level tokenizer: ids 0 to 255 are bytes, id 256 ends a document."""
 
     @property
     def vocab_size(self) -> int:
-        """257: the bytes and the end."""
+        """The number of byte values plus the end token: 257."""
         return END + 1
 
     @property
     def eos_id(self) -> int:
-        """256."""
+        """The end token, 256."""
         return END
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text, int32 of shape (bytes,). Raises UserError for half a surrogate pair."""
+        """Return the UTF-8 bytes of a text, int32 (bytes,). Raises UserError for half a surrogate pair."""
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
@@ -37,27 +37,26 @@ class Bytes:
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bytes of each text, int32 (tokens,)."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD, and ids that are not bytes are skipped."""
-        return bytes(number for number in ids if 0 <= number < END).decode("utf-8", "replace")
+        """Return the text of ids. Invalid UTF-8 becomes U+FFFD; ids that are not bytes are skipped."""
+        return bytes(token_id for token_id in ids if 0 <= token_id < END).decode("utf-8", "replace")
 
     def token_bytes(self) -> np.ndarray:
-        """1 for each byte, 0 for the end; int64 (257,)."""
+        """Return 1 for each byte and 0 for the end token; int64 (257,)."""
         return np.append(np.ones(END, np.int64), 0)
 
     def save(self, folder: Path) -> None:
         """
-        Write `tokenizer.json` and `tokenizer_config.json` with which Hugging Face's libraries give the same ids.
+        Write `tokenizer.json` and `tokenizer_config.json` for the libraries of Hugging Face.
 
-        The end is in the vocabulary but not among the added tokens, and `split_special_tokens` is set: a text that
-        contains `<|end|>` is encoded as bytes there too, and can't forge the end of a document. In a model's folder
-        transformers may need more than the two files: see `make_read_unchanged`.
+        The end token is in the vocabulary but not among the added tokens, and `split_special_tokens` is set: a
+        text that contains `<|end|>` is encoded as bytes and can't forge the end of a document. In a model
+        folder transformers may need more files, see `make_read_unchanged`.
         """
-        _write(folder / "tokenizer.json", _tokenizer())
-        _write(folder / "tokenizer_config.json", _config())
+        _write(folder / "tokenizer.json", _tokenizer_json())
+        _write(folder / "tokenizer_config.json", _tokenizer_config_json())
         make_read_unchanged(folder)
 
 
@@ -65,7 +64,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _config() -> dict[str, Any]:
+def _tokenizer_config_json() -> dict[str, Any]:
     # without this cleanup setting, decoding would drop spaces before punctuation
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,8 +74,8 @@ def _config() -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> dict[str, Any]:
-    """A byte-pair encoding without merges: only its alphabet of bytes is used."""
+def _tokenizer_json() -> dict[str, Any]:
+    """Return a byte-pair encoding without merges, which uses only its byte alphabet."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_alphabet())} | {END_NAME: END}
     return {
@@ -93,7 +92,9 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _alphabet() -> list[str]:
-    """The character for each byte, as in GPT-2: itself if it is printable, else the next from U+0100 on."""
+    """
+    Return GPT-2's character for each byte: the byte itself if it is printable, otherwise the next one from U+0100.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     remapped = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + remapped.index(byte)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A process with a pipe to the one that started it; the end of either closes the pipe for the other."""
+"""Child processes with a pipe to the parent. The pipe closes when either process ends."""
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,19 +12,19 @@ import attrs
 
 @attrs.frozen
 class ChildProcess:
-    """A started process, and this process's end of its pipe."""
+    """A started process, with the parent end of its pipe."""
 
     process: BaseProcess
     pipe: Connection
 
     def end(self) -> str:
-        """Wait a moment for a process whose pipe has closed, and return how it ended."""
+        """Wait up to 1 s for a process whose pipe has closed, and return how it ended."""
         self.process.join(1)
         code = self.process.exitcode or 0
         return f"was killed by {Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
 
     def stop(self) -> None:
-        """Kill the process, which has no state to lose."""
+        """Kill the process, which has no state to lose, and close the pipe."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -32,11 +32,11 @@ class ChildProcess:
 
 
 def start_child(context: ForkServerContext | SpawnContext, main: Callable[..., None], *arguments: Any) -> ChildProcess:
-    """Start a process that calls `main` with the arguments and, last, its end of the pipe."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=main, args=(*arguments, theirs), daemon=True)
+    """Start a process that calls `main` with the arguments, followed by its end of the pipe."""
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=main, args=(*arguments, child_end), daemon=True)
     try:
         process.start()
     finally:
-        theirs.close()
-    return ChildProcess(process, ours)
+        child_end.close()
+    return ChildProcess(process, parent_end)

@@ -1,4 +1,4 @@
-"""A corpus of conversations, rendered by a chat template, of which some turns are trained."""
+"""Conversation corpus, rendered by a chat template, with a choice of trained turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -15,64 +15,61 @@ FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": .
 @component(needs={"jinja2": "drawloom[chat]"})
 class Conversations(ChatCorpus):
     """
-    Conversations in JSON-lines, Parquet and Arrow files, with the weights that their tokens have as targets.
+    Conversations in JSON-lines, Parquet and Arrow files, with a loss weight per token.
 
-    A line has `messages`, and as needed `tools`, in the form of Hugging Face's chat templates; or a `prompt` and a
-    `completion`, both text or both messages, of which the completion is trained. A message's own `weight` comes before
-    that of its role. A turn is trained up to its end token, and only if the template renders it the same way wherever
-    it is (`components/data/chat/turns.py`). A line without a trained token is dropped, with a warning.
+    A line has `messages` and optionally `tools`, in the format of Hugging Face's chat templates; or a `prompt` and
+    a trained `completion`, either both text or both messages. A message's `weight` overrides that of its role. A
+    turn is trained up to its end token, and only if the template renders it the same way in every position
+    (`components/data/chat/turns.py`). A line without a trained token is dropped, with a warning.
     """
 
     turns: Literal["all", "last", "one_row_per_turn"] = setting(
         default="all",
-        doc="which turns of a conversation are trained; one_row_per_turn makes a row of each, with what came before it "
-        "as it is rendered then",
+        doc="trained turns of a conversation; one_row_per_turn makes one row per trained turn, ending with it",
     )
     roles: dict[str, float] = setting(
-        factory=lambda: {"assistant": 1.0}, doc="the weight of the turns of each role; 0 for those that are left out"
+        factory=lambda: {"assistant": 1.0}, doc="loss weight by role; other roles are not trained"
     )
 
     def encoded(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
-        """The rows that a line makes. Raises ValueError for a line of another form."""
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             return [encode_completion(self.tokenizer, prompt, completion)]
-        messages, weights = self._messages(row)
+        messages, weights = self._read_messages(row)
         tools = row.get("tools")
         return [
-            encode_rendered(self.tokenizer, render_turns(template, part, chosen, tools), part, tools)
-            for part, chosen in self._chosen(messages, weights)
+            encode_rendered(self.tokenizer, render_turns(template, part, part_weights, tools), part, tools)
+            for part, part_weights in self._rows_to_train(messages, weights)
         ]
 
     def nothing_trained(self) -> str:
-        """No role has a turn in any line."""
         return f"no line has a turn to train; roles has {', '.join(self.roles) or 'none'}"
 
-    def _messages(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:
-        """The messages of a line, and the weight of each."""
+    def _read_messages(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:
+        """Return a line's messages and their weights."""
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
-            before, given = row["prompt"], row["completion"]
+            prompt, trained = row["prompt"], row["completion"]
         elif isinstance(row.get("messages"), list):
-            before, given = [], row["messages"]
+            prompt, trained = [], row["messages"]
         else:
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
-        check_messages([*before, *given])
-        weights = [0.0] * len(before) + [self._weight(message) for message in given]
-        return [without(message, "weight") for message in (*before, *given)], weights
+        check_messages([*prompt, *trained])
+        weights = [0.0] * len(prompt) + [self._turn_weight(message) for message in trained]
+        return [without(message, "weight") for message in (*prompt, *trained)], weights
 
-    def _weight(self, message: Mapping[str, Any]) -> float:
+    def _turn_weight(self, message: Mapping[str, Any]) -> float:
         weight = message.get("weight", self.roles.get(message["role"], 0.0))
         if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
             raise ValueError(f"a turn has weight {weight!r}; write 0, 1, or another number from 0 on")
         return float(weight)
 
-    def _chosen(
+    def _rows_to_train(
         self, messages: list[Message], weights: list[float]
     ) -> Iterator[tuple[Sequence[Message], Sequence[float]]]:
-        """The conversations that a line makes, each with the weights of its turns."""
-        trained = [number for number, weight in enumerate(weights) if weight > 0]
+        """Yield a line's conversations with their turn weights."""
+        trained = [index for index, weight in enumerate(weights) if weight > 0]
         if self.turns == "all":
             yield messages, weights
             return
-        for number in trained if self.turns == "one_row_per_turn" else trained[-1:]:
-            yield messages[: number + 1], [*[0.0] * number, weights[number]]
+        for index in trained if self.turns == "one_row_per_turn" else trained[-1:]:
+            yield messages[: index + 1], [*[0.0] * index, weights[index]]

@@ -1,4 +1,4 @@
-"""A corpus in a folder that Hugging Face's `datasets` has written with `save_to_disk`."""
+"""Corpus in a folder that `save_to_disk` of Hugging Face's `datasets` has written."""
 
 import json
 from collections.abc import Iterator
@@ -15,32 +15,35 @@ from drawloom.graph import UserError, between, component, setting
 @component(needs={"pyarrow": "drawloom[arrow]"})
 class HuggingFaceDataset:
     """
-    A saved data set, or a dictionary of them, with the text of each row in one column.
+    A saved dataset, or a dictionary with several, with one text column.
 
-    Without a data set for validation, the split of a document depends only on its text.
+    Without a validation dataset, the split of a document depends only on its text.
     """
 
-    path: Path = setting(doc="the folder, relative to the current directory")
-    field: str = setting(default="text", doc="the column with the text")
-    train: str = setting(default="train", doc="the name of the training data in a dictionary")
+    path: Path = setting(doc="dataset folder, relative to the current directory")
+    field: str = setting(default="text", doc="name of the text column")
+    train: str = setting(default="train", doc="name of the training dataset in a dictionary")
     validation: str | None = setting(
-        default=None, doc="the name of the validation data in a dictionary; then all training data is for training"
+        default=None, doc="name of the validation dataset in a dictionary; the training dataset is then used whole"
     )
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
 
     def check_machine(self) -> None:
-        """Read the first document of each data set. Raises UserError if a folder is not one, or lacks the column."""
+        """Read the first document of each dataset. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
             next(texts_of(self._parts(name)[:1]), None)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split. Raises UserError if the folder is no data set, or has none of that name."""
+        """
+        Return the texts of one split. Raises UserError if the folder is not a dataset, or lacks the dataset of
+        that name.
+        """
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """The same documents in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         if self.validation is not None:
             return [*self._parts(self.train if split == "train" else self.validation)]
         return [*split_parts(self._parts(self.train), split, self.validation_fraction)]
@@ -56,13 +59,13 @@ class HuggingFaceDataset:
         folder = self.path / name if names is not None else self.path
         state = _read(folder / "state.json")
         if state is None:
-            raise UserError(f"path: {folder} is no data set: it has no state.json; write one with `save_to_disk`")
-        files = [each["filename"] for each in state["_data_files"]]
+            raise UserError(f"path: {folder} is not a data set: it has no state.json; write one with `save_to_disk`")
+        files = [entry["filename"] for entry in state["_data_files"]]
         return [ArrowPart(local(file, folder / file), self.field) for file in files]
 
 
 def _read(path: Path) -> Any:
-    """The content of a JSON file; None if it is missing."""
+    """Return the content of a JSON file, or None if it is missing."""
     try:
         return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Examples of token ids in files of JSON lines, Parquet or Arrow."""
+"""Examples of token ids in JSON-lines, Parquet or Arrow files."""
 
 import attrs
 
@@ -12,9 +12,9 @@ from drawloom.graph import between, component, setting
 @component
 class JsonExamples:
     """
-    An example for each line that is not blank, or row: an object with `input_ids`, and what else a collator reads.
+    One example per row or non-blank line: an object with `input_ids` and other keys for the collator.
 
-    The split of an example depends on its line alone. All are held in memory; `.gz` and `.zst` are decompressed.
+    An example's split depends only on its line. All examples stay in memory; `.gz` and `.zst` are decompressed.
     """
 
     paths: list[str] = setting(
@@ -31,7 +31,7 @@ class JsonExamples:
         next(lines_of(self.paths), None)
 
     def open(self) -> None:
-        """Read all lines. Raises UserError with the file and the number of one that is no object."""
+        """Read all lines. Raises UserError with the file and line number of a line that is not an object."""
         self._splits = {"train": [], "validation": []}
         for line in lines_of(self.paths):
             example = {**line.row, "source": line.place}
@@ -42,5 +42,5 @@ class JsonExamples:
         self._splits = {}
 
     def examples(self, split: Split) -> list[Example]:
-        """The examples of a split, in the order of files and lines."""
+        """Return the examples of a split, ordered by file and line."""
         return self._splits[split]

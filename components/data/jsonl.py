@@ -1,4 +1,4 @@
-"""A corpus of JSON lines, one document per line."""
+"""Corpus of JSON lines, one document per line."""
 
 from collections.abc import Iterator
 
@@ -12,29 +12,29 @@ from drawloom.graph import between, component, setting
 @component
 class JsonLines:
     """
-    Documents in JSON-lines files: one object per line, with its text in one field; `.gz` and `.zst` are decompressed.
+    Documents in JSON-lines files: one object per line with a text field; `.gz` and `.zst` are decompressed.
 
-    The split of a document depends only on its text, so that lines may be moved and added, and duplicates are never in
-    both splits. Of a few documents, the end of each is validation data.
+    A document's split depends only on its text: lines can be moved and added, and duplicates are never in both
+    splits. If there are only a few documents, the end of each one is validation data.
     """
 
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
     )
-    field: str = setting(default="text", doc="the field of each object with the text")
+    field: str = setting(default="text", doc="name of the text field")
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
 
     def check_machine(self) -> None:
-        """Read the first document. Raises UserError for a glob without a file, or a line of another form."""
+        """Read the first document. Raises UserError for a glob without a file, or for a malformed line."""
         next(texts_of(json_lines_parts(find(self.paths)[:1], self.field)), None)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split, in the order of files and lines. Raises UserError with the position of a bad line."""
+        """Return the texts of one split, ordered by file and line. Raises UserError with the position of a bad line."""
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """The same documents in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         return [*split_parts(json_lines_parts(find(self.paths), self.field), split, self.validation_fraction)]

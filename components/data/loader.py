@@ -1,4 +1,4 @@
-"""The data loader: the batches of a run, in an order that depends only on the seed."""
+"""Data loader: deterministic batches whose order depends only on the seed."""
 
 import logging
 from collections.abc import Iterator
@@ -30,26 +30,28 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen(kw_only=True)
 class LengthStage:
-    """The greatest length of documents, until a step is done, or until a number of tokens are seen."""
+    """Maximum document length up to a step or a number of tokens."""
 
-    length: int = setting(check=between(2, MAX_LENGTH + 1), doc="tokens after which a document is cut")
-    until_step: int | None = setting(default=None, check=at_least(1), doc="the last step with this length")
+    length: int = setting(
+        check=between(2, MAX_LENGTH + 1), doc="maximum document length in tokens; longer documents are cut"
+    )
+    until_step: int | None = setting(default=None, check=at_least(1), doc="last step of this stage")
     until_tokens: int | None = setting(
         default=None,
         check=at_least(1),
-        doc="the last step is the one that reaches this number of tokens, counted in full rows",
+        doc="training tokens after which this stage ends, counted in full rows",
     )
 
     def holds(self, step: int, tokens: int) -> bool:
-        """Whether a step is in this stage or before; `tokens` are those of all earlier steps."""
+        """Return whether a step is in this stage or earlier; `tokens` is the number of tokens before the step."""
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
 
 def cut(batch: TokenBatch, length: int) -> TokenBatch:
     """
-    The same tokens, with a document of its own for every `length` tokens of one.
+    Split every document in a batch into documents with at most `length` tokens.
 
-    No token is lost, and the shapes are the same: attention reaches less far back, and positions start anew.
+    Keeps all tokens and shapes: positions restart at each cut, and attention does not cross it.
     """
     positions = batch.positions % length
     return batch.evolve(positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
@@ -61,11 +63,11 @@ log = logging.getLogger("drawloom.data")
 @component
 class Loader:
     """
-    Training rows in an endless order of epochs; those of a mixture's sources alternate by the weights of these.
+    Deterministic data loader over endless epochs, with rows of a mixture interleaved by source weight.
 
-    A step may cross the end of an epoch. The state is the number of steps and rows taken, and from which positions on
-    which shares of rows the sources have had. So a run resumes with any number of workers and data-parallel ranks, and
-    with the next row even if its steps have other sizes than before.
+    A step may cross the end of an epoch. The state has the consumed steps and rows, and the sources' row shares by
+    start position. A run can therefore resume with other numbers of workers and data-parallel ranks, and with
+    another batch size, and still continue with the next row.
     """
 
     rows: PackedDataset
@@ -76,27 +78,27 @@ class Loader:
         default=0,
         impact="safe",
         check=between(0, 1001),
-        doc="processes that make batches ahead of time; 0: batches are made in this process",
+        doc="worker processes that prepare batches ahead of time; 0: prepare them in the training process",
     )
     prefetch: int = setting(
-        default=2, impact="safe", check=between(1, 10_001), doc="microbatches that each worker makes ahead of time"
+        default=2, impact="safe", check=between(1, 10_001), doc="microbatches per worker to prepare ahead of time"
     )
     timeout: float = setting(
-        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before it is an error"
+        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a batch of a worker before the run fails"
     )
     lengths: list[LengthStage] = setting(
-        factory=list, doc="length curriculum: greatest lengths of documents in earlier steps, in order"
+        factory=list, doc="sequence length curriculum: stages of maximum document length, in order"
     )
     _step: int = attrs.field(init=False, default=0)
-    _offset: int = attrs.field(init=False, default=0)  # rows that steps of other sizes have taken more than these would
-    _since: int = attrs.field(init=False, default=0)
+    _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
+    _last_resized_step: int = attrs.field(init=False, default=0)
     _workers: Workers | None = attrs.field(init=False, default=None)
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
     _rows: RowStream = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Lay out the stream of rows. Raises UserError if there are no rows."""
+        """Lay out the stream of rows, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
         self._begin([])
@@ -104,7 +106,7 @@ class Loader:
             self._workers = Workers(self.rows, "train", self.workers)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._stream = None
         if self._workers is not None:
             self._workers.close()
@@ -112,10 +114,10 @@ class Loader:
 
     def next_step(self) -> list[Batch]:
         """
-        This data-parallel rank's microbatches of the next step.
+        Return this data-parallel rank's microbatches of the next step (gradient accumulation sums over them).
 
-        The first call is a collective. Raises UserError if ranks that must see the same rows do not, or if a worker
-        dies or hangs.
+        The first call is a collective. Raises UserError if ranks that must see the same rows see different
+        ones, or if a worker dies or hangs.
         """
         step = self._step + 1
         if self._stream is None:
@@ -123,7 +125,7 @@ class Loader:
         batches = [next(self._stream) for _ in self.batching.positions(step)]
         if self.lengths:
             batches = [self.shortened(batch, step) for batch in batches]
-        # once is enough: later steps follow from the same seed, rows and order
+        # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
             check_leaves(self.rows, batches[0])
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
@@ -132,115 +134,118 @@ class Loader:
         return batches
 
     def shortened(self, batch: Batch, step: int) -> Batch:
-        """A batch as the curriculum has it in a step."""
+        """Cut a batch's documents to the step's maximum length."""
         length = self.length_at(step)
         return batch if length is None else cut(token_batch(batch, "lengths"), length)
 
     def length_at(self, step: int) -> int | None:
-        """The greatest length of documents in a step; None if they are not cut."""
+        """Return the step's maximum document length; None if documents are not cut."""
         tokens = self._start(step) * self.rows.length
         return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
-        """The rows of a step, of all ranks."""
+        """Return the row numbers of a step, over all ranks."""
         return self._rows.rows(range(self._start(step), self._start(step + 1)))
 
     @property
-    def since(self) -> int:
-        """The steps that earlier starts of the run took with other sizes: `rows_of` knows only those after them."""
-        return self._since
+    def last_resized_step(self) -> int:
+        """Last step taken with a different batch size; `rows_of` is valid only for later steps."""
+        return self._last_resized_step
 
     def tokens_by_source(self, step: int) -> dict[str, float]:
         """
-        The tokens of each source in all steps up to and with this one.
+        Return the tokens per source in all steps up to and including this one.
 
-        All rows of a source count as many tokens as they have on average, so this is exact at the end of its epochs.
+        Counts a source's average tokens per row, so the sum is exact at the end of an epoch.
         """
-        taken = self._rows.taken(self._start(step + 1))
+        rows = self._rows.taken(self._start(step + 1))
         sources = self._rows.sources.values()
-        return {source.name: taken.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
+        return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
     def position(self) -> int:
-        """The place in the endless order with which the next step begins."""
+        """The position in the endless order of rows at which the next step begins."""
         return self._start(self._step + 1)
 
     def continue_at(self, position: int) -> None:
-        """Have the next step begin at a place in the order, as if steps so far had had other sizes."""
+        """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
     def state_dict(self) -> dict[str, Any]:
         """
-        `step` and `position`: the steps and rows taken; of a mixture `shares`: those of rows, by position.
+        Return the steps and rows consumed (`step`, `position`), and the row shares of a mixture by start
+        position (`shares`).
 
-        If the first `since` steps had other sizes than later ones, `offset` is what they have taken more than these.
+        After the batch size has changed, `since` is the last step with the old size, and `offset` the rows
+        consumed beyond those that as many steps with the new size would consume.
         """
-        found: dict[str, Any] = {"step": self._step, "position": self.position}
-        if self._since:
-            found |= {"since": self._since, "offset": self._offset}
-        if shares := {str(each.start): dict(each.shares) for each in self._rows.segments if each.shares.keys() != {""}}:
-            found["shares"] = shares
-        return found
+        state: dict[str, Any] = {"step": self._step, "position": self.position}
+        if self._last_resized_step:
+            state |= {"since": self._last_resized_step, "offset": self._offset}
+        mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]
+        if mixed:
+            state["shares"] = {str(segment.start): dict(segment.shares) for segment in mixed}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after a step; from there on, steps may have other sizes and sources other shares than before."""
+        """Resume after a step; batch size and source shares may change from there on."""
         step, position = state["step"], state["position"]
         for key, number in (("step", step), ("position", position)):
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
         self._offset = position - self.batching.start(step + 1)
-        self._since = state.get("since", 0) if self._offset == state.get("offset", 0) else step
+        self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
         self._begin([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
     def _start(self, step: int) -> int:
-        """The position with which a step begins."""
+        """Return the position at which a step begins."""
         return self.batching.start(step) + self._offset
 
     def _begin(self, segments: list[Segment]) -> None:
-        """Lay out the stream of rows: earlier segments, and one for today's shares if those are others."""
+        """Lay out the stream of rows: earlier segments, plus a new one if the shares have changed."""
         sources = {source.name: source for source in row_sources(self.rows)}
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
             log.warning("from step %d on, the mixture's sources have other shares than before", self._step + 1)
             position = self._start(self._step + 1)
-            segments = [*(each for each in segments if each.start < position), Segment(position, shares)]
+            segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
     def _batches(self, step: int) -> Iterator[Batch]:
-        """The microbatches from this step on, without end."""
-        wanted = self._row_indices(step)
+        """Return an endless iterator over the microbatches from a step on."""
+        row_indices = self._row_indices(step)
         if self._workers is None:
-            return (self.rows.batch("train", indices) for indices in wanted)
-        return self._workers.batches(wanted, self.workers * self.prefetch, self.timeout)
+            return (self.rows.batch("train", indices) for indices in row_indices)
+        return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
     def _row_indices(self, step: int) -> Iterator[list[int]]:
-        """The rows of each microbatch from this step on, without end."""
-        microbatches = (positions for number in count(step) for positions in self.batching.positions(number))
+        """Return an endless iterator over the row numbers of each microbatch from a step on."""
+        microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Each length has one end, pairs of documents are not cut, and ranks along `context` share rows out evenly."""
+        """Yield problems with the length curriculum, and with rows that ranks along `context` can't divide evenly."""
         rows, mesh = node.neighbour("rows"), node.neighbour("mesh")
         if rows and mesh:
             length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context
             if isinstance(length, int) and length % ranks:
-                text = f"rows of {length} tokens can't be shared out over {ranks} ranks along 'context'"
+                text = f"rows of {length} tokens can't be partitioned over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
             for writer, batch_type in batch_types(rows):
-                yield from _undivided(writer, batch_type, ranks, node)
+                yield from _check_batch_division(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
             text = "lengths cuts documents, and those of pairs can't be compared then"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
-        for number, stage in enumerate(node.settings["lengths"]):
+        for index, stage in enumerate(node.settings["lengths"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
-                text = f"lengths[{number}] ends at a step or after tokens, one of both"
-                yield node.problem(("lengths", number), text, "write until_step = N or until_tokens = N")
+                text = f"lengths[{index}] needs exactly one of until_step and until_tokens"
+                yield node.problem(("lengths", index), text, "write until_step = N or until_tokens = N")
 
 
-def _undivided(writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView) -> Iterator[Problem]:
-    """Yield problems of batches that ranks along `context` or `lengths` cannot divide."""
+def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView) -> Iterator[Problem]:
+    """Yield problems of batches that can't be divided along `context` or cut by `lengths`."""
     text = f"[{writer.name}] makes {batch_type.__name__}"
     if ranks > 1 and "tokens" not in batch_type.specs.values():
         text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
@@ -250,11 +255,13 @@ def _undivided(writer: NodeView, batch_type: type[Batch], ranks: int, loader: No
 
 
 def check_leaves(rows: PackedDataset, batch: Any) -> None:
-    """Raise UserError if a batch has another class than the data set declares, or its tensors do not fit together."""
-    wanted = rows.batch_type or Batch
-    if not isinstance(batch, wanted):
-        given = type(batch).__name__
-        raise UserError(f"rows: {type(rows).__name__} makes {wanted.__name__}, and a batch is a {given}; return one", 2)
+    """Raise UserError if a batch is not of the declared class, or its tensors do not fit together."""
+    declared = rows.batch_type or Batch
+    if not isinstance(batch, declared):
+        actual = type(batch).__name__
+        raise UserError(
+            f"rows: {type(rows).__name__} makes {declared.__name__}, and a batch is a {actual}; return one", 2
+        )
     try:
         batch.check()
     except ValueError as error:
@@ -264,22 +271,22 @@ def check_leaves(rows: PackedDataset, batch: Any) -> None:
 
 def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> None:
     """
-    Raise UserError on every rank if two ranks of a data-parallel index have different batches, or any two ranks
-    different numbers of rows. It is a collective of all ranks.
+    Raise UserError on every rank if ranks of one data-parallel index have different batches, or if any ranks have
+    different numbers of rows. Collective over all ranks.
     """
-    seen = world.gather_json([replica, rows, _fingerprint(batch)])
-    first_of: dict[int, int] = {}
-    for rank, (number, held, fingerprint) in enumerate(seen):
-        if held != seen[0][1]:
-            _refuse(0, rank, f"have {seen[0][1]} and {held} training rows")
-        first = first_of.setdefault(number, rank)
-        if fingerprint != seen[first][2]:
-            _refuse(first, rank, f"have the same data-parallel index {number}, and see different rows")
+    answers = world.gather_json([replica, rows, _fingerprint(batch)])
+    first_ranks: dict[int, int] = {}
+    for rank, (index, row_count, fingerprint) in enumerate(answers):
+        if row_count != answers[0][1]:
+            _raise_difference(0, rank, f"have {answers[0][1]} and {row_count} training rows")
+        first = first_ranks.setdefault(index, rank)
+        if fingerprint != answers[first][2]:
+            _raise_difference(first, rank, f"have the same data-parallel index {index}, and see different rows")
 
 
-def _refuse(first: int, second: int, what: str) -> NoReturn:
+def _raise_difference(first: int, second: int, difference: str) -> NoReturn:
     hint = "give every rank the same corpus, tokenizer and seed"
-    raise UserError(f"data: ranks {first} and {second} {what}; {hint}")
+    raise UserError(f"data: ranks {first} and {second} {difference}; {hint}")
 
 
 def _fingerprint(batch: Batch) -> str:

@@ -1,4 +1,4 @@
-"""Documents of token ids that Megatron-LM has tokenized: a `.bin` and an `.idx` file, read as they are."""
+"""Token ids in Megatron-LM's `.bin` and `.idx` files, which are read in place."""
 
 import hashlib
 from functools import cached_property
@@ -20,25 +20,24 @@ HEADER = len(MAGIC) + 8 + 1 + 8 + 8  # magic, version, type, sequences, document
 @component
 class Megatron:
     """
-    A data set of Megatron-LM, memory-mapped. Whether documents have end tokens is as they were tokenized.
+    Memory-mapped Megatron-LM dataset, with or without end tokens, depending on how it was tokenized.
 
-    The split of a document depends on its number.
+    A document's split depends only on its number.
     """
 
-    path: Path = setting(doc="the two files without `.bin` and `.idx`, relative to the current directory")
-    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="the ids of the tokenizer")
-    eos_id: int = setting(check=between(0, 2**31), doc="the id that ends a document; it fills the rest of a row")
+    path: Path = setting(doc="path of both files without `.bin` and `.idx`, relative to the current directory")
+    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="number of token ids of the tokenizer")
+    eos_id: int = setting(check=between(0, 2**31), doc="token id that ends a document and pads rows")
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
     _documents: Any = attrs.field(init=False, default=None)
 
     def check_machine(self) -> None:
-        """Map the files. Raises UserError if they are none of Megatron's, or one is cut off."""
+        """Map the files. Raises UserError if they are not files of Megatron-LM, or are truncated."""
         self._documents = MegatronDocuments.open(self.path)
 
     def documents(self, split: Split) -> ChosenDocuments:
-        """The documents of a split."""
         keys = np.arange(1, len(self._documents.lengths) + 1, dtype=np.uint64)
         keys *= np.uint64(0x9E3779B97F4A7C15)
         keys ^= keys >> np.uint64(32)
@@ -48,7 +47,7 @@ class Megatron:
 
 @attrs.frozen(eq=False)
 class MegatronDocuments:
-    """The documents of the files `path`.bin and `path`.idx, TokenDocuments."""
+    """Documents in the files `path`.bin and `path`.idx; TokenDocuments."""
 
     path: Path
     dtype: str
@@ -65,26 +64,27 @@ class MegatronDocuments:
             sizes = index.stat().st_size, tokens.stat().st_size
         except OSError as error:
             raise UserError(f"path: {error.filename} can't be read ({error.strerror})") from error
-        place = len(MAGIC)
-        code = header[place + 8] if len(header) == HEADER else 0
-        if header[:place] != MAGIC or header[place] != VERSION or code not in DTYPES:
+        version_offset = len(MAGIC)
+        code = header[version_offset + 8] if len(header) == HEADER else 0
+        if header[:version_offset] != MAGIC or header[version_offset] != VERSION or code not in DTYPES:
             raise UserError(f"path: {index} is not an index file of Megatron-LM; write the path without `.idx`")
-        sequences, bounds = np.frombuffer(header, "<u8", 2, place + 9).tolist()
-        made = cls(path, DTYPES[code], sequences, bounds)
-        if sizes[0] != (whole := HEADER + 12 * sequences + 8 * bounds):
-            raise UserError(f"path: {index} has {sizes[0]} bytes instead of {whole}; copy the file again")
-        if sizes[1] < (least := int(made._starts[-1]) * np.dtype(made.dtype).itemsize):
-            raise UserError(f"path: {tokens} is cut off: it has {sizes[1]} bytes instead of {least}; copy it again")
-        return made
+        sequences, bounds = np.frombuffer(header, "<u8", 2, version_offset + 9).tolist()
+        documents = cls(path, DTYPES[code], sequences, bounds)
+        if sizes[0] != (index_bytes := HEADER + 12 * sequences + 8 * bounds):
+            raise UserError(f"path: {index} has {sizes[0]} bytes instead of {index_bytes}; copy the file again")
+        if sizes[1] < (token_bytes := int(documents._starts[-1]) * np.dtype(documents.dtype).itemsize):
+            raise UserError(
+                f"path: {tokens} is cut off: it has {sizes[1]} bytes instead of {token_bytes}; copy it again"
+            )
+        return documents
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document, int64 (documents,)."""
         return np.diff(self._starts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of the index, and the size of the tokens, which are not read."""
+        """A SHA-256 of the index and the number of tokens; the tokens themselves are not read."""
         index = self.path.with_name(f"{self.path.name}.idx")
         with index.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
@@ -92,12 +92,15 @@ class MegatronDocuments:
         return digest.hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """A view of ids of a document, without weights; up to its end, if `last` is beyond that."""
+        """
+        Return a view into a document's ids, without weights; it ends with the document if `last` is beyond its
+        end.
+        """
         begin, end = self._starts[document : document + 2].tolist()
         return DocumentPart(self._ids[begin + first : min(begin + last, end)])
 
     def source(self, document: int) -> str:
-        """The file, and the document's number."""
+        """Return the file and the number of the document."""
         return f"{self.path}.bin:{document}"
 
     @cached_property
@@ -107,11 +110,11 @@ class MegatronDocuments:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """Where each document begins, and the last one ends, int64 (documents + 1,)."""
-        held = np.fromfile(self.path.with_name(f"{self.path.name}.idx"), np.uint8, offset=HEADER)
-        sizes = held[: 4 * self.sequences].view("<i4")
-        bounds = held[12 * self.sequences :].view("<i8")
-        # sequences are written one after another
+        """Document starts, followed by the last document's end, int64 (documents + 1,)."""
+        content = np.fromfile(self.path.with_name(f"{self.path.name}.idx"), np.uint8, offset=HEADER)
+        sizes = content[: 4 * self.sequences].view("<i4")
+        bounds = content[12 * self.sequences :].view("<i8")
+        # the file stores sequences one after another
         ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         return ends[bounds] if len(bounds) else ends[:1]
 

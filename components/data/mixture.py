@@ -1,4 +1,4 @@
-"""A mixture of corpora of token ids, each with its share of the tokens that are trained on, and its documents."""
+"""Weighted mixture of tokenized corpora."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from drawloom.graph.problems import did_you_mean
 
 @attrs.frozen(eq=False)
 class DocumentSource:
-    """The documents of a source; `weight` is its share of the tokens that are trained on, relative to others."""
+    """Documents of one source; `weight` is its relative share of the training tokens."""
 
     name: str
     documents: TokenDocuments
@@ -27,65 +27,64 @@ class DocumentSource:
 
 @attrs.frozen(eq=False)
 class MixedDocuments:
-    """TokenDocuments of several sources."""
+    """Concatenated TokenDocuments of several sources."""
 
     sources: tuple[DocumentSource, ...]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document, (documents,)."""
+        """Token counts of the documents, (documents,)."""
         lengths: np.ndarray = np.concatenate([source.documents.lengths for source in self.sources])
         return lengths
 
     @property
     def fingerprint(self) -> str:
-        """Of the documents of all sources and their names; not of their weights."""
+        """A digest of all sources and their names, without their weights."""
         parts = [f"{source.name} {source.documents.fingerprint}\n" for source in self.sources]
         return sha256("".join(parts).encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Tokens of a document, as its source has them."""
-        source, number = self._place(document)
+        source, number = self._locate(document)
         return source.documents.read(number, first, last)
 
     def source(self, document: int) -> str:
-        """The name of the source, and where the document comes from there."""
-        source, number = self._place(document)
+        """Return the source's name, and the document's origin in it."""
+        source, number = self._locate(document)
         return f"{source.name}: {source.documents.source(number)}"
 
     @cached_property
     def _starts(self) -> list[int]:
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
-    def _place(self, document: int) -> tuple[DocumentSource, int]:
-        number = bisect_right(self._starts, document) - 1
-        return self.sources[number], document - self._starts[number]
+    def _locate(self, document: int) -> tuple[DocumentSource, int]:
+        index = bisect_right(self._starts, document) - 1
+        return self.sources[index], document - self._starts[index]
 
 
 def document_sources(documents: TokenDocuments) -> tuple[DocumentSource, ...]:
-    """The sources of documents: those of a mixture, or one without a name."""
+    """Return the sources of a mixture, or all documents as one source without a name."""
     return documents.sources if isinstance(documents, MixedDocuments) else (DocumentSource("", documents, 1.0),)
 
 
 @component
 class Mixture:
     """
-    The documents of several sources, which a packing keeps in rows of their own.
+    Documents of several sources; packings keep the sources in separate rows.
 
-    A source's share of the tokens is proportional to its weight, or, if no weights are given, to (epochs * tokens) to
-    the power of 1 / temperature, where tokens are those that it has. Rows of all sources alternate, so that the shares
-    hold in any part of a run (`components/data/order/stream.py`); a source that is used up begins its next epoch.
+    A source's share of the tokens is proportional to its weight, or without weights to (epochs * tokens) ** (1 /
+    temperature). Rows of all sources are interleaved so that the shares hold in every part of a run
+    (`components/data/order/stream.py`); an exhausted source begins its next epoch.
     """
 
     sources: dict[str, TokenCorpus]
     weights: dict[str, float] = setting(
-        factory=dict, doc="share of the tokens by source, in any unit: fractions, percent, or numbers of tokens"
+        factory=dict, doc="relative share of the training tokens by source, in any unit"
     )
-    epochs: dict[str, float] = setting(
-        factory=dict, doc="how often the tokens of a source come, relative to others; 1 for those left out"
-    )
+    epochs: dict[str, float] = setting(factory=dict, doc="relative number of epochs by source; default: 1")
     temperature: float = setting(
-        default=1.0, check=above(0), doc="above 1 small sources have a larger share than of all tokens"
+        default=1.0,
+        check=above(0),
+        doc="sampling temperature; above 1, small sources get a larger share than their size",
     )
     _mixed: dict[Split, MixedDocuments] = attrs.field(init=False, factory=dict)
 
@@ -93,11 +92,12 @@ class Mixture:
         """Raise UserError if two sources have different vocabularies."""
         first, *others = self.sources
         for other in others:
-            ids, others_ids = ((each.vocab_size, each.eos_id) for each in (self.sources[first], self.sources[other]))
-            if ids != others_ids:
+            corpora = (self.sources[first], self.sources[other])
+            ids, other_ids = ((corpus.vocab_size, corpus.eos_id) for corpus in corpora)
+            if ids != other_ids:
                 raise UserError(
                     f"sources: {first} has {ids[0]} token ids, of which {ids[1]} ends a document, and {other} has "
-                    f"{others_ids[0]} and {others_ids[1]}; tokenize both with one tokenizer",
+                    f"{other_ids[0]} and {other_ids[1]}; tokenize both with one tokenizer",
                     exit_code=2,
                 )
 
@@ -107,21 +107,23 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        """That of all sources."""
+        """The vocabulary size, which all sources share."""
         return next(iter(self.sources.values())).vocab_size
 
     @property
     def eos_id(self) -> int:
-        """That of all sources."""
+        """The end token, which all sources share."""
         return next(iter(self.sources.values())).eos_id
 
     def documents(self, split: Split) -> MixedDocuments:
-        """The documents of all sources, one source after another."""
+        """Return the concatenated documents of all sources."""
         if split not in self._mixed:
-            held = {name: corpus.documents(split) for name, corpus in self.sources.items()}
-            tokens = {name: float(documents.lengths.sum(dtype=np.int64)) for name, documents in held.items()}
-            found = [DocumentSource(name, each, self._weight(name, tokens[name])) for name, each in held.items()]
-            self._mixed[split] = MixedDocuments(tuple(found))
+            sources = []
+            for name, corpus in self.sources.items():
+                documents = corpus.documents(split)
+                tokens = float(documents.lengths.sum(dtype=np.int64))
+                sources.append(DocumentSource(name, documents, self._weight(name, tokens)))
+            self._mixed[split] = MixedDocuments(tuple(sources))
         return self._mixed[split]
 
     def _weight(self, name: str, tokens: float) -> float:
@@ -132,7 +134,7 @@ class Mixture:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Shares are given once, of sources that there are; and with weights each source has one."""
+        """Yield problems of weights, epochs and temperature, such as unknown sources or missing weights."""
         names, weights = node.keys("sources"), node.settings["weights"]
         if not names:
             yield node.problem("sources", "a mixture without sources", 'write sources = { name = "@node", ... }')
@@ -142,7 +144,7 @@ class Mixture:
                     hint = did_you_mean(name, names)
                     yield node.problem((key, name), f"{key}.{name}: sources has no {name!r}", hint)
                 elif not 0 <= value < inf:
-                    yield node.problem((key, name), f"{key}.{name}: {value} is no share", "write a number from 0 on")
+                    yield node.problem((key, name), f"{key}.{name}: {value} is not a share", "write a number from 0 on")
         if weights and (missing := [name for name in names if name not in weights]):
             text = f"weights leaves out {' and '.join(missing)}"
             yield node.problem("weights", text, f"write weights.{missing[0]}, which may be 0")

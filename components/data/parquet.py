@@ -1,4 +1,4 @@
-"""A corpus of Parquet and Arrow files, one document per row."""
+"""Corpus of Parquet and Arrow files, one document per row."""
 
 from collections.abc import Iterator
 
@@ -12,16 +12,17 @@ from drawloom.graph import between, component, setting
 @component(needs={"pyarrow": "drawloom[arrow]"})
 class Parquet:
     """
-    Documents in tables, with their text in one column: Parquet, and Arrow files and streams by the end of their name.
+    Documents in a text column of Parquet and Arrow tables; the file extension selects the format.
 
-    The split of a document depends only on its text. Of a few documents, the end of each is validation data.
+    A document's split depends only on its text. If there are only a few documents, the end of each one is
+    validation data.
     """
 
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs of .parquet and .arrow files, relative to the current directory; `**` crosses folders",
     )
-    field: str = setting(default="text", doc="the column with the text")
+    field: str = setting(default="text", doc="name of the text column")
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
@@ -31,9 +32,12 @@ class Parquet:
         next(texts_of(table_parts(find(self.paths)[:1], self.field)), None)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split, in the order of files and rows. Raises UserError with the row of what is no text."""
+        """
+        Return the texts of one split, ordered by file and row. Raises UserError with the row of a value that is
+        not text.
+        """
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """The same documents in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         return [*split_parts(table_parts(find(self.paths), self.field), split, self.validation_fraction)]

@@ -1,4 +1,4 @@
-"""A record of the rows that each step has seen, which `drawloom data audit` compares with those that it should see."""
+"""Record of every step's rows, for `drawloom data audit`."""
 
 from hashlib import blake2b
 
@@ -18,10 +18,10 @@ FOLDER = "rows"
 @component(reads=("batches",), impact="safe")
 class Record:
     """
-    Writes `rows/rank-N.jsonl` in the run folder: an object for each step, with a digest of each row of this rank.
+    Writer of `rows/rank-N.jsonl` in the run folder: one object per step, with a digest per row on this rank.
 
-    The phase comes after the one that loads the step's data. A row's digest is of all its tensors, so the record is of
-    what was trained on, and not of what was asked for.
+    The phase follows the one that loads the data. A digest covers all tensors in a row, so the record shows the
+    rows that were trained on, not the rows that were requested.
     """
 
     folder: RunFolder
@@ -33,14 +33,14 @@ class Record:
     )
 
     def run_phase(self, step: Step) -> None:
-        """Append the digests of a step; later lines, of a process that was killed or went back, are removed."""
+        """Append the digests of a step. Removes later lines of a process that was killed or went back."""
         digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
         self._log.append(
             {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
         )
 
     def flush(self) -> None:
-        """Return when every line is on disk; OSError if the disk does not accept some."""
+        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
         self._log.flush()
 
     def close(self) -> None:
@@ -50,17 +50,17 @@ class Record:
     def _begin(self, step: int) -> StepLog:
         folder = make_folder(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:
-            # also those of ranks that this run no longer has
+            # all ranks: an earlier start may have had more ranks than this one
             for path in folder.glob("rank-*.jsonl"):
-                begun = StepLog.open(path)
-                begun.rewind(step - 1)
-                begun.close()
-        self.mesh.world.gather_json(None)  # no rank appends before
+                earlier = StepLog.open(path)
+                earlier.rewind(step - 1)
+                earlier.close()
+        self.mesh.world.gather_json(None)  # a barrier: no rank appends before the files are cut
         return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")
 
 
 def row_digests(batch: Batch) -> list[str]:
-    """Return a digest of each row of a batch."""
+    """Return a digest for every row in a batch."""
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
     contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]

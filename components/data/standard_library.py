@@ -1,4 +1,4 @@
-"""A corpus on every machine with Python: the source of the standard library, without its tests."""
+"""Corpus on every machine with Python: the source of the standard library, without its tests."""
 
 import os
 import sysconfig
@@ -14,28 +14,28 @@ from drawloom.graph import UserError, between, component, setting
 TESTS = {"test", "tests", "idle_test"}
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 GENERATED = ("config-", "_sysconfigdata_")
-"""Prefixes of files that are generated when Python is built, and differ between machines."""
+"""Prefixes of files that the build of Python generates, and that differ between machines."""
 
 
 @component
 class StandardLibrary:
-    """The standard library's source, one document per module, without tests and installed packages."""
+    """Source of the standard library, one document per module, without tests and installed packages."""
 
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the files to hold out for evaluation; 0: none"
     )
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split, by the module's path."""
+        """Return the texts of one split, ordered by module path."""
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """The same documents in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         return [*split_parts(text_parts(source_files(), replace=True), split, self.validation_fraction)]
 
 
 def source_files() -> list[File]:
-    """The modules of the running Python, by path below its `stdlib` folder. Raises UserError if there are none."""
+    """Return the modules of the running Python, sorted by path below `stdlib`. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _walk(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:

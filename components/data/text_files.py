@@ -1,4 +1,4 @@
-"""A corpus of text files, one document each."""
+"""Corpus of text files, one document per file."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -13,10 +13,10 @@ from drawloom.graph import between, component, setting
 @component
 class TextFiles:
     """
-    Text files by glob, one document each; `.gz` and `.zst` are decompressed.
+    Text files selected by globs, one document per file; `.gz` and `.zst` are decompressed.
 
-    The split of a file depends only on its name below the glob's first wildcard: neither other files nor the corpus's
-    location move it to the other split. Of a few files, or a single one, the end of each is validation data.
+    A file's split depends only on its name below the first wildcard of the glob: other files and the location of
+    the corpus have no effect. If there are only a few files, the end of each one is validation data.
     """
 
     paths: list[str] = setting(
@@ -27,7 +27,7 @@ class TextFiles:
         default=0.05, check=between(0, 1), doc="fraction of the files to hold out for evaluation; 0: none"
     )
     invalid_bytes: Literal["refuse", "replace"] = setting(
-        default="refuse", doc="a file that is not UTF-8: stop, or replace its invalid bytes by U+FFFD"
+        default="refuse", doc="files that are not UTF-8: refuse them, or replace invalid bytes by U+FFFD"
     )
 
     def check_machine(self) -> None:
@@ -35,10 +35,10 @@ class TextFiles:
         find(self.paths)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split. Raises UserError for a glob without a file, or a file that can't be read."""
+        """Return the texts of one split. Raises UserError for a glob without a file, or an unreadable file."""
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """The same documents in parts that can be read independently."""
+        """Return a split's documents in parts that can be read independently."""
         parts = text_parts(find(self.paths), self.invalid_bytes == "replace")
         return [*split_parts(parts, split, self.validation_fraction)]

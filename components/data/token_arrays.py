@@ -1,4 +1,4 @@
-"""Documents of token ids in memory."""
+"""In-memory documents of token ids."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokeni
 @attrs.frozen(eq=False)
 class TokenArrays:
     """
-    Documents laid end to end.
+    Concatenated documents of token ids.
 
-    ids: (tokens,), uint16 or uint32; ends: (documents,), int64, where each document ends; own_weights: (tokens,),
-    float32, or None; references: (documents,), float64, the log-probability by another model of the trained tokens of
-    each, or None. They are tensors because torch passes tensors to other processes through shared memory, without a
+    ids: (tokens,), uint16 or uint32; ends: (documents,), int64, the end of each document; own_weights: (tokens,),
+    float32, or None; references: (documents,), float64, each document's log-probability under another model, over
+    its trained tokens, or None. The arrays are tensors because torch shares tensors with other processes without a
     copy.
     """
 
@@ -40,20 +40,21 @@ class TokenArrays:
         name: str = "document",
     ) -> "TokenArrays":
         """
-        Documents, integers (tokens,) each with its end token; the weights of their tokens, float32 (tokens,) each.
+        Concatenate documents, integers (tokens,) including the end token, and their weights, float32 (tokens,).
 
-        `references` has a number for each document; `name` is for messages.
+        `references` has one number per document; `name` is for messages.
         """
-        held = [document.astype(dtype) for document in documents]
-        ends = np.cumsum([len(document) for document in held], dtype=np.int64)
-        joined = None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))
-        ids = torch.from_numpy(np.concatenate([np.empty(0, dtype), *held]))
-        compared = None if references is None else torch.tensor(references, dtype=torch.float64)
-        return cls(ids, torch.from_numpy(ends), joined, compared, name)
+        arrays = [document.astype(dtype) for document in documents]
+        ends = np.cumsum([len(document) for document in arrays], dtype=np.int64)
+        joined_weights = (
+            None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))
+        )
+        ids = torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))
+        joined_references = None if references is None else torch.tensor(references, dtype=torch.float64)
+        return cls(ids, torch.from_numpy(ends), joined_weights, joined_references, name)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document, int64 (documents,)."""
         return np.diff(self.ends.numpy(), prepend=0)
 
     @cached_property
@@ -67,7 +68,7 @@ class TokenArrays:
         return digest.hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Views of ids and weights of a document; up to its end, if `last` is beyond that."""
+        """Return views into a document's ids and weights, up to its end if `last` is beyond the end."""
         ends = self.ends.numpy()
         begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
         part = slice(begin + first, min(begin + last, end))
@@ -76,12 +77,12 @@ class TokenArrays:
         return DocumentPart(self.ids.numpy()[part], weights, reference)
 
     def source(self, document: int) -> str:
-        """The document's number."""
+        """Return the name and number of the document."""
         return f"{self.name} {document}"
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
-    """The documents of a split, each followed by its end; empty ones are dropped."""
+    """Tokenize the documents of a split, and append the end token to each; empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int32)
     encoded = (tokenizer.encode(text) for text in corpus.documents(split))
     documents = (np.concatenate([ids, end]) for ids in encoded if len(ids))

@@ -1,4 +1,4 @@
-"""Documents of token ids from a token store, which `drawloom tokenize` makes."""
+"""Corpus of token ids in a token store, which `drawloom tokenize` writes."""
 
 from pathlib import Path
 
@@ -13,37 +13,37 @@ from drawloom.graph import UserError, between, component, setting
 @component
 class Tokenized:
     """
-    A token store, memory-mapped: it is opened without being read.
+    Memory-mapped token store.
 
-    The split of a document depends only on its ids, so that duplicates are never in both splits.
+    A document's split depends only on its ids, so duplicates are never in both splits.
     """
 
-    path: Path = setting(doc="the folder of the store, relative to the current directory")
+    path: Path = setting(doc="folder of the token store, relative to the current directory")
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
     validation_path: Path | None = setting(
-        default=None, doc="another store, whose documents are the validation split; then all of `path` is for training"
+        default=None, doc="token store of the validation split; all documents of `path` are then for training"
     )
     _train: Store = attrs.field(init=False, default=None)
     _validation: Store | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Open the stores, unless they are open."""
+        """Open the stores once."""
         if self._train is None:
             self.check_machine()
 
     def check_machine(self) -> None:
-        """Open the stores. Raises UserError if one is damaged, or if they have different tokenizers."""
-        self._train = _opened("path", self.path)
+        """Open the stores. Raises UserError if one is damaged, or if their tokenizers differ."""
+        self._train = _open_store("path", self.path)
         if self.validation_path is not None:
-            self._validation = _opened("validation_path", self.validation_path)
+            self._validation = _open_store("validation_path", self.validation_path)
             if self._validation.tokenizer != self._train.tokenizer:
-                what = f"{self.validation_path} has another tokenizer than {self.path}"
-                raise UserError(f"validation_path: {what}; tokenize both with the same one")
+                difference = f"{self.validation_path} has another tokenizer than {self.path}"
+                raise UserError(f"validation_path: {difference}; tokenize both with the same one")
 
     def mean_length(self) -> float | None:
-        """The tokens of a document of the store in mean, before `open`, too; None if there are none."""
+        """Return the mean document length in tokens, also before `open`; None if there are no documents."""
         try:
             store = Store.open(self.path)
         except UserError:
@@ -53,22 +53,21 @@ class Tokenized:
 
     @property
     def vocab_size(self) -> int:
-        """That of the store's tokenizer."""
+        """The tokenizer's vocabulary size."""
         return self._train.vocab_size
 
     @property
     def eos_id(self) -> int:
-        """That of the store's tokenizer."""
+        """The tokenizer's end token."""
         return self._train.eos_id
 
     def documents(self, split: Split) -> TokenDocuments:
-        """The documents of a split."""
         if self._validation is not None:
             return self._train if split == "train" else self._validation
         return split_documents(self._train, self._train.keys, split, self.validation_fraction)
 
 
-def _opened(key: str, path: Path) -> Store:
+def _open_store(key: str, path: Path) -> Store:
     try:
         return Store.open(path)
     except UserError as error:

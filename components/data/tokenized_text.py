@@ -1,4 +1,4 @@
-"""Documents of text as token ids: tokenized once, into a store in a cache."""
+"""Corpus of text that is tokenized once, into cached token stores."""
 
 import hashlib
 import json
@@ -26,34 +26,37 @@ log = logging.getLogger("drawloom.data")
 
 @runtime_checkable
 class DividedCorpus(Protocol):
-    """A corpus of files, whose documents are read in parts; any process can make out whether it has changed."""
+    """A corpus of files that is read in parts; every process can tell whether the files have changed."""
 
     def parts(self, split: Split) -> Sequence[Part]:
-        """The documents of a split."""
+        """Return a split's documents in parts that can be read independently."""
         ...
 
 
 @component
 class TokenizedText:
     """
-    The documents of a corpus of text, each followed by the tokenizer's end token; empty ones are dropped.
+    Tokenized documents of a text corpus, each followed by the end token; empty documents are dropped.
 
-    The first process of a host makes a token store of each split in a cache, and the others wait for it; later runs
-    with the same files and tokenizer find it there. A corpus that is not made of files is tokenized in memory.
+    The first process of a host writes a token store per split into a cache, while the others wait; later runs with
+    the same files and tokenizer reuse it. A corpus without files is tokenized in memory.
     """
 
     corpus: Corpus
     tokenizer: Tokenizer
     job: RunInfo
     cache: Path | None = setting(
-        default=None, impact="safe", doc="folder of token stores; if left out, `.tokens` beside the run folder"
+        default=None, impact="safe", doc="folder of cached token stores; default: `.tokens` beside the run folder"
     )
     _splits: dict[Split, TokenDocuments] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
-        """Open the stores, or make them. Raises UserError if a file can't be read, or the cache not be written."""
+        """
+        Open the cached stores, or write them. Raises UserError if a file is unreadable, or the cache is not
+        writable.
+        """
         if isinstance(self.corpus, DividedCorpus):
-            self._splits = {split: self._store(self.corpus.parts(split), split) for split in SPLITS}
+            self._splits = {split: self._open_store(self.corpus.parts(split), split) for split in SPLITS}
         else:
             self._splits = {split: tokenize(self.corpus, self.tokenizer, split) for split in SPLITS}
 
@@ -63,19 +66,18 @@ class TokenizedText:
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's vocabulary size."""
         return self.tokenizer.vocab_size
 
     @property
     def eos_id(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's end token."""
         return self.tokenizer.eos_id
 
     def documents(self, split: Split) -> TokenDocuments:
-        """The documents of a split."""
         return self._splits[split]
 
-    def _store(self, parts: Sequence[Part], split: Split) -> Store:
+    def _open_store(self, parts: Sequence[Part], split: Split) -> Store:
         plan = json.dumps(plan_of(parts, self.tokenizer))
         cache = self.cache if self.cache is not None else self.job.path.parent / CACHE
         folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"

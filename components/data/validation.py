@@ -1,4 +1,4 @@
-"""The validation split: the same rows at every evaluation, each on one data-parallel rank."""
+"""Validation split: the same rows at every evaluation, partitioned over the data-parallel ranks."""
 
 import logging
 from collections.abc import Iterator
@@ -13,40 +13,41 @@ log = logging.getLogger("drawloom.run")
 
 @component(impact="safe")
 class Validation:
-    """Some validation rows, evenly spread over the split, the same for every mesh."""
+    """A fixed sample of validation rows, evenly spaced over the split, the same for every mesh."""
 
     rows: PackedDataset
     batching: Batching
     rows_used: int = setting(
-        default=64, impact="safe", check=at_least(1), doc="validation rows to evaluate; all, if there are fewer"
+        default=64, impact="safe", check=at_least(1), doc="maximum number of validation rows to evaluate"
     )
 
     def open(self) -> None:
-        """Log it if there are no rows: a corpus may hold nothing out."""
+        """Log that there is no evaluation if the corpus has no validation rows."""
         if self.rows.count("validation") == 0:
             log.info("the validation split is empty, so there is no evaluation")
 
     def row_counts(self) -> tuple[int, int]:
-        """How many rows all ranks evaluate together, and how many the validation split has."""
+        """Count the evaluated rows over all ranks, and all validation rows."""
         return len(self.row_indices()), self.rows.count("validation")
 
     def batches(self) -> Iterator[Batch]:
         """
-        This data-parallel rank's microbatches: over all ranks, every row once, and as many microbatches on each.
+        Yield this data-parallel rank's microbatches; every row is in one microbatch of one rank.
 
-        A rank that has fewer rows than others gets some without weight, as it takes part in gathering what is sharded.
+        All ranks yield the same number of microbatches, because each forward pass gathers sharded parameters
+        (FSDP). A rank with fewer rows yields rows without weights instead.
         """
-        every, size = self.row_indices(), self.batching.micro_size
-        mine = every[self.batching.dp_rank :: self.batching.dp_size]
-        most = -(-len(every) // self.batching.dp_size)
-        for start in range(0, most, size):
-            rows = mine[start : start + size]
-            batch = self.rows.batch("validation", rows or every[:1])
+        indices, size = self.row_indices(), self.batching.micro_size
+        own_indices = indices[self.batching.dp_rank :: self.batching.dp_size]
+        largest_share = -(-len(indices) // self.batching.dp_size)
+        for start in range(0, largest_share, size):
+            rows = own_indices[start : start + size]
+            batch = self.rows.batch("validation", rows or indices[:1])
             yield batch if rows else batch.without_weights()
 
     def row_indices(self) -> list[int]:
-        """The indices of the evaluated rows, in order."""
+        """Return the sorted numbers of the evaluated rows."""
         available = self.rows.count("validation")
-        # evenly spaced: neighbouring rows are often of one document
+        # evenly spaced, because neighbouring rows often share a document
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]

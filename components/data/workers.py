@@ -1,12 +1,12 @@
 """
-Worker processes that make batches ahead of time.
+Worker processes that prepare batches ahead of time.
 
 torch's DataLoader is not used: it reports a dead worker by an exception from a signal handler, anywhere in the main
 thread, or only after the timeout; and its workers outlive a killed parent unless they are forked. Here each worker has
-one pipe: batches come back in order, and the end of either process closes the pipe for the other.
+one pipe: batches arrive in order, and the pipe closes for both processes when either one ends.
 
-Workers are started by multiprocessing's fork server. A fork of this process would inherit its locks, sockets and GPU
-context in whatever state its threads have them, and hold a killed run's files open.
+The fork server of multiprocessing starts the workers. A forked training process would inherit locks, sockets and the
+GPU context while other threads use them, and keep a killed run's files open.
 """
 
 import io
@@ -34,11 +34,11 @@ from drawloom.components.state.batch import Batch
 from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import UserError
 
-MOST = 4  # rows and documents that an error names
+MAX_NAMES_SHOWN = 4  # rows and documents in a message
 
 
 class WorkerLostError(Exception):
-    """A batch will not come; `hint` is what to do about it."""
+    """A worker that died or hung; `hint` is the remedy."""
 
     def __init__(self, text: str, hint: str) -> None:
         super().__init__(text)
@@ -53,24 +53,24 @@ class Worker:
     child: ChildProcess
 
     def request(self, rows: Sequence[int]) -> None:
-        """Request a batch. Never blocks: the worker reads requests in a thread."""
+        """Request a batch without blocking: the worker reads requests in a thread."""
         try:
             self.child.pipe.send(list(rows))
         except OSError as error:
-            raise self._died() from error
+            raise self._as_lost() from error
 
     def take(self, timeout: float) -> Batch:
-        """The oldest requested batch; waits up to `timeout` seconds."""
-        # the sentinel too: a worker that dies must not cost the whole timeout
+        """Return the oldest requested batch, after waiting up to `timeout` seconds."""
+        # wait for the sentinel too, so that a dead worker is noticed before the timeout
         if not wait([self.child.pipe, self.child.process.sentinel], timeout):
             hint = "give it more time (`timeout`), or write workers = 0"
-            raise WorkerLostError(f"{self} has for {timeout:g} seconds not given", hint)
+            raise WorkerLostError(f"within {timeout:g} s, {self} did not deliver", hint)
         try:
             answer = self.child.pipe.recv() if self.child.pipe.poll() else None
         except (EOFError, OSError) as error:
-            raise self._died() from error
+            raise self._as_lost() from error
         if answer is None:
-            raise self._died()
+            raise self._as_lost()
         if isinstance(answer, UserError):
             raise answer
         if isinstance(answer, str):
@@ -78,7 +78,7 @@ class Worker:
         batch: Batch = answer
         return batch
 
-    def _died(self) -> WorkerLostError:
+    def _as_lost(self) -> WorkerLostError:
         hint = "check for a lack of memory and start the run again, or write workers = 0"
         return WorkerLostError(f"{self} {self.child.end()} before it delivered", hint)
 
@@ -87,7 +87,7 @@ class Worker:
 
 
 class Workers:
-    """Workers that take turns, so that batches come in the order of the requests."""
+    """Worker processes that take turns, so that batches arrive in the order of the requests."""
 
     def __init__(self, rows: PackedDataset, split: Split, count: int) -> None:
         self.members: list[Worker] = []
@@ -101,20 +101,20 @@ class Workers:
         self._turns = cycle(self.members)
         self._requested: deque[tuple[Worker, Sequence[int]]] = deque()
 
-    def batches(self, wanted: Iterator[Sequence[int]], ahead: int, timeout: float) -> Iterator[Batch]:
-        """The batches of an endless iterator of row indices, `ahead` of which are requested in advance."""
+    def batches(self, requests: Iterator[Sequence[int]], ahead: int, timeout: float) -> Iterator[Batch]:
+        """Yield the batches of an endless iterator over row indices, with `ahead` requests in flight."""
         # batches that an earlier iterator requested are discarded
         while self._requested:
             self._take(timeout)
-        for rows in islice(wanted, ahead):
+        for rows in islice(requests, ahead):
             self._request(rows)
-        for rows in wanted:
+        for rows in requests:
             batch = self._take(timeout)
             self._request(rows)
             yield batch
 
     def close(self) -> None:
-        """End all workers."""
+        """Kill all workers."""
         while self.members:
             self.members.pop().child.stop()
 
@@ -123,29 +123,32 @@ class Workers:
         try:
             worker.request(rows)
         except WorkerLostError as error:
-            raise UserError(f"workers: {error} {self._described(rows)}; {error.hint}") from error
+            raise UserError(f"workers: {error} {self._describe(rows)}; {error.hint}") from error
         self._requested.append((worker, rows))
 
     def _take(self, timeout: float) -> Batch:
-        """The oldest requested batch. An error names the rows that it should have, and where they come from."""
+        """Return the oldest requested batch. Errors name its rows and their sources."""
         worker, rows = self._requested.popleft()
         try:
             return worker.take(timeout)
         except WorkerLostError as error:
-            raise UserError(f"workers: {error} {self._described(rows)}; {error.hint}") from error
+            raise UserError(f"workers: {error} {self._describe(rows)}; {error.hint}") from error
 
-    def _described(self, rows: Sequence[int]) -> str:
-        """The first rows of a batch, and the files and offsets of their documents."""
-        described = f"row{'s' * (len(rows) > 1)} {_some(map(str, rows))} of {self._split}"
+    def _describe(self, rows: Sequence[int]) -> str:
+        """Describe a batch's first rows, with their documents' files and offsets."""
+        described = f"row{'s' * (len(rows) > 1)} {_format_names(map(str, rows))} of {self._split}"
         if not isinstance(self._rows, TracedRows):
             return described
-        sources = dict.fromkeys(source for row in rows[:MOST] for source in self._rows.sources(self._split, row))
-        return f"{described} (of {_some(sources)})"
+        sources = dict.fromkeys(
+            source for row in rows[:MAX_NAMES_SHOWN] for source in self._rows.sources(self._split, row)
+        )
+        return f"{described} (of {_format_names(sources)})"
 
 
 def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # its import takes over a second: once, and not in each worker
+    # importing torch takes over a second; preloaded, it is imported once for all workers
+    context.set_forkserver_preload(["torch"])
     try:
         return Worker(number, start_child(context, _worker_main, rows, split))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
@@ -154,30 +157,30 @@ def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
 
 
 def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
-    """The main function of a worker: make the requested batches until the pipe ends."""
+    """Answer the requests of a worker until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
-    wanted: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, wanted), daemon=True).start()
+    requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, requests), daemon=True).start()
     while True:
-        answer = _answer(rows, split, wanted.get())
+        answer = _make_batch(rows, split, requests.get())
         try:
             pipe.send_bytes(TensorPickler.dumps(answer))
         except OSError:
             return
 
 
-def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
-    """Read requests in a thread, so that requesting never blocks; exit with the run, even during a batch."""
+def _listen(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
+    """Read requests in a thread, so that requesting never blocks; end the process with the run, even during a batch."""
     try:
         while True:
-            wanted.put(pipe.recv())
+            requests.put(pipe.recv())
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | UserError | str:
-    """A batch; or what is wrong, for the user or a traceback."""
+def _make_batch(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | UserError | str:
+    """Return a batch, a UserError, or the traceback of another error."""
     try:
         return rows.batch(split, indices)
     except UserError as error:
@@ -197,18 +200,20 @@ class TensorPickler(pickle.Pickler):
         return file.getvalue()
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to rebuild a tensor; numpy would not know every dtype."""
+        """Return how to rebuild a tensor; conversion to numpy would not support every dtype."""
         if not isinstance(value, Tensor):
             return NotImplemented
-        return _tensor_of, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
+        return _rebuild_tensor, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
 
 
-def _tensor_of(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     memory = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return memory.view(dtype).view(shape)
 
 
-def _some(names: Iterable[str]) -> str:
-    """The first of many."""
-    found = list(names)
-    return ", ".join(found[:MOST]) + (f" and {len(found) - MOST} more" if len(found) > MOST else "")
+def _format_names(names: Iterable[str]) -> str:
+    """Join the first MAX_NAMES_SHOWN names, and count the rest."""
+    listed = list(names)
+    return ", ".join(listed[:MAX_NAMES_SHOWN]) + (
+        f" and {len(listed) - MAX_NAMES_SHOWN} more" if len(listed) > MAX_NAMES_SHOWN else ""
+    )

@@ -1,1 +1,1 @@
-"""Exports a trained model as a Hugging Face folder."""
+"""Export of a trained model as a Hugging Face folder."""

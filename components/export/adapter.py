@@ -1,4 +1,4 @@
-"""Exports the adapters of a run in PEFT's format."""
+"""Exports a run's adapters in PEFT's format."""
 
 import json
 from collections import Counter
@@ -34,11 +34,11 @@ WEIGHTS = "adapter_model.safetensors"
 @component(impact="safe")
 class AdapterExport:
     """
-    Writes `<run folder>/adapter/`, which PEFT loads over the model that the run started from.
+    Writer of `<run folder>/adapter/`, which PEFT loads over the base model of the run.
 
-    It is exact, where merging adapters into narrow weights rounds their changes. Parts that are tuned in full are in
-    it as `modules_to_save`. Experts have one tensor for all, as in transformers 5. With an `average`, what is written
-    is averaged.
+    The export is exact, while merging adapters into narrow weights rounds their changes. Modules that are tuned in
+    full are included as `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`,
+    the exported weights are the averaged ones.
     """
 
     model: LanguageModel
@@ -46,46 +46,44 @@ class AdapterExport:
     folder: RunFolder
     mesh: Mesh
     average: AveragedWeights | None = None
-    base_model: str | None = setting(
-        default=None, doc="name or path of the model that was adapted, which adapter_config.json records"
-    )
+    base_model: str | None = setting(default=None, doc="name or path of the base model, for adapter_config.json")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """PEFT would look for new tokens in a table that the model it loads does not have."""
+        """Yield a problem for new tokens, because PEFT would look for them in the base model, which lacks them."""
         if (model := node.neighbour("model")) and model.settings.get("new_tokens"):
             text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
             remedy = f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
             yield node.problem("use", text, remedy)
 
     def open(self) -> None:
-        """UserError if the adapters are none that PEFT has: before the first step, and not after the last."""
-        self._format()
+        """Raise UserError, before the first step, if PEFT does not support the adapters."""
+        self._plan()
 
     def is_finished(self, step: int) -> bool:
-        """Whether the folder, which is never incomplete, is of this step. A collective with one result on all ranks."""
+        """Return whether the folder, which is never incomplete, is of this step. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
+        """Write the folder with the tensors of all ranks. A collective of all ranks."""
         if self.is_finished(step):
             return
         group = self.mesh.world
-        mapper, config = self._format()
-        run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # the adapter of an earlier step
+        mapper, config = self._plan()
+        run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with averaged(self.average):
-            mine = own_share(self.stages, mapper, group, workspace, only_inputs=True)
-            tensors, _ = run_on_all(group, mine.tensors)
+            share = own_share(self.stages, mapper, group, workspace, only_inputs=True)
+            tensors, _ = run_on_all(group, share.tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
                 merged = {name: tensor for part in parts for name, tensor in part.items()}
-                run_on_rank0(group, lambda: _write(self._target, merged, config, step))
+                run_on_rank0(group, lambda: _write_adapter(self._target, merged, config, step))
         if workspace is not None and group.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
 
-    def _format(self) -> tuple[Mapper, dict[str, Any]]:
-        """What maps parameters to PEFT's tensors, and the `adapter_config.json`."""
+    def _plan(self) -> tuple[Mapper, dict[str, Any]]:
+        """Return the mapper of parameters to PEFT's tensors, and the content of `adapter_config.json`."""
         whole = adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         return adapter_mapper(whole, tied), adapter_config(whole, tied, self.base_model)
@@ -95,8 +93,8 @@ class AdapterExport:
         return self.folder.folder / "adapter"
 
 
-def _write(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
-    """Write the folder with one file of tensors, of any shape, which PEFT reads; it appears complete or not at all."""
+def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
+    """Write the folder with one file of tensors, of any shape, for PEFT; it appears complete or not at all."""
     temporary = begin_folder(target)
     try:
         write_tensors(temporary.folder / WEIGHTS, tensors)
@@ -108,19 +106,21 @@ def _write(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any
 
 
 PREFIX = "base_model.model."
-"""What PEFT's names of tensors begin with, before transformers' names in memory."""
+"""Prefix that PEFT adds to the tensor names of transformers."""
 
 
 def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
-    """Maps parameters of a model with adapters to PEFT's tensors: those of adapters, and of parts tuned in full."""
+    """Map the parameters of adapters and of fully tuned modules to PEFT's tensors."""
     layers = [layer.peft_mapper(name) for name, layer in adapted_layers(whole)]
-    return parallel(*layers, *(_saved(name, tied) for name in _saved_tensors(whole)))
+    return parallel(*layers, *(_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole)))
 
 
 def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
-    """The `adapter_config.json` of a model with adapters. Raises UserError if PEFT has no such adapters."""
-    experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    pairs = [_beside(experts, pair) for name, layer in adapted_layers(whole) for pair in layer.low_ranks(name)]
+    """Return the `adapter_config.json` of a model with adapters. Raises UserError if PEFT does not support them."""
+    has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
+    pairs = [
+        _by_parameter(has_experts, pair) for name, layer in adapted_layers(whole) for pair in layer.low_ranks(name)
+    ]
     if not pairs:
         raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
     if len({pair.dora for pair in pairs}) > 1:
@@ -128,11 +128,11 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
     fused = [pair for pair in pairs if pair.fused]
     if fused and pairs[0].dora:
         raise UserError(f"PEFT has no DoRA for {fused[0].target}, in a model with experts; take the export")
-    # PEFT warns of patterns for fused parameters, though it uses them: theirs are the defaults.
+    # PEFT warns of patterns for fused parameters, though it uses them, so fused parameters get the defaults.
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
-    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _saved_tensors(whole)))
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_saved_tensors(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
     return {
@@ -140,13 +140,13 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
-        # Always plain LoRA: PEFT 0.21 scales adapters with rslora that it fuses by another rank.
+        # always plain LoRA, because PEFT 0.21 scales fused adapters with rslora by another rank
         "lora_alpha": scale * rank,
         "use_rslora": False,
         "use_dora": pairs[0].dora,
-        # It is used in training alone, and PEFT refuses it beside fused experts.
+        # only training uses dropout, and PEFT rejects it together with fused experts
         "lora_dropout": dropouts.pop() if len(dropouts) == 1 and not fused else 0.0,
-        "target_modules": _targets(whole, [pair for pair in pairs if not pair.fused]),
+        "target_modules": _target_modules(whole, [pair for pair in pairs if not pair.fused]),
         "target_parameters": [pair.target for pair in fused] or None,
         "rank_pattern": {pair.target: pair.rank for pair in others},
         "alpha_pattern": {pair.target: pair.scale * pair.rank for pair in others},
@@ -158,29 +158,35 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
     }
 
 
-def _beside(experts: bool, pair: LowRank) -> LowRank:
+def _by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     """
-    The entry of a module, in a model with experts by its parameter.
+    Return the entry of a module, by its parameter in a model with experts.
 
-    PEFT 0.21 takes modules that are called as projections of experts for these, also where they are no experts.
+    PEFT 0.21 treats all modules named like projections of experts as experts, even if they are not.
     """
-    if not experts or pair.target.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj") or pair.fused:
+    if not has_experts or pair.target.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj") or pair.fused:
         return pair
     return attrs.evolve(pair, target=f"{pair.target}.weight", fused=True)
 
 
-def _targets(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
-    """Names for `target_modules`: the last part alone where all modules that end so are adapted, else the whole."""
+def _target_modules(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
+    """
+    Return names for `target_modules`: the last part if all modules with this ending are adapted, else the whole
+    name.
+    """
     adapted = {pair.target for pair in pairs}
-    by_end: dict[str, set[str]] = {}
+    by_ending: dict[str, set[str]] = {}
     for name, _ in whole.named_modules():
-        by_end.setdefault(name.rpartition(".")[2], set()).add(name)
-    short = {end for end, names in by_end.items() if names <= adapted}
-    return sorted({end if (end := name.rpartition(".")[2]) in short else name for name in adapted})
+        by_ending.setdefault(name.rpartition(".")[2], set()).add(name)
+    adapted_endings = {ending for ending, names in by_ending.items() if names <= adapted}
+    return sorted({ending if (ending := name.rpartition(".")[2]) in adapted_endings else name for name in adapted})
 
 
-def _saved_tensors(whole: nn.Module) -> list[str]:
-    """The parameters and buffers of modules that are tuned in full, if only in part: PEFT saves modules."""
+def _list_saved_tensors(whole: nn.Module) -> list[str]:
+    """
+    Return the parameters and buffers of modules that are tuned in full or in part, because PEFT saves whole
+    modules.
+    """
     return [
         f"{name}.{leaf}"
         for name, module in whole.named_modules()
@@ -191,9 +197,9 @@ def _saved_tensors(whole: nn.Module) -> list[str]:
     ]
 
 
-def _saved(name: str, tied: bool) -> Mapper:
-    """A tensor of a module that is tuned in full; that of a tied embedding is the head's, too."""
-    theirs = [f"{PREFIX}{name}"]
+def _map_saved_tensor(name: str, tied: bool) -> Mapper:
+    """Map a tensor of a fully tuned module; a tied embedding is also mapped to the head."""
+    outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
-        theirs.append(f"{PREFIX}{HEAD}")
-    return Mapper((TensorGroup((name,), tuple(theirs), lambda tensors: [*same(tensors)] * len(theirs)),))
+        outputs.append(f"{PREFIX}{HEAD}")
+    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))

@@ -1,4 +1,4 @@
-"""Writes a model as a folder that `transformers` loads."""
+"""Writer of a model folder for transformers."""
 
 import json
 import logging
@@ -22,15 +22,15 @@ from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 log = logging.getLogger("drawloom.run")
 
 STATE = "trainer_state.json"
-"""The file with the step of the weights, by the name that Hugging Face's Trainer gives it."""
+"""Name of the file with the step of the weights, as in Hugging Face's Trainer."""
 
-LARGEST_STATE = 2**24  # bytes
+MAX_STATE_SIZE = 2**24  # bytes
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step of an exported folder's weights; None if there is no folder, or if it does not say."""
+    """Return the step of the weights in an exported folder, or None if it is missing or unknown."""
     try:
-        state = json.loads(read_file(folder / STATE, LARGEST_STATE))
+        state = json.loads(read_file(folder / STATE, MAX_STATE_SIZE))
     except (OSError, ValueError, RecursionError):
         return None
     return state.get("global_step") if isinstance(state, dict) else None
@@ -49,12 +49,12 @@ def write_folder(
     step: int | None = None,
 ) -> None:
     """
-    Write safetensors, `config.json` and the tokenizer's files; the folder appears complete or not at all.
+    Write safetensors, `config.json` and the tokenizer files; the folder appears complete or not at all.
 
-    The stages of all ranks of the group make up the model. All ranks call this, and exchange what they hold through
+    The stages of all ranks of the group form the model. All ranks call this, and exchange their parameters through
     `workspace`, a folder that all ranks see, or through shared memory of their machine. `max_shard` is in bytes;
-    without `dtype` tensors keep theirs; `step` is that of the weights, if known. Adapters are merged into the weights.
-    Raises UserError if the stages are not the whole model or the target exists.
+    without `dtype` tensors keep their dtypes; `step` is that of the weights, if known. Adapters are merged into the
+    weights. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -70,7 +70,7 @@ def write_folder(
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
         _write_config(folder, config, files)
-        if tokenizer is not None:  # after the config, by which transformers chooses a class of tokenizer
+        if tokenizer is not None:  # after the config, which determines the tokenizer class of transformers
             tokenizer.save(folder)
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
@@ -78,17 +78,17 @@ def write_folder(
     write_stages(target, stages, mapper, finish, group, workspace=workspace, max_shard=max_shard, dtype=dtype)
 
 
-def _log_merge_error(mine: MergeError, group: Group) -> None:
-    """Print what merging adapters into a narrow dtype has lost, over all ranks."""
-    each = [MergeError(change, lost) for change, lost in group.gather_json([mine.change, mine.lost])]
-    total = MergeError(sum(one.change for one in each), sum(one.lost for one in each))
+def _log_merge_error(error: MergeError, group: Group) -> None:
+    """Log the rounding loss of merging adapters, over all ranks."""
+    changes, losses = zip(*group.gather_json([error.change, error.lost]), strict=True)
+    total = MergeError(sum(changes), sum(losses))
     if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
         log.info(text, 100 * total.relative)
 
 
 def _write_config(folder: Path, config: dict[str, Any], files: list[PlannedFile]) -> None:
-    # Vectors may be wider, such as a router's bias.
+    # vectors may have a wider dtype, such as the bias of a router
     specs = [spec for file in files for spec in file.specs.values() if len(spec.shape) > 1]
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs}
     config = config | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})

@@ -1,4 +1,4 @@
-"""Exports the trained model as a folder that Hugging Face's libraries load."""
+"""Export of the trained model as a folder for Hugging Face's libraries."""
 
 import logging
 from contextlib import suppress
@@ -26,10 +26,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @component(impact="safe")
 class HuggingFaceExport:
     """
-    Writes `<run folder>/export/`: config.json, safetensors, the tokenizer's files and trainer_state.json.
+    Writer of `<run folder>/export/`: config.json, safetensors, the tokenizer files and trainer_state.json.
 
-    The last has the step of the weights as `global_step`, as in a checkpoint of Hugging Face's Trainer. With an
-    `average`, the weights are the averaged ones.
+    trainer_state.json has the step of the weights as `global_step`, as in checkpoints of Hugging Face's Trainer.
+    With an `average`, the exported weights are the averaged ones.
     """
 
     model: LanguageModel
@@ -38,21 +38,23 @@ class HuggingFaceExport:
     mesh: Mesh
     tokenizer: Tokenizer | None = wired(default=None)
     average: AveragedWeights | None = None
-    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="most bytes of tensors in a file")
+    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum bytes of tensors per file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, doc="dtype of the exported tensors; as trained if left out"
+        default=None, doc="dtype of the exported tensors; default: as trained"
     )
 
     def is_finished(self, step: int) -> bool:
-        """Whether the folder, which is never incomplete, is of this step. A collective with one result on all ranks."""
+        """Return whether the folder, which is never incomplete, is of this step. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
+        """Write the folder, to which each rank adds the tensors that it owns. A collective of all ranks."""
         if self.is_finished(step):
             return
-        run_on_rank0(self.mesh.world, lambda: remove_folder_at_once(self._target))  # the export of an earlier step
-        # In the run folder, which all ranks see also across machines.
+        run_on_rank0(
+            self.mesh.world, lambda: remove_folder_at_once(self._target)
+        )  # it may have the export of an earlier step
+        # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
         with averaged(self.average):
             write_folder(

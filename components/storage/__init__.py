@@ -1,1 +1,1 @@
-"""Atomic, durable and hashed files and folders, and readers that validate untrusted ones."""
+"""Atomic, durable and hashed files and folders, and validating readers for untrusted ones."""

@@ -1,5 +1,5 @@
 """
-Files and folders that survive a power cut: flushed to disk and, where they replace others, whole or not there.
+Files and folders that survive a power cut: flushed to disk, and replaced atomically.
 
 New content is written under a temporary name, flushed to disk, and renamed. No other module renames files.
 """
@@ -22,10 +22,10 @@ from drawloom.graph import UserError
 @attrs.define(eq=False)
 class FileWriter:
     """
-    An open file that is written at any offset; `name` is for errors.
+    Open file with writes at any offset; `name` is for errors.
 
-    A `sha256` stream hashes what is written in order from the start of the file. Those bytes must not change until the
-    file is complete, because a thread hashes them later.
+    A `sha256` stream hashes the bytes that are written in order from the start of the file. They must not change
+    until the file is complete, because a thread hashes them later.
     """
 
     name: str
@@ -35,18 +35,18 @@ class FileWriter:
     def put(self, data: memoryview, offset: int) -> None:
         """Write all bytes at an offset."""
         for start in range(0, len(data), CHUNK):
-            piece, place = data[start : start + CHUNK], offset + start
-            if self.sha256 is not None and place == self.sha256.size:
+            piece, position = data[start : start + CHUNK], offset + start
+            if self.sha256 is not None and position == self.sha256.size:
                 self.sha256.update(piece)
-            while piece:  # pwrite may write less than it is given
+            while piece:  # pwrite may write fewer bytes
                 try:
-                    count = os.pwrite(self.descriptor, piece, place)
+                    count = os.pwrite(self.descriptor, piece, position)
                 except OSError as error:
-                    raise _named(error, self.name) from error
-                piece, place = piece[count:], place + count
+                    raise _with_file_name(error, self.name) from error
+                piece, position = piece[count:], position + count
 
     def content(self) -> Content:
-        """Size and SHA-256 of what was written in order from the start."""
+        """Return the size and SHA-256 of the bytes that were written in order from the start."""
         if self.sha256 is None:
             raise ValueError(f"{self.name} was opened without a hash")
         return self.sha256.finish()
@@ -54,7 +54,7 @@ class FileWriter:
 
 @contextmanager
 def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
-    """Create a file, hashed in blocks of this size, and flushed at the end of the context; OSError if it exists."""
+    """Create a file with a hash per block, and flush it when the context ends. Raises OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     sha256 = Sha256Stream(block)
     try:
@@ -66,14 +66,14 @@ def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
 
 
 def write_file(path: Path, data: bytes) -> Content:
-    """Create a file of these bytes and flush it to disk; OSError if it exists."""
+    """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
     with new_file(path) as file:
         file.put(memoryview(data), 0)
     return file.content()
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder. A new or renamed file survives a power cut only if its folder is flushed, too."""
+    """Flush a file or a folder. A new or renamed file survives a power cut only if its folder is flushed too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _sync(descriptor, path)
@@ -89,26 +89,26 @@ def sync_tree(folder: Path) -> None:
 
 
 def free(folder: Path) -> int:
-    """The free bytes of the file system of a folder, for a process without privileges."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    """Return the free bytes on the file system of a folder, for an unprivileged process."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with everything in it, if it exists; of all else, such as a link or a pipe, only its name."""
+    """Remove a folder with its content, if it exists; of anything else, such as a link or a pipe, only the name."""
     try:
-        kind = os.lstat(path).st_mode
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
-    # rmtree opens what it is given, and would wait for a writer of a pipe
-    if stat.S_ISDIR(kind):
+    # rmtree would open a pipe, and wait for its writer
+    if stat.S_ISDIR(mode):
         shutil.rmtree(path)
     else:
         path.unlink()
 
 
 def names(folder: Path) -> list[str]:
-    """The sorted names in a folder; empty if it is missing."""
+    """Return the sorted names in a folder; empty if it is missing."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +116,7 @@ def names(folder: Path) -> list[str]:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a file or folder within its folder, which is atomic, and flush the new name."""
+    """Rename a file or folder atomically within its folder, and flush the new name."""
     os.rename(old, new)
     sync(new.parent)
 
@@ -124,7 +124,7 @@ def rename(old: Path, new: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replace the content of a file atomically. Two processes must not replace the same file at once."""
     temporary = temporary_name(path)
-    remove_folder(temporary)  # a killed process may have left it, or a stranger anything under its name
+    remove_folder(temporary)  # left by a killed process, or anything else of that name
     try:
         write_file(temporary, data)
         rename(temporary, path)
@@ -135,35 +135,34 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """The temporary path of the new content of a file: hidden, in the same folder, so that the rename is atomic."""
+    """Return the temporary path for new content of a file: hidden, in the same folder, so that the rename is atomic."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @attrs.frozen
 class TempFolder:
-    """A temporary folder beside the target; `commit` renames it to the target."""
+    """Temporary folder beside its target."""
 
     target: Path
     folder: Path
 
     def commit(self) -> None:
-        """Flush everything and rename it to the target."""
+        """Flush the folder, and rename it to the target."""
         sync_tree(self.folder)
         rename(self.folder, self.target)
 
     def discard(self) -> None:
-        """Remove the temporary folder, if it was not committed."""
+        """Remove the temporary folder, unless it was committed."""
         with suppress(OSError):
             remove_folder(self.folder)
 
 
 def remove_folder_at_once(target: Path) -> None:
-    """Remove a folder, if it exists: it disappears at once, and its files are removed under a temporary name."""
+    """Rename a folder, so that it disappears at once, and remove it under its temporary name."""
     target = target.absolute()
     if target.is_dir():
-        hidden = target.with_name(
-            f".{target.name}.partial-{secrets.token_hex(4)}"
-        )  # removed by `begin_folder` after a kill
+        # after a kill, `begin_folder` removes the hidden folder
+        hidden = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
         rename(target, hidden)
         with suppress(OSError):
             remove_folder(hidden)
@@ -171,10 +170,10 @@ def remove_folder_at_once(target: Path) -> None:
 
 def begin_folder(target: Path) -> TempFolder:
     """
-    A new folder to write into, on the file system of the target, so that the rename is atomic.
+    Create a temporary folder on the file system of the target, so that the rename is atomic.
 
-    Temporary folders of earlier attempts are removed, so that of two concurrent attempts the first fails, and files of
-    two attempts are never mixed. Raises UserError if the target exists and is not an empty folder.
+    Removes temporary folders of earlier attempts: of two concurrent attempts the first one fails, and files of two
+    attempts never mix. Raises UserError if the target exists and is not an empty folder.
     """
     _refuse_if_taken(target)
     target = target.absolute()
@@ -198,16 +197,16 @@ def _refuse_if_taken(target: Path) -> None:
 
 def _sync(descriptor: int, path: Path) -> None:
     """
-    fsync without a retry: after a failed one the kernel may have dropped the data, and a second one would succeed.
+    Call fsync once: after a failed call the kernel may have dropped the data, and a retry would succeed.
 
     https://lwn.net/Articles/752063/
     """
     try:
         os.fsync(descriptor)
     except OSError as error:
-        raise _named(error, str(path)) from error
+        raise _with_file_name(error, str(path)) from error
 
 
-def _named(error: OSError, name: str) -> OSError:
-    """An error of a system call on a descriptor, with the name of the file."""
+def _with_file_name(error: OSError, name: str) -> OSError:
+    """Add the file name to a system call's error."""
     return OSError(error.errno, error.strerror, name)

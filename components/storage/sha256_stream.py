@@ -1,7 +1,7 @@
 """
-SHA-256 of a stream of bytes, block by block, computed in a thread while the stream is written.
+SHA-256 of a byte stream, block by block, computed in a thread while the stream is written.
 
-A file has a digest for each of its blocks, and not one for all of it, so that a part can be read and verified alone.
+Digests are per block instead of per file, so that part of a file can be read and verified alone.
 """
 
 import hashlib
@@ -12,35 +12,35 @@ import attrs
 
 BLOCK = 2**22  # bytes; part of the format of checkpoints
 LARGE = 2**18  # bytes; hashing a smaller piece takes less time than starting a thread
-AHEAD = 4  # queued pieces; more would only hold memory, since hashing is about as fast as the disk
+AHEAD = 4  # queued pieces; more would only use memory, because hashing is about as fast as the disk
 
 
 @attrs.frozen
 class Content:
-    """Identifies what a file holds: its size in bytes, and the SHA-256 of each of its blocks in hexadecimal."""
+    """Identity of a file's content: its size in bytes, and the hexadecimal SHA-256 per block."""
 
     size: int
     blocks: tuple[str, ...] = attrs.field(converter=tuple[str, ...])
 
     @property
     def digest(self) -> str:
-        """One for the whole file: the SHA-256 of those of its blocks."""
+        """Digest for the whole file: the SHA-256 over its block digests."""
         return hashlib.sha256(b"".join(map(bytes.fromhex, self.blocks))).hexdigest()
 
 
 def count_blocks(size: int) -> int:
-    """The number of blocks of a file of `size` bytes; an empty file has one block, which is empty."""
+    """Return the block count for a file with `size` bytes; an empty file has one empty block."""
     return max(1, -(-size // BLOCK))
 
 
 def hash_block(block: bytes | memoryview) -> str:
-    """The digest of a block."""
+    """Return the hexadecimal SHA-256 of a block."""
     return hashlib.sha256(block).hexdigest()
 
 
 class Sha256Stream:
     """
-    Hashes pieces in order; from the first large piece on in a thread, while the disk is busy.
+    Incremental hash that starts a thread at the first large piece, to hash while the disk is busy.
 
     A piece must not change before `finish`, which also ends the thread. `size` is the number of bytes so far.
     """
@@ -49,7 +49,7 @@ class Sha256Stream:
         self.size = 0
         self._block = block  # bytes
         self._blocks: list[str] = []
-        self._hash, self._hashed = hashlib.sha256(), 0  # of the last block, and how many of its bytes
+        self._hash, self._hashed = hashlib.sha256(), 0  # hash of the last block, and its bytes so far
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
         self._thread: threading.Thread | None = None
 
@@ -57,7 +57,7 @@ class Sha256Stream:
         """Append a piece."""
         self.size += len(piece)
         if self._thread is None and len(piece) >= LARGE:
-            self._thread = threading.Thread(target=self._work, name="sha256", daemon=True)
+            self._thread = threading.Thread(target=self._hash_queue, name="sha256", daemon=True)
             self._thread.start()
         if self._thread is None:
             self._append(piece)
@@ -65,7 +65,7 @@ class Sha256Stream:
             self._pieces.put(piece)
 
     def finish(self) -> Content:
-        """Size and hashes of all pieces."""
+        """Return the size and digests of all pieces."""
         if self._thread is not None:
             self._pieces.put(None)
             self._thread.join()
@@ -74,7 +74,7 @@ class Sha256Stream:
             self._end_block()
         return Content(self.size, self._blocks)
 
-    def _work(self) -> None:
+    def _hash_queue(self) -> None:
         for piece in iter(self._pieces.get, None):
             self._append(piece)
 

@@ -1,10 +1,10 @@
 """
-The file format of state dicts: a JSON tree, and tensors by name.
+File format of state dicts: a JSON tree, and tensors by name.
 
 In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, a slice of a tensor
-{"slice": {"tensor": its name, "shape": of the whole, "offsets": ..., "size": ...}}, and a float that JSON can't hold
-{"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
-and a number if the path has characters that are not allowed in names of tensors.
+{"slice": {"tensor": its name, "shape": of the whole, "offsets": ..., "size": ...}}, and a float that JSON can't
+represent {"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
+and a number if the path has characters that tensor names must not have.
 """
 
 import math
@@ -20,12 +20,12 @@ from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 Tree = Any
 """A JSON value."""
 
-PART = re.compile(r"[A-Za-z0-9_.\-]+")
-LONGEST = 256  # characters of a name
+NAME_PART = re.compile(r"[A-Za-z0-9_.\-]+")
+MAX_NAME_LENGTH = 256  # characters
 
 
 class Packed(NamedTuple):
-    """A tree, and the tensors that it names."""
+    """A tree, with the tensors that it names."""
 
     tree: Tree
     tensors: dict[str, Tensor]
@@ -33,9 +33,9 @@ class Packed(NamedTuple):
 
 def pack(state: Any) -> Packed:
     """
-    The tree of a state, and its tensors, which are not copied; a tensor that occurs twice is stored once.
+    Return the tree of a state and its tensors, which are not copied; a tensor that occurs twice is stored once.
 
-    Raises TypeError, with the path, for a value that `unpack` would not restore exactly.
+    Raises TypeError with the path of a value that `unpack` would not restore exactly.
     """
     packer = _Packer()
     return Packed(packer.pack(state, ()), packer.tensors)
@@ -43,25 +43,25 @@ def pack(state: Any) -> Packed:
 
 def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """
-    The state of a tree and its tensors, of any shape, which are not copied.
+    Return the state of a tree and its tensors, of any shape, which are not copied.
 
-    Raises ValueError, with all missing and unexpected names, if the tensors are not those that the tree names.
+    Raises ValueError with all missing and unexpected names if the tree names other tensors.
     """
-    wanted = named(tree)
-    missing, extra = wanted - tensors.keys(), tensors.keys() - wanted
+    expected = tensor_names(tree)
+    missing, extra = expected - tensors.keys(), tensors.keys() - expected
     if missing or extra:
         lists = [("missing", missing), ("unexpected", extra)]
-        raise ValueError("; ".join(f"{what} {', '.join(sorted(which))}" for what, which in lists if which))
+        raise ValueError("; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in lists if names))
     return _unpack(tree, tensors)
 
 
-def named(tree: Tree) -> set[str]:
-    """The names of all tensors of a tree."""
+def tensor_names(tree: Tree) -> set[str]:
+    """Return the names of all tensors in a tree."""
     return {name for name, _ in leaves(tree)}
 
 
 def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
-    """The names of the tensors in a tree, and of those that are slices their places."""
+    """Yield the names of the tensors in a tree, with their slices (None for a whole tensor)."""
     if isinstance(tree, list):
         for part in tree:
             yield from leaves(part)
@@ -70,30 +70,30 @@ def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
         if kind == "tensor":
             yield content, None
         elif kind == "slice":
-            yield content["tensor"], _place(content)
+            yield content["tensor"], _parse_slice(content)
         else:
             yield from leaves([*content.values()] if kind == "dict" else content)
 
 
-def narrowed(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
-    """The tree of a state of which only these parts of the tensors are held: their leaves become slices."""
+def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
+    """Return the tree of a state after its tensors were narrowed to `parts`: their leaves become slices."""
     if isinstance(tree, list):
-        return [narrowed(part, parts) for part in tree]
+        return [narrow_tree(part, parts) for part in tree]
     if not isinstance(tree, dict):
         return tree
     [(kind, content)] = tree.items()
     if kind == "tensor" and content in parts:
-        return _slice(content, parts[content])
+        return _slice_leaf(content, parts[content])
     if kind == "slice" and content["tensor"] in parts:
         name = content["tensor"]
-        return _slice(name, TensorSlice.nested(_place(content), parts[name]) or parts[name])
+        return _slice_leaf(name, TensorSlice.nested(_parse_slice(content), parts[name]) or parts[name])
     if kind == "dict":
-        return {kind: {key: narrowed(part, parts) for key, part in content.items()}}
-    return {kind: narrowed(content, parts)} if kind == "tuple" else tree
+        return {kind: {key: narrow_tree(part, parts) for key, part in content.items()}}
+    return {kind: narrow_tree(content, parts)} if kind == "tuple" else tree
 
 
 def entries(tree: Tree) -> dict[str, Tree]:
-    """The entries of the tree of a dict; ValueError if it is the tree of something else."""
+    """Return the entries of a dict's tree. Raises ValueError for another tree."""
     content = tree.get("dict") if isinstance(tree, dict) else None
     if not isinstance(content, dict):
         raise ValueError("a state is not a dict")
@@ -101,7 +101,7 @@ def entries(tree: Tree) -> dict[str, Tree]:
 
 
 class _Packer:
-    """Collects tensors under names while it packs a state."""
+    """Packer of a state that collects tensors by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -111,27 +111,32 @@ class _Packer:
         if isinstance(value, Tensor):
             return {"tensor": self._name(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            return _slice(self._name(value.tensor.detach(), path), value.place)
+            return _slice_leaf(self._name(value.tensor.detach(), path), value.place)
         if isinstance(value, dict):
-            # JSON would turn other keys into strings.
+            # JSON would convert other keys to strings.
             if wrong := [key for key in value if type(key) is not str]:
-                raise TypeError(f"{_text(path)} has the key {wrong[0]!r}; keys of a state are strings")
+                raise TypeError(f"{_join_path(path)} has the key {wrong[0]!r}; keys of a state are strings")
             return {"dict": {key: self.pack(part, (*path, key)) for key, part in value.items()}}
         if type(value) in (list, tuple):
-            parts = [self.pack(part, (*path, place)) for place, part in enumerate(value)]
+            parts = [self.pack(part, (*path, index)) for index, part in enumerate(value)]
             return parts if type(value) is list else {"tuple": parts}
         if type(value) is float and not math.isfinite(value):
             return {"float": str(value)}
         if value is None or type(value) in (bool, int, float, str):
             return value
-        raise TypeError(f"{_text(path)} is a {type(value).__name__}, which can't be saved")
+        raise TypeError(f"{_join_path(path)} is a {type(value).__name__}, which can't be saved")
 
     def _name(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """The name of a tensor; the earlier one, if the same memory with the same layout has a name."""
-        name = _text(path)
-        if not path or not all(PART.fullmatch(str(part)) for part in path) or ".." in name or len(name) > LONGEST:
+        """Return the name of a tensor; a tensor with the same memory and layout as an earlier one has its name."""
+        name = _join_path(path)
+        if (
+            not path
+            or not all(NAME_PART.fullmatch(str(part)) for part in path)
+            or ".." in name
+            or len(name) > MAX_NAME_LENGTH
+        ):
             name = f"/{len(self.tensors)}"
-        # Empty tensors, and all on the meta device, share the null pointer without being the same tensor.
+        # All empty tensors, and all tensors on the meta device, have the null pointer, but are different tensors.
         memory = name if tensor.is_meta or not tensor.numel() else (tensor.device, tensor.data_ptr())
         key = memory, tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._names:
@@ -140,23 +145,23 @@ class _Packer:
         return self._names[key]
 
 
-def _slice(name: str, place: TensorSlice) -> Tree:
-    """The leaf of a slice whose tensor has this name."""
-    return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(place).items()}}}
+def _slice_leaf(name: str, tensor_slice: TensorSlice) -> Tree:
+    """Return the leaf for a slice of the named tensor."""
+    return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(tensor_slice).items()}}}
 
 
-def _place(content: Mapping[str, Any]) -> TensorSlice:
-    """The slice of a tree's leaf; ValueError if it is not one."""
+def _parse_slice(content: Mapping[str, Any]) -> TensorSlice:
+    """Return the slice of a leaf. Raises ValueError if it is invalid."""
     shape, offsets, size = (content[key] for key in ("shape", "offsets", "size"))
     numbers = [*shape, *offsets, *size]
-    if not len(shape) == len(offsets) == len(size) or any(type(each) is not int or each < 0 for each in numbers):
+    if not len(shape) == len(offsets) == len(size) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a slice has no valid shape")
     if any(at + length > whole for whole, at, length in zip(shape, offsets, size, strict=True)):
         raise ValueError("a slice is not inside its tensor")
     return TensorSlice(tuple(shape), tuple(offsets), tuple(size))
 
 
-def _text(path: tuple[Any, ...]) -> str:
+def _join_path(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path)) or "it"
 
 
@@ -169,7 +174,7 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "slice":
-        return SlicedTensor(tensors[content["tensor"]], _place(content))
+        return SlicedTensor(tensors[content["tensor"]], _parse_slice(content))
     if kind == "float":
         return float(content)
     if kind == "tuple":

@@ -1,7 +1,7 @@
 """
-Files of JSON lines in a run folder: an object for each step, with a checksum, cut back to the step of a resume.
+Files of JSON lines in a run folder: an object per step, with a checksum, truncated to the step of a resume.
 
-A line is `{"step": N, ..., "crc32": C}`, in which C is the CRC-32 of the line's bytes without that last entry.
+A line is `{"step": N, ..., "crc32": C}`, where C is the CRC-32 of the line's bytes without the last entry.
 """
 
 import errno
@@ -18,8 +18,8 @@ import attrs
 from drawloom.components.storage.appended_file import AppendedFile
 from drawloom.components.storage.regular_file import read_file
 
-BUFFER_SIZE = 2**24  # bytes of lines that the disk has not accepted yet; further ones are dropped
-MAX_SIZE = 2**34  # bytes of a file; more is not a log that a run has written
+BUFFER_SIZE = 2**24  # bytes of lines that could not be written yet; further lines are dropped
+MAX_SIZE = 2**34  # bytes of a file; no run writes more
 CHECKSUM = "crc32"
 MAX_NUMBERS_SHOWN = 5
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 @attrs.frozen
 class StepLine:
-    """A readable line: its step, its object without the checksum, and whether it has changed since it was written."""
+    """Readable line: its step, its object without the checksum, and whether its checksum is wrong."""
 
     step: int
     row: Row
@@ -40,7 +40,7 @@ class StepLine:
 
 @attrs.define
 class Damage:
-    """Damaged lines of a file: numbers of lines, from 1, and steps of the lines that have another checksum."""
+    """Damaged lines of a file: line numbers, from 1, and steps of lines with a wrong checksum."""
 
     unreadable: list[int] = attrs.field(factory=list)
     out_of_order: list[int] = attrs.field(factory=list)
@@ -48,9 +48,9 @@ class Damage:
 
     def __str__(self) -> str:
         parts = [
-            _count("line is unreadable", "lines are unreadable", "line", self.unreadable),
-            _count("line is out of order", "lines are out of order", "line", self.out_of_order),
-            _count("line was changed after it was written", "lines were changed later", "step", self.changed),
+            _describe_lines("line is unreadable", "lines are unreadable", "line", self.unreadable),
+            _describe_lines("line is out of order", "lines are out of order", "line", self.out_of_order),
+            _describe_lines("line was changed after it was written", "lines were changed later", "step", self.changed),
         ]
         return ", ".join(filter(None, parts))
 
@@ -58,26 +58,26 @@ class Damage:
 @attrs.define(eq=False)
 class StepLog:
     """
-    A file of lines by step that a run appends to.
+    Log file of a run with one line per step.
 
-    What the disk does not accept is kept in memory, with one warning, and written with a later line.
+    Lines that can't be written stay in memory, with one warning, and are written with a later line.
     """
 
     _file: AppendedFile
     _buffer: bytes = b""
     _has_warned: bool = False
-    _written: int = 0  # the last step whose line the disk has accepted
-    _appended: int = 0  # the last step
-    # a checkpoint that is written in the background flushes from its own thread
+    _written: int = 0  # the last step whose line was written
+    _appended: int = 0  # the last step whose line was appended
+    # a background checkpoint flushes from its own thread
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     @classmethod
     def open(cls, path: Path) -> "StepLog":
-        """Open a file, which is created if it is missing. Raises UserError if it is a link or not a regular file."""
+        """Open a file, and create it if it is missing. Raises UserError if it is a link or not a regular file."""
         return cls(AppendedFile.open(path))
 
     def append(self, row: Row) -> None:
-        """Append a row, which has a `step`, and write it at once, if the disk accepts it."""
+        """Append a row with a `step`, and try to write it at once."""
         with self._lock:
             if len(self._buffer) < BUFFER_SIZE:
                 self._buffer += encode_line(row)
@@ -85,7 +85,7 @@ class StepLog:
             self._write()
 
     def flush(self) -> None:
-        """Return when every line is on disk. Raises OSError if the disk does not accept some."""
+        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
         with self._lock:
             self._write()
             if self._buffer:
@@ -95,17 +95,19 @@ class StepLog:
 
     def rewind(self, step: int, known: Mapping[int, Row] | None = None) -> int:
         """
-        Remove the lines after a step, and damaged ones, with a warning that counts them; return the last step kept.
+        Remove the lines after a step, and damaged lines with a warning; return the last step kept.
 
-        A line that has changed since it was written is kept, but what is `known` of its step replaces its values; an
-        unreadable line is replaced by what is known of its step.
+        A line with a wrong checksum is kept, with its values replaced by the `known` row of its step; an
+        unreadable line is replaced by the known row.
         """
         with self._lock:
             self._buffer, self._written, self._appended = b"", step, step
             lines, damage = parse_lines(self._file.read())
             kept = {line.step: line for line in lines if line.step <= step}
             damage.changed = [number for number in damage.changed if number in kept]
-            repaired = _repaired(kept, damage, {number: row for number, row in (known or {}).items() if number <= step})
+            repaired = _repair_rows(
+                kept, damage, {number: row for number, row in (known or {}).items() if number <= step}
+            )
             self._warn_of(damage, repaired)
             rows = {number: line.text + b"\n" for number, line in kept.items()}
             rows |= {number: encode_line(row) for number, row in repaired.items()}
@@ -113,13 +115,13 @@ class StepLog:
         return max(rows, default=0)
 
     def close(self) -> None:
-        """Write what is buffered, and close the file."""
+        """Write the buffered lines, and close the file."""
         with self._lock:
             self._write()
             self._file.close()
 
     def _write(self) -> None:
-        """Write the buffered lines, as far as the disk accepts them; an error is only a warning."""
+        """Write as many buffered lines as the disk accepts; an error is only a warning."""
         try:
             while self._buffer:
                 self._buffer = self._buffer[self._file.append(self._buffer) :]
@@ -139,14 +141,14 @@ class StepLog:
 
 @attrs.define
 class RestartedLog:
-    """A step log that `begin(step)` opens at the first step, and anew where a run goes back to an earlier one."""
+    """Step log that `begin(step)` opens at the first step, and again when a run goes back to an earlier step."""
 
     begin: Callable[[int], StepLog]
     _log: StepLog | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
 
     def append(self, row: Row) -> None:
-        """Append the row of a step. Lines of the same and later steps, from an earlier process, are removed first."""
+        """Append the row of a step. Lines of this and later steps, from an earlier process, are removed first."""
         step = row["step"]
         if self._log is None or step <= self._newest:
             self.close()
@@ -155,12 +157,12 @@ class RestartedLog:
         self._log.append(row)
 
     def flush(self) -> None:
-        """Return when every line is on disk. Raises OSError if the disk does not accept some."""
+        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
         if self._log is not None:
             self._log.flush()
 
     def close(self) -> None:
-        """Write what is buffered, and close the file."""
+        """Write the buffered lines, and close the file."""
         log, self._log = self._log, None
         if log is not None:
             log.close()
@@ -173,7 +175,7 @@ def encode_line(row: Row) -> bytes:
 
 
 def read_steps(path: Path) -> tuple[list[StepLine], Damage]:
-    """Return the lines of a file in order of steps, and its damage. Raises OSError if it is not a regular file."""
+    """Return the lines of a file ordered by step, and its damage. Raises OSError if it is not a regular file."""
     try:
         content = read_file(path, MAX_SIZE)
     except FileNotFoundError:
@@ -183,9 +185,10 @@ def read_steps(path: Path) -> tuple[list[StepLine], Damage]:
 
 def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
     """
-    Return the readable lines in order of steps, and what is damaged.
+    Return the readable lines ordered by step, and the damage.
 
-    A last line that a kill has left incomplete is no damage. Of lines out of order, those with a valid checksum stay.
+    A last line that a kill has left incomplete is not damage. Among lines out of order, lines with a valid checksum
+    are kept.
     """
     kept: list[tuple[int, StepLine]] = []
     damage = Damage()
@@ -208,7 +211,7 @@ def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
 
 
 def _parse(text: bytes) -> StepLine | None:
-    """Return a line; None if it is not an object with a step."""
+    """Return a line, or None if it is not an object with a step."""
     try:
         row = json.loads(text)
         step = row["step"]
@@ -222,15 +225,15 @@ def _parse(text: bytes) -> StepLine | None:
     return StepLine(step, row, text, has_changed or type(checksum) is not int)
 
 
-def _repaired(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[int, Row]) -> dict[int, Row]:
-    """Return the rows of damaged lines whose step is known: of changed ones, and in place of unreadable ones."""
+def _repair_rows(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[int, Row]) -> dict[int, Row]:
+    """Return the known rows of damaged lines: merged into changed lines, and in place of unreadable lines."""
     repaired = {number: kept[number].row | known[number] for number in damage.changed if number in known}
     if damage.unreadable:
         repaired |= {number: row for number, row in known.items() if number not in kept}
     return repaired
 
 
-def _count(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
+def _describe_lines(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
     shown = ", ".join(map(str, sorted(numbers)[:MAX_NUMBERS_SHOWN]))

@@ -1,4 +1,4 @@
-"""Sources of named tensors, such as memory, and the bytes of tensors."""
+"""Sources of named tensors, and conversions between tensors and bytes."""
 
 import math
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """Named tensors, each read on request."""
+    """Named tensors that are read on request."""
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Every tensor's shape and dtype, in a stable order."""
+        """Return the shape and dtype of every tensor, in a stable order."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, any shape, as stated in `specs`; it may share memory with the source, and must not be changed."""
+        """Return a tensor with the spec in `specs`. It may share memory with the source, and must not be modified."""
         ...
 
 
 @attrs.frozen
 class InMemory:
-    """A source of tensors in memory, which are not copied."""
+    """Source of tensors in memory, which are not copied."""
 
     tensors: Mapping[str, Tensor]
 
@@ -43,29 +43,29 @@ class InMemory:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, any shape, detached and not copied."""
+        """Return a tensor, any shape, detached and not copied."""
         return self.tensors[name].detach()
 
 
 def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
-    """An uninitialized tensor, any shape (the spec's), on the CPU, and a writable view of its bytes."""
+    """Return an uninitialized CPU tensor of the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
     return from_memory(memory, spec), view(memory)
 
 
 def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
-    """memory: (bytes,), uint8; the result is a view of spec.shape and spec.dtype, without a copy."""
+    """View memory, uint8 (bytes,), as a tensor with the spec's shape and dtype."""
     return memory.view(spec.dtype).view(spec.shape)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """tensor: any shape, any dtype; its bytes in row-major order, copied only if not on the CPU or not contiguous."""
-    # Lazily negated and conjugated tensors have other bytes than values.
+    """Return the bytes of a tensor, any shape and dtype, in row-major order; copies only if necessary."""
+    # lazily negated and conjugated tensors store other bytes than their values
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
     return view(dense.view(-1).view(torch.uint8))
 
 
 def view(memory: Tensor) -> memoryview:
-    """memory: (bytes,), uint8, on the CPU; a writable view of its bytes."""
+    """View memory, uint8 (bytes,) on the CPU, as writable bytes."""
     array: Any = memory.numpy()
     return memoryview(array)

@@ -1,4 +1,4 @@
-"""Models with adapters: what is frozen, what is added, and how it is merged into the weights of the model."""
+"""Models with adapters: frozen parameters, added parameters, and merging into the weights of the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +16,14 @@ from drawloom.components.weights.mapper import parallel
 from drawloom.graph import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
-"""Hugging Face's names of the embedding, and of a head that is not tied to it."""
+"""Names of the embedding and of an untied head in Hugging Face models."""
 
 
 def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
-    """Freeze a module on the meta device but for what the adapters train; the patterns that matched something."""
+    """
+    Add adapters to a module on the meta device, and freeze everything they do not train; return the patterns that
+    matched.
+    """
     if not adapters:
         return set()
     module.requires_grad_(False)
@@ -28,27 +31,27 @@ def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
 
 
 def adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
-    """The whole model with adapters, on the meta device. Raises UserError for a pattern that matches nothing in it."""
+    """Build the whole model with adapters on the meta device. Raises UserError for a pattern that matches nothing."""
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
         names = [name for name, _ in module.named_modules() if name.count(".") > 2]
-        found = inject(adapters, module)
+        matched = inject(adapters, module)
     for adapter in adapters:
         for target in adapter.targets:
-            if target not in found:
+            if target not in matched:
                 example = f"; a module of the model is called {names[0]}" if names else ""
                 raise UserError(f"adapters: {target!r} matches nothing that can be adapted{example}", exit_code=2)
     return module
 
 
 def adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
-    """The layers with adapters, by name."""
+    """Iterate over the layers with adapters, by name."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
 
 
 @contextmanager
 def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules compute as those without adapters."""
+    """Disable the adapters of modules inside the context."""
     layers = [layer for module in modules for _, layer in adapted_layers(module)]
     for layer in layers:
         layer.active = False
@@ -60,12 +63,12 @@ def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """The names of the parameters that adapters have added."""
+    """Return the names of the parameters that adapters have added."""
     return {f"{name}.{leaf}" for name, layer in adapted_layers(module) for leaf in layer.adapter_names}
 
 
 def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
-    """Make the adapters' parameters real, with their initial values; all other parameters have theirs."""
+    """Materialize the adapter parameters with their initial values; all other parameters are already materialized."""
     for name, layer in adapted_layers(module):
         for leaf in layer.adapter_names:
             parameter = getattr(layer, leaf)
@@ -77,9 +80,9 @@ def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
 
 def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """
-    Maps the parameters of layers with adapters to those of layers without.
+    Map parameters of adapted layers to those of plain layers.
 
-    An adapter of a tied embedding leaves the head as it is: the result has a head of its own then.
+    An adapter of a tied embedding leaves the head unchanged: the result has a separate head.
     """
     layers = adapted_layers(whole)
     return parallel(*(layer.merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers))
@@ -87,20 +90,20 @@ def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
 
 @attrs.frozen
 class MergeError:
-    """Sums of squares over weights: of their changes by adapters, and of what merging in some dtype loses of these."""
+    """Squared norms of the weight changes by adapters, and of the rounding loss when merging them."""
 
     change: float = 0.0
     lost: float = 0.0
 
     @property
     def relative(self) -> float:
-        """The norm of what is lost, as a part of that of the change."""
+        """The norm of the rounding loss relative to the norm of the change."""
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
 
 def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeError:
     """
-    What merging loses of the changes of these parameters in a dtype or, if None, in the weights' own.
+    Measure the rounding loss of merging adapters into these parameters, in `dtype` or the dtype of the weights.
 
     Slices are gathered: a collective of the ranks that have them.
     """
@@ -109,9 +112,9 @@ def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: to
         if not parameters.keys() >= set(group.inputs):
             continue
         base = parameters[group.inputs[0]]
-        wide = {name: parameters[name].whole().float() for name in group.inputs}
-        merged = convert(Mapper((group,)), wide)[group.outputs[0]]
+        wide_parameters = {name: parameters[name].whole().float() for name in group.inputs}
+        merged = convert(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
-        change = merged - wide[group.inputs[0]]
+        change = merged - wide_parameters[group.inputs[0]]
         error = MergeError(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
     return error

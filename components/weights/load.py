@@ -1,4 +1,4 @@
-"""Loads weights from files into modules through a mapper, one group of tensors at a time."""
+"""Loads weights from files into modules, through a mapper, one tensor group at a time."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
@@ -20,18 +20,20 @@ from drawloom.graph import UserError
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a module, of any shape, by name: its own tensors, tied ones once."""
+    """Return the parameters and persistent buffers of a module, of any shape, by name; a tied tensor is listed once."""
     return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers of a module, of any shape, by name."""
+    """Return the persistent buffers of a module, of any shape, by name."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors of any shape at once; KeyError if an input is missing. Tensors that are no inputs are dropped."""
+    """
+    Convert tensors of any shape at once. Drops tensors that are not inputs; raises KeyError if an input is missing.
+    """
     return {
         name: tensor
         for group in mapper.groups
@@ -42,14 +44,16 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
     """Yield converted tensors, of any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
-        # Popped, so that a tensor is freed as soon as the consumer drops it.
-        given = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]
-        while given:
-            yield given.pop()
+        # popped, so that a tensor is freed as soon as the consumer drops it
+        outputs = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]
+        while outputs:
+            yield outputs.pop()
 
 
 def group_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The specs of a group's outputs, computed on the meta device; ValueError if the inputs can't be converted."""
+    """
+    Return a group's output specs, computed on the meta device. Raises ValueError if the inputs can't be converted.
+    """
     meta = [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in group.inputs]
     try:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
@@ -74,11 +78,11 @@ def load_folder(
     """
     Fill a module, which may be a part of the model, from a folder, through a mapper of the whole model.
 
-    Parameters on the meta device are materialized on `device`, others filled in place; they keep dtype and sharding.
-    Persistent buffers must be materialized; those among the outputs of the mapper are filled. Raises UserError with all
-    tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted if it equals an expected
-    one bit for bit: it is a tied copy. Parameters named in `without` are left as they are; those in `places` are slices
-    of the model's.
+    Parameters on the meta device are materialized on `device`, others are filled in place; they keep dtype and
+    sharding. Persistent buffers must be materialized; those among the outputs of the mapper are filled. Raises
+    UserError with all tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted
+    if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `without` stay
+    unchanged; parameters in `places` are slices of the model's parameters.
     """
     load(fitting_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
 
@@ -90,9 +94,12 @@ def fitting_folder(
     without: Collection[str] = (),
     places: Mapping[str, TensorSlice] = {},
 ) -> TensorSource:
-    """A folder from which `load_folder` can fill the module; UserError, from the headers of its files, if it can't."""
+    """
+    Open a folder from which `load_folder` can fill the module. Raises UserError, from the headers of its files, if
+    it can't.
+    """
     source = open_safetensors_folder(folder)
-    if reasons := list(_mismatches(source, mapper, _targets(module, mapper, without), places)):
+    if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source
 
@@ -106,24 +113,25 @@ def load(
     places: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
-    Fill the parameters and persistent buffers of a module that are outputs of a mapper; parameters on the meta device
-    are materialized on `device`. Of those in `places` the module has slices.
+    Fill the parameters and persistent buffers of a module that are outputs of a mapper.
+
+    Parameters on the meta device are materialized on `device`. For names in `places` the module has slices.
     """
-    parameters = _targets(module, mapper, without)
+    parameters = _find_targets(module, mapper, without)
     needed = giving(mapper, parameters)
     parts = [cut(name, places[name]) if name in places else identity(name) for name in needed.outputs]
-    spread = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
-    for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*spread))):
+    distributions = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
+    for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*distributions))):
         if name in parameters:
             _fill(module, parameters[name], tensor, torch.device(device))
 
 
-def _targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
-    """All of the model's parameters, without those of a loss, and those persistent buffers that the mapper knows of."""
-    given, others = set(mapper.outputs), set(without)
+def _find_targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
+    """Return the model parameters (without those of the loss) and the persistent buffers that the mapper outputs."""
+    outputs, others = set(mapper.outputs), set(without)
     named = persistent_tensors(module).items()
-    tensors = {name: each for name, each in named if not name.startswith(f"{LOSS}.") and name not in others}
-    return {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) or name in given}
+    tensors = {name: tensor for name, tensor in named if not name.startswith(f"{LOSS}.") and name not in others}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) or name in outputs}
 
 
 def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
@@ -132,39 +140,42 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
             parameter.copy_(tensor)
         return
     moved = tensor.to(device, parameter.dtype)
-    real = nn.Parameter(_own(moved, moved is not tensor), parameter.requires_grad)
-    # Every place that holds the parameter, so that tied parameters stay tied.
+    real = nn.Parameter(_as_own_storage(moved, moved is not tensor), parameter.requires_grad)
+    # replaces every reference to the parameter, so that tied parameters stay tied
     for part in module.modules():
         for name, other in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if other is parameter:
                 setattr(part, name, real)
 
 
-def _own(tensor: Tensor, ours: bool) -> Tensor:
-    """Return a contiguous tensor that fills its storage; a copy if its memory is not `ours` or it is a view of more."""
+def _as_own_storage(tensor: Tensor, ours: bool) -> Tensor:
+    """
+    Return a contiguous tensor that fills its storage; a copy if its memory is not `ours`, or if it is a partial
+    view.
+    """
     if is_dtensor(tensor):
         return tensor if ours else tensor.clone()
-    fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if ours and fills else tensor.clone(memory_format=torch.contiguous_format)
+    fills_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if ours and fills_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _mismatches(
+def _find_mismatches(
     source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor], places: Mapping[str, TensorSlice]
 ) -> Iterator[str]:
-    specs, taken = source.specs(), set(mapper.inputs)
+    specs, used = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in parameters if name not in outputs]:
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    extra = [name for name in specs if name not in taken]
-    if extra and not _is_tied_copy(source, extra, taken):
+    extra = [name for name in specs if name not in used]
+    if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
-    shapes = {name: places[name].shape if name in places else tuple(each.shape) for name, each in parameters.items()}
-    yield from _wrong_shapes(giving(mapper, parameters), specs, shapes)
+    shapes = {name: places[name].shape if name in places else tuple(p.shape) for name, p in parameters.items()}
+    yield from _find_wrong_shapes(giving(mapper, parameters), specs, shapes)
 
 
-def _wrong_shapes(
+def _find_wrong_shapes(
     mapper: Mapper, specs: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
     wrong: list[str] = []
@@ -172,33 +183,36 @@ def _wrong_shapes(
         if any(name not in specs for name in group.inputs):
             continue
         try:
-            given = group_specs(group, specs)
+            output_specs = group_specs(group, specs)
         except ValueError as error:
             yield str(error)
             continue
         origin = ", ".join(group.inputs)
-        pairs = [(spec.shape, shapes[name]) for name, spec in given.items() if name in shapes]
-        wrong += [f"{origin} {found} for {wanted}" for found, wanted in pairs if found != wanted]
+        pairs = [(spec.shape, shapes[name]) for name, spec in output_specs.items() if name in shapes]
+        wrong += [f"{origin} {actual} for {expected}" for actual, expected in pairs if actual != expected]
     if wrong:
         yield f"wrong shape {format_names(wrong)}"
 
 
-def _is_tied_copy(source: TensorSource, extra: list[str], wanted: set[str]) -> bool:
-    """Whether the one unexpected tensor equals an expected one bit for bit: some folders of tied models have a head."""
+def _is_tied_copy(source: TensorSource, extra: list[str], expected: set[str]) -> bool:
+    """
+    Return whether the only unexpected tensor equals an expected one bit for bit: folders of tied models may have a
+    head.
+    """
     specs = source.specs()
-    alike = [name for name in specs if name in wanted and specs[name] == specs[extra[0]]]
-    return len(extra) == 1 and any(torch.equal(source.tensor(extra[0]), source.tensor(name)) for name in alike)
+    candidates = [name for name in specs if name in expected and specs[name] == specs[extra[0]]]
+    return len(extra) == 1 and any(torch.equal(source.tensor(extra[0]), source.tensor(name)) for name in candidates)
 
 
 WHOLE = 2**24
-"""Bytes of a file that are hashed in full; of larger ones samples are, so that a fingerprint takes milliseconds."""
+"""Bytes up to which a file is hashed in full; larger files are sampled, so that a fingerprint takes milliseconds."""
 
 SAMPLES = 256
-"""Samples of a large file, each of WHOLE / SAMPLES bytes, evenly spread, with its beginning and its end."""
+"""Evenly spaced samples of a large file, WHOLE / SAMPLES bytes each, including its beginning and its end."""
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """SHA-256 of the names, sizes and sampled bytes of a folder's safetensors files, in hexadecimal."""
+    """Return a hexadecimal SHA-256 of the names, sizes and sampled bytes of a folder's safetensors files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with open_regular_file(path) as file:
@@ -209,8 +223,8 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def _samples(size: int) -> list[tuple[int, int]]:
-    """Offset and size of each part of a file that is hashed."""
+    """Return the offset and size of each hashed part."""
     if size <= WHOLE:
         return [(0, size)]
     part = WHOLE // SAMPLES
-    return [(place * (size - part) // (SAMPLES - 1), part) for place in range(SAMPLES)]
+    return [(index * (size - part) // (SAMPLES - 1), part) for index in range(SAMPLES)]

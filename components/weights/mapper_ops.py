@@ -1,4 +1,4 @@
-"""Elementary mappers: rename, reshape, stack, concatenate, distribute. Others are composed of them."""
+"""Elementary mappers: rename, reshape, stack, concatenate, distribute. Other mappers are composed of them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,24 +13,24 @@ from drawloom.components.weights.mapper import parallel, same
 
 
 def identity(*names: str) -> Mapper:
-    """Tensors of any shape under their own names."""
+    """Keep tensors of any shape under their names."""
     return rename({name: name for name in names})
 
 
 def rename(table: Mapping[str, str]) -> Mapper:
-    """Tensors of any shape under other names: old name to new name."""
+    """Rename tensors of any shape, from old name to new name."""
     return parallel(*(Mapper((TensorGroup((old,), (new,), same, same),)) for old, new in table.items()))
 
 
 def rename_by_pattern(names: Iterable[str], pattern: str, replacement: str) -> Mapper:
-    r"""Rename each name that a regular expression matches as a whole (`\1` is its first group); others are kept."""
+    r"""Rename each name that a regular expression fully matches (`\1` is its first group); keep the others."""
     expression = re.compile(pattern)
     matches = {name: expression.fullmatch(name) for name in names}
     return rename({name: match.expand(replacement) if match else name for name, match in matches.items()})
 
 
 def select_child(names: Iterable[str], parent: str) -> Mapper:
-    """The names inside the child module `parent`, without its prefix."""
+    """Select the names inside of the child module `parent`, and remove its prefix."""
     start = f"{parent}."
     return rename({name: name.removeprefix(start) for name in names if name.startswith(start)})
 
@@ -45,7 +45,7 @@ def transpose(name: str, first: int, second: int) -> Mapper:
 
 
 def squeeze(name: str, dim: int) -> Mapper:
-    """Remove dimension `dim` of size 1; ValueError for another size."""
+    """Remove dimension `dim` of size 1. Raises ValueError for another size."""
     return unsqueeze(name, dim).inverse()
 
 
@@ -56,13 +56,13 @@ def unsqueeze(name: str, dim: int) -> Mapper:
         return [tensor.unsqueeze(dim) for tensor in tensors]
 
     def remove(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [_one(tensor, dim) for tensor in tensors]
+        return [_squeeze_one(tensor, dim) for tensor in tensors]
 
     return Mapper((TensorGroup((name,), (name,), add, remove),))
 
 
 def stack(names: Sequence[str], target: str, dim: int = 0) -> Mapper:
-    """Stack tensors of one shape along a new dimension `dim`: n tensors (...) to one (n, ...) for dim 0."""
+    """Stack tensors of equal shape along a new dimension `dim`: n tensors (...) to one (n, ...) for dim 0."""
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack(list(tensors), dim)]
@@ -81,17 +81,17 @@ def unstack(name: str, targets: Sequence[str], dim: int = 0) -> Mapper:
 
 
 def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
-    """Concatenate tensors along `dim`, in which they have these sizes; all the same if left out."""
+    """Concatenate tensors along `dim`, where they have these sizes; default: equal sizes."""
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         joined = torch.cat(list(tensors), dim)
-        if [tensor.size(dim) for tensor in tensors] != _sizes(joined, dim, len(names), sizes):
-            found = [tensor.size(dim) for tensor in tensors]
-            raise ValueError(f"dimension {dim} has the sizes {found}, not {sizes or 'all the same'}")
+        if [tensor.size(dim) for tensor in tensors] != _piece_sizes(joined, dim, len(names), sizes):
+            actual = [tensor.size(dim) for tensor in tensors]
+            raise ValueError(f"dimension {dim} has the sizes {actual}, not {sizes or 'all the same'}")
         return [joined]
 
     def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return torch.split(tensors[0], _sizes(tensors[0], dim, len(names), sizes), dim)
+        return torch.split(tensors[0], _piece_sizes(tensors[0], dim, len(names), sizes), dim)
 
     return Mapper((TensorGroup(tuple(names), (target,), join, part),))
 
@@ -101,24 +101,24 @@ def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] 
     return concatenate(targets, name, dim, sizes).inverse()
 
 
-def _one(tensor: Tensor, dim: int) -> Tensor:
+def _squeeze_one(tensor: Tensor, dim: int) -> Tensor:
     if tensor.size(dim) != 1:
         raise ValueError(f"dimension {dim} has size {tensor.size(dim)}, not 1")
     return tensor.squeeze(dim)
 
 
-def _sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
-    """The sizes of `count` pieces of a tensor (..., length, ...) along `dim`."""
+def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
+    """Return the sizes of `count` pieces of a tensor (..., length, ...) along `dim`."""
     length = whole.size(dim)
-    wanted = [length // count] * count if sizes is None else list(sizes)
-    if sum(wanted) != length:
-        pieces = f"{count} of one size" if sizes is None else f"pieces of sizes {wanted}"
+    piece_sizes = [length // count] * count if sizes is None else list(sizes)
+    if sum(piece_sizes) != length:
+        pieces = f"{count} of one size" if sizes is None else f"pieces of sizes {piece_sizes}"
         raise ValueError(f"dimension {dim} has size {length}, which can't be cut into {pieces}")
-    return wanted
+    return piece_sizes
 
 
 def cut(name: str, place: TensorSlice) -> Mapper:
-    """A slice of a tensor of the shape `place.shape`, as a view; without an inverse."""
+    """Slice a tensor of shape `place.shape`, as a view; without an inverse."""
 
     def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][place.index()]]
@@ -127,10 +127,10 @@ def cut(name: str, place: TensorSlice) -> Mapper:
 
 
 def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
-    """Turn a tensor that every rank holds whole into a DTensor; without communication."""
+    """Turn a tensor that is whole on every rank into a DTensor, without communication."""
 
     def spread(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        # Imported here: torch.distributed.tensor takes a second, and most runs shard nothing.
+        # imported here, because the import takes a second, and most runs shard nothing
         from torch.distributed.tensor import distribute_tensor
 
         return [distribute_tensor(tensor, mesh, list(placements), src_data_rank=None) for tensor in tensors]
@@ -144,7 +144,7 @@ def gather(name: str) -> Mapper:
 
 
 def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
-    """Cast a tensor of any shape, if it is floating-point; without an inverse."""
+    """Cast a floating-point tensor of any shape; without an inverse."""
 
     def cast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
@@ -160,7 +160,7 @@ def like(name: str, tensor: Tensor) -> Mapper:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor of any shape gathered, which is a collective of its mesh; any other tensor as it is."""
+    """Gather a DTensor of any shape, a collective of its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Saves tensors as safetensors files, sharded by size as Hugging Face does, one group in memory at a time."""
+"""Writer for safetensors files, sharded by size like Hugging Face, with one tensor group in memory at a time."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from drawloom.components.weights.load import group_specs, stream
 from drawloom.graph import UserError
 
 MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
-MAX_NAMES = 30_000  # in a file: with names of any length, the header stays below what is read
+MAX_NAMES = 30_000  # in a file; keeps the header below the readable size for names of any length
 
 
 @attrs.frozen
 class PlannedFile:
-    """A file to write: its name, the rank of its writer, and the specs of its tensors in order."""
+    """Planned file: its name, the rank of its writer, and the specs of its tensors in order."""
 
     name: str
     writer: int
@@ -30,9 +30,9 @@ class PlannedFile:
 
 def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
     """
-    Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors and, last, an index.
+    Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors, followed by an index.
 
-    A tensor larger than that has a file to itself. One group of the mapper is in memory at a time.
+    A larger tensor has a file of its own. One group of the mapper is in memory at a time.
     """
     files = plan_files([output_specs(source, mapper)], max_shard)
     write_files(folder, files, stream(source, mapper))
@@ -40,7 +40,7 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
 
 
 def output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
-    """The specs of the outputs of a mapper, group by group; UserError if the tensors don't fit it."""
+    """Return a mapper's output specs, group by group. Raises UserError if the tensors don't fit it."""
     specs = source.specs()
     try:
         return {name: spec for group in mapper.groups for name, spec in group_specs(group, specs).items()}
@@ -49,24 +49,27 @@ def output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
 
 
 def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
-    """The files for the tensors of several writers; UserError if two writers have a tensor of the same name."""
+    """
+    Plan the files for the tensors of several writers. Raises UserError if two writers have a tensor of the same
+    name.
+    """
     writers: dict[str, int] = {}
     for writer, specs in enumerate(shares):
-        if double := [name for name in specs if name in writers]:
-            first = writers[double[0]]
-            raise UserError(f"{format_names(double)} would be written twice, by rank {first} and by rank {writer}")
+        if duplicates := [name for name in specs if name in writers]:
+            first = writers[duplicates[0]]
+            raise UserError(f"{format_names(duplicates)} would be written twice, by rank {first} and by rank {writer}")
         check_names(specs)
         writers |= dict.fromkeys(specs, writer)
     runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split(specs, max_shard)]
     if len(runs) == 1:
-        return [PlannedFile(SINGLE, writer, _some(shares[writer], run)) for writer, run in runs]
+        return [PlannedFile(SINGLE, writer, _select(shares[writer], run)) for writer, run in runs]
     count = len(runs)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return [PlannedFile(name, w, _some(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
+    return [PlannedFile(name, w, _select(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
 
 
 def check_names(specs: Mapping[str, TensorSpec]) -> None:
-    """UserError if a tensor has a name, dtype or shape that safetensors files can't hold."""
+    """Raise UserError if safetensors files can't store the name, dtype or shape of a tensor."""
     try:
         check_writable(specs)
     except ValueError as error:
@@ -74,27 +77,27 @@ def check_names(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write some of the planned files and flush them; `tensors` of any shape come in the order of the plan."""
+    """Write and flush planned files; `tensors` of any shape arrive in the order of the plan."""
     for file in files:
         with new_safetensors_file(folder / file.name, file.specs) as writer:
-            for wanted in file.specs:
+            for expected in file.specs:
                 name, tensor = next(tensors)
-                if name != wanted:
-                    raise ValueError(f"{name} was given where {wanted} was planned")
+                if name != expected:
+                    raise ValueError(f"{name} was given where {expected} was planned")
                 writer.write(name, tensor)
 
 
 def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
-    """Write the index (tensor name to file name), if there is more than one file."""
+    """Write the index (tensor name to file name), if there are several files."""
     if len(files) > 1:
-        places = {name: file.name for file in files for name in file.specs}
+        file_names = {name: file.name for file in files for name in file.specs}
         total = sum(spec.bytes for file in files for spec in file.specs.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
 def split(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
-    """The names in order, in as few runs as possible of at most `max_shard` bytes each; at least one run."""
+    """Split the names, in order, into as few runs of at most `max_shard` bytes as possible; at least one run."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -106,5 +109,5 @@ def split(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
     return shards
 
 
-def _some(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
+def _select(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
     return {name: specs[name] for name in names}

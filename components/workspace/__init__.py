@@ -1,1 +1,1 @@
-"""Tensors and configurations that ranks share through memory or a folder."""
+"""Tensors and configurations that ranks exchange through memory or a folder."""

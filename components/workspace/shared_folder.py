@@ -1,9 +1,9 @@
 """
 Records in a shared folder: `rank-3.json`, and the tensors that it names, `rank-3-GENERATION.safetensors`.
 
-The JSON is renamed into place when everything is on disk, and carries a checksum of itself and one of the tensors.
-Network storage may show a reader an older state for a while, or remove a file that was replaced while it is read; the
-reader then tries again.
+The JSON is renamed to its name when everything is on disk, and has a checksum of itself and one of the tensors. Network
+storage may show a reader an older state for a while, or remove a replaced file while it is read; the reader then
+retries.
 """
 
 import errno
@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.storage.durable_files import replace_file, temporary_name
-from drawloom.components.storage.regular_file import OtherContent, open_regular_file, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_regular_file, verified_file
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
@@ -29,29 +29,29 @@ from drawloom.components.storage.strict_json import checksum, dumps, parse
 from drawloom.graph import UserError
 
 FORMAT = 1
-MAX_JSON = 256 * 2**20  # bytes
-MAX_PARTS = 4_000_000  # of JSON: more than any configuration of a model, and less than 1 GB of memory
+MAX_JSON_SIZE = 256 * 2**20  # bytes
+MAX_PARTS = 4_000_000  # of JSON; more than any model configuration has, and less than 1 GB of memory
 READ_TIMEOUT = 30.0  # seconds; NFS clients cache attributes for 3 to 60 s (acregmin, acdirmax)
-PAUSE = 0.05  # seconds between two tries
+PAUSE = 0.05  # seconds between attempts
 REMEDY = "remove the folder, and begin again"
-GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: another client of NFS removed the file while it was open here
+REMOVED_ERRNOS = (errno.ENOENT, errno.ESTALE)  # ESTALE: another NFS client removed the file while it was open here
 
 
-class NotYet(UserError):
-    """The record is not visible yet; the reader tries again."""
+class NotVisibleError(UserError):
+    """A record that is not visible yet; the reader retries."""
 
 
 def publish(folder: Path, rank: int, packed: Packed) -> str:
     """
-    Replace the record of a rank; returns the name of the new generation.
+    Replace a rank's record, and return the new generation's name.
 
-    Raises ValueError for a tensor that a safetensors file can't hold.
+    Raises ValueError for a tensor that a safetensors file can't store.
     """
     generation = secrets.token_hex(8)
     tensors = attrs.asdict(write_tensors(folder / _tensors_name(rank, generation), packed.tensors))
     record = {"format": FORMAT, "rank": rank, "generation": generation, "tensors": tensors, "config": packed.tree}
     replace_file(_record_path(folder, rank), dumps({**record, "digest": checksum(record)}))
-    for path in _own(folder, rank):
+    for path in _own_files(folder, rank):
         if generation not in path.name and path.suffix == ".safetensors":
             path.unlink(missing_ok=True)
     return generation
@@ -59,7 +59,7 @@ def publish(folder: Path, rank: int, packed: Packed) -> str:
 
 def read(folder: Path, rank: int, generation: str | None = None) -> Packed | None:
     """
-    The record of a rank, None if there is none; with a `generation`, waits until that one is visible.
+    Return a rank's record, or None if there is none; with a `generation`, wait until that one is visible.
 
     Raises UserError if it is corrupt, or not visible after READ_TIMEOUT.
     """
@@ -67,7 +67,7 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
     while True:
         try:
             return _read(folder, rank, generation)
-        except NotYet:
+        except NotVisibleError:
             if time.monotonic() > end:
                 raise
         time.sleep(PAUSE)
@@ -75,34 +75,34 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
 
 
 def withdraw(folder: Path, rank: int) -> None:
-    """Remove the record of a rank; the JSON first, so that no reader looks for tensors that are gone."""
-    for path in sorted(_own(folder, rank), key=lambda path: path.suffix == ".safetensors"):
+    """Remove a rank's record; the JSON first, so that no reader looks for removed tensors."""
+    for path in sorted(_own_files(folder, rank), key=lambda path: path.suffix == ".safetensors"):
         path.unlink(missing_ok=True)
 
 
 def _read(folder: Path, rank: int, generation: str | None) -> Packed | None:
     path = _record_path(folder, rank)
-    record = _record(path, rank)
+    record = _read_record(path, rank)
     if record is None and generation is None:
         return None
     if record is None or generation not in (None, record["generation"]):
-        raise NotYet(f"{path} does not show what rank {rank} wrote; do all ranks see the same folder there?")
+        raise NotVisibleError(f"{path} does not show what rank {rank} wrote; do all ranks see the same folder there?")
     name = _tensors_name(rank, record["generation"])
-    return Packed(record["config"], _tensors(folder / name, Content(**record["tensors"])))
+    return Packed(record["config"], _read_tensors(folder / name, Content(**record["tensors"])))
 
 
-def _record(path: Path, rank: int) -> dict[str, Any] | None:
-    """A record whose checksum matches, None if there is no file."""
+def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
+    """Return a record with a matching checksum, or None if there is no file."""
     try:
         with open_regular_file(path, REMEDY) as file:
-            text = file.read(0, min(file.size, MAX_JSON + 1))
+            text = file.read(0, min(file.size, MAX_JSON_SIZE + 1))
     except UserError as error:
-        if _is_gone(error):
+        if _is_removed(error):
             return None
         raise
     try:
-        if len(text) > MAX_JSON:
-            raise ValueError(f"it has more than {MAX_JSON} bytes")
+        if len(text) > MAX_JSON_SIZE:
+            raise ValueError(f"it has more than {MAX_JSON_SIZE} bytes")
         record = parse(text, most=MAX_PARTS)
         if record.pop("digest") != checksum(record):
             raise ValueError("checksum mismatch")
@@ -115,22 +115,22 @@ def _record(path: Path, rank: int) -> dict[str, Any] | None:
     return dict(record)
 
 
-def _tensors(path: Path, expected: Content) -> dict[str, Tensor]:
+def _read_tensors(path: Path, expected: Content) -> dict[str, Tensor]:
     try:
         with verified_file(path, expected) as file:
             return load(file.read(0, file.size))
-    except OtherContent as error:
+    except ContentMismatchError as error:
         raise UserError(f"{path} {error}; {REMEDY}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     except OSError as error:
-        if error.errno in GONE:
-            raise NotYet(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
+        if error.errno in REMOVED_ERRNOS:
+            raise NotVisibleError(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
         raise UserError(f"{path} can't be read ({error.strerror}); {REMEDY}") from error
 
 
-def _own(folder: Path, rank: int) -> Iterator[Path]:
-    """The files of a rank, with leftovers of killed processes of that rank."""
+def _own_files(folder: Path, rank: int) -> Iterator[Path]:
+    """Yield a rank's files, including those that killed processes left."""
     record = _record_path(folder, rank)
     names = {record.name, temporary_name(record).name}
     tensors = re.compile(rf"rank-{rank}-[0-9a-f]{{16}}\.safetensors")
@@ -145,6 +145,6 @@ def _tensors_name(rank: int, generation: str) -> str:
     return f"rank-{rank}-{generation}.safetensors"
 
 
-def _is_gone(error: UserError) -> bool:
+def _is_removed(error: UserError) -> bool:
     cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in GONE
+    return isinstance(cause, OSError) and cause.errno in REMOVED_ERRNOS

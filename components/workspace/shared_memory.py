@@ -1,9 +1,9 @@
 """
 Shared memory between processes of one machine, which the kernel frees.
 
-A segment has no name in any folder (Linux's memfd): the kernel frees it with the last process that holds it, however
-that process ends. Another process of the same user opens it through /proc. Once sealed it can't change, so that what
-was validated is what is read.
+A segment has no name in any folder (Linux's memfd): the kernel frees it with the last process that uses it, regardless
+of how that process ends. Another process of the same user opens it through /proc. A sealed segment can't change, so the
+validated content is what is read.
 """
 
 import fcntl
@@ -24,17 +24,17 @@ from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.workspace.shared_folder import MAX_PARTS
 from drawloom.graph import UserError
 
-TOKEN = 16  # bytes with which a segment begins, to recognise it
+TOKEN_SIZE = 16  # bytes at the start of a segment, to recognise it
 
 Ticket = dict[str, Any]
-"""Where a packed state is, as JSON: machine, process, its two open files, and the token of the first."""
+"""Location of a packed state, as JSON: machine, process, its two open files, and the token of the first."""
 
 
 @contextmanager
 def shared(packed: Packed) -> Iterator[Ticket]:
-    """A packed state in shared memory until the block or this process ends; processes that opened it keep it."""
-    token = secrets.token_bytes(TOKEN)
-    with _segment() as text, _segment() as tensors:
+    """Share a packed state in memory until the context or this process ends; processes that opened it keep it."""
+    token = secrets.token_bytes(TOKEN_SIZE)
+    with _new_segment() as text, _new_segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + dumps(packed.tree))
         head, entries = layout(InMemory(packed.tensors).specs())
@@ -46,7 +46,7 @@ def shared(packed: Packed) -> Iterator[Ticket]:
 
 def open_shared(ticket: Ticket) -> Packed:
     """
-    A packed state of another process. Its tensors are views of that memory, copied on write.
+    Open the packed state of another process. Its tensors are copy-on-write views of that memory.
 
     Raises UserError if it is on another machine, or gone.
     """
@@ -59,19 +59,20 @@ def open_shared(ticket: Ticket) -> Packed:
         raise UserError(
             f"the memory behind {text} can't be opened ({error.strerror}); see that process's log"
         ) from error
-    if content[:TOKEN] != bytes.fromhex(ticket["token"]):
+    if content[:TOKEN_SIZE] != bytes.fromhex(ticket["token"]):
         raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
     try:
         mapped = map_file(tensors)
         return Packed(
-            parse(content[TOKEN:], most=MAX_PARTS), {name: mapped.get_tensor(name) for name in mapped.offset_keys()}
+            parse(content[TOKEN_SIZE:], most=MAX_PARTS),
+            {name: mapped.get_tensor(name) for name in mapped.offset_keys()},
         )
     except (HeaderError, ValueError) as error:
         raise UserError(f"the memory that process {ticket['process']} shared can't be read: {error}") from error
 
 
 @contextmanager
-def _segment() -> Iterator[int]:
+def _new_segment() -> Iterator[int]:
     if not hasattr(os, "memfd_create"):
         raise UserError("ranks can share memory on Linux only; give workspace_path, a folder that all of them see")
     descriptor = os.memfd_create("drawloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

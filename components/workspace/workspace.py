@@ -1,9 +1,9 @@
 """
-A workspace shared by ranks: each publishes a configuration and tensors, and one rank reads them.
+Workspace shared by ranks: each publishes a configuration and tensors, and one rank reads them.
 
-The workspace is a folder that all ranks see or, without a folder, memory of the machine that they share. A folder
-needs no locks, which are unreliable on network storage: a file is written under a unique name and flushed before a
-rename publishes it; its record has a checksum, so that a reader gets one whole generation or an error.
+The workspace is a folder that all ranks see or, without a folder, shared memory of their machine. A folder needs no
+locks, which are unreliable on network storage: a file is written under a unique name and flushed before a rename
+publishes it; its record has a checksum, so that a reader gets one whole generation or an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +27,12 @@ from drawloom.graph import UserError
 
 class NFSWorkspace:
     """
-    A folder in which every rank publishes one record: a configuration and weights.
+    Folder in which every rank publishes one record: a configuration and weights.
 
-    No method waits for other ranks: readers must know that the writer is done, for example by a barrier. Without a path
-    it is not initialized, and its methods raise ValueError. `rank` is that of this process among all that use the
-    folder; torch's or torchrun's by default. Leftovers of a dead process with the same rank are removed.
+    No method waits for other ranks: readers must know that the writer is done, for example by a barrier. Without a
+    path the workspace is not initialized, and its methods raise ValueError. `rank` is the rank of this process
+    among all that use the folder; default: the rank of torch or torchrun. Leftovers of a dead process with the same
+    rank are removed.
     """
 
     def __init__(self, workspace_path: Path | str | None = None, rank: int | None = None) -> None:
@@ -48,9 +49,11 @@ class NFSWorkspace:
 
     def write_configs_and_weights(self, config_json: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> str:
         """
-        Replace this rank's record by a configuration (JSON values and tensors) and weights, of any shape and dtype.
+        Replace this rank's record: a configuration (JSON values and tensors) and weights, of any shape and
+        dtype.
 
-        Returns the name of the generation. Raises TypeError or ValueError for values that JSON or safetensors lack.
+        Returns the name of the generation. Raises TypeError or ValueError for values that JSON or safetensors
+        lack.
         """
         return publish(self._folder, self.rank, pack({"config": config_json, "weights": dict(weights)}))
 
@@ -58,9 +61,11 @@ class NFSWorkspace:
         self, target_rank: int, generation: str | None = None
     ) -> tuple[Any, dict[str, Tensor] | None]:
         """
-        Return the configuration and weights of a rank (any shape, on the CPU), or (None, None) without a record.
+        Return the configuration and weights of a rank (any shape, on the CPU), or (None, None) without a
+        record.
 
-        With a `generation`, waits until that one is visible. Raises UserError if it is corrupt, or does not appear.
+        With a `generation`, waits until that one is visible. Raises UserError if the record is corrupt, or does
+        not appear.
         """
         packed = read(self._folder, target_rank, generation)
         record = {"config": None, "weights": None} if packed is None else unpack(packed[0], packed[1])
@@ -88,42 +93,44 @@ def get_configs_parallel(
     config: Mapping[str, Any] | None, ranks: Sequence[int], group: Group, workspace_path: Path | str | None = None
 ) -> Iterator[list[Any]]:
     """
-    The configurations of all `ranks`, in their order, on the first of them; an empty list on all other ranks.
+    Gather the configurations of all `ranks`, in their order, on the first of them; other ranks get an empty list.
 
-    A collective of the group, at the start and at the end of the block. `ranks` are ranks in the group, the same on
-    every rank. A configuration is None, or a mapping of JSON values and tensors of any shape, which arrive on the CPU.
-    It is passed through a folder that all ranks see or, without one, through shared memory; nothing is left behind. The
-    list is emptied at the end of the block; elements that the caller keeps stay valid. An error on any rank is raised
-    on all.
+    A collective of the group, at the start and at the end of the context. `ranks` are ranks in the group, the same
+    on every rank. A configuration is None, or a mapping of JSON values and tensors of any shape, which arrive on
+    the CPU. It is passed through a folder that all ranks see or, without one, through shared memory; nothing is
+    left behind. The list is emptied at the end of the context; elements that the caller keeps stay valid. An error
+    on any rank is raised on all ranks.
     """
-    with _gathered(config, ranks, group, workspace_path) as configs:
+    with _gather_values(config, ranks, group, workspace_path) as configs:
         yield configs
 
 
 @contextmanager
 def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | None = None) -> Iterator[list[Tensor]]:
     """
-    The tensors of all `ranks`, in their order, on the first of them; an empty list on all other ranks.
+    Gather the tensors of all `ranks`, in their order, on the first of them; other ranks get an empty list.
 
-    Like `get_configs_parallel`, through shared memory. tensor: any shape and dtype, which may differ between ranks; the
-    first rank's own tensor is not copied. The default group is all processes, or this one alone.
+    Like `get_configs_parallel`, through shared memory. tensor: any shape and dtype, which may differ between ranks;
+    the tensor of the first rank is not copied. The default group is all processes, or this one alone.
     """
-    with _gathered(tensor, ranks, _default_group() if group is None else group, None) as tensors:
+    with _gather_values(tensor, ranks, _default_group() if group is None else group, None) as tensors:
         yield tensors
 
 
 @contextmanager
-def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None) -> Iterator[list[Any]]:
+def _gather_values(
+    value: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None
+) -> Iterator[list[Any]]:
     with ExitStack() as lent:
         _, tickets = run_on_all(
-            group, lambda: _lend(mine, ranks, group, workspace_path, lent), share=lambda ticket: ticket
+            group, lambda: _lend(value, ranks, group, workspace_path, lent), share=lambda ticket: ticket
         )
-        # Ranks that disagree would wait for one another for ever.
-        asked = group.gather_json([*ranks])
-        if any(each != [*ranks] for each in asked):
-            raise UserError(f"ranks were {asked} on the ranks of a group; pass the same on every rank")
+        # ranks that disagree would wait for each other for ever
+        requested = group.gather_json([*ranks])
+        if any(request != [*ranks] for request in requested):
+            raise UserError(f"ranks were {requested} on the ranks of a group; pass the same on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
-        gathered, _ = run_on_all(group, lambda: _collect(mine, others, ranks[0] == group.rank, workspace_path))
+        gathered, _ = run_on_all(group, lambda: _collect(value, others, ranks[0] == group.rank, workspace_path))
     with _fail_on_all_ranks(group):
         try:
             yield gathered
@@ -131,46 +138,46 @@ def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Pat
             gathered.clear()
 
 
-def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None, lent: ExitStack) -> Any:
-    """Publish this rank's value, unless it is the reader, until `lent` is closed; returns the ticket to open it."""
+def _lend(value: Any, ranks: Sequence[int], group: Group, path: Path | str | None, lent: ExitStack) -> Any:
+    """Publish this rank's value, unless it is the reader, until `lent` is closed; return the ticket to open it."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < group.size for rank in ranks):
         raise UserError(f"ranks = {[*ranks]} are not distinct ranks of a group of {group.size}; count from 0")
     if group.rank not in ranks[1:]:
         return None
     if path is None:
-        return lent.enter_context(shared(pack({"config": mine})))
+        return lent.enter_context(shared(pack({"config": value})))
     workspace = lent.enter_context(NFSWorkspace(path))
-    return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(mine, {})}
+    return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(value, {})}
 
 
-def _collect(mine: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
-    """On the reader its own value and those of the others; on other ranks an empty list."""
+def _collect(value: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
+    """Return the own value and the values of the others on the reader, and an empty list on other ranks."""
     if not is_reader:
         return []
     if path is None:
-        return [mine, *(unpack(tree, tensors)["config"] for tree, tensors in map(open_shared, tickets))]
+        return [value, *(unpack(tree, tensors)["config"] for tree, tensors in map(open_shared, tickets))]
     workspace = NFSWorkspace(path)
     read_record = workspace.read_configs_and_weights_from_rank
-    return [mine, *(read_record(ticket["rank"], ticket["generation"])[0] for ticket in tickets)]
+    return [value, *(read_record(ticket["rank"], ticket["generation"])[0] for ticket in tickets)]
 
 
 @contextmanager
 def _fail_on_all_ranks(group: Group) -> Iterator[None]:
-    """A block that fails on all ranks if it fails on one; a rank on which it fails raises its own error."""
+    """Fail on all ranks if the block fails on one; that rank raises its own error."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
     try:
-        run_on_all(group, _raising(failure))
+        run_on_all(group, _raise_if_failed(failure))
     except UserError:
         if failure is not None:
             raise failure from None
         raise
 
 
-def _raising(failure: Exception | None) -> Callable[[], None]:
+def _raise_if_failed(failure: Exception | None) -> Callable[[], None]:
     def work() -> None:
         if failure is not None:
             raise failure
@@ -185,7 +192,7 @@ def _own_rank() -> int:
 def _default_group() -> Group:
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
-    # NCCL sends only from GPUs; gloo from the CPU.
+    # NCCL sends from GPUs, gloo from the CPU
     on_device = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, device)

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.manifest import CorruptCheckpoint, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
@@ -73,7 +73,7 @@ def test_every_corruption_of_every_file_is_detected(
         while path.read_bytes() == good or (path.name == "manifest.json" and path.read_bytes().strip() == good.strip()):
             path.write_bytes(good)
             corrupt(path, moments)
-        with pytest.raises(CorruptCheckpoint, match=path.name):
+        with pytest.raises(CorruptCheckpointError, match=path.name):
             verify(checkpoint)
         path.write_bytes(good)
     verify(checkpoint)
@@ -251,6 +251,6 @@ def test_checkpoints_of_two_runs_can_t_be_mixed(tmp_path: Path) -> None:
     for name in ("manifest.json", "rank-0.safetensors"):
         good = (ours / name).read_bytes()
         shutil.copy(theirs / name, ours / name)
-        with pytest.raises(CorruptCheckpoint, match=r"rank-0\.safetensors has a checksum mismatch"):
+        with pytest.raises(CorruptCheckpointError, match=r"rank-0\.safetensors has a checksum mismatch"):
             verify(ours)
         (ours / name).write_bytes(good)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpoint, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.graph import UserError
 from support.checkpoints import restored, save_steps
@@ -104,6 +104,6 @@ def is_valid(checkpoint: Path) -> bool:
     """Whether every byte is as committed."""
     try:
         verify(checkpoint)
-    except CorruptCheckpoint:
+    except CorruptCheckpointError:
         return False
     return True

@@ -1,1 +1,1 @@
-"""Staging: copies of a state that are written while training continues."""
+"""Staging: copies of the state that are written while training continues."""

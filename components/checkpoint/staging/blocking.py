@@ -1,4 +1,4 @@
-"""Blocking staging: the state is copied while training waits."""
+"""Blocking staging: training waits while the state is copied."""
 
 from typing import Any, ClassVar
 
@@ -11,24 +11,24 @@ from drawloom.graph import component, setting
 
 @component(impact="safe")
 class Blocking:
-    """Copies the state to CPU memory before training continues; training does not wait for the disk."""
+    """Stager that copies the state to CPU memory before training continues; training does not wait for the disk."""
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse memory for the next copy, which is several times faster")
-    type_check: bool = setting(default=True, doc="refuse values of unknown types; if false, they are deep-copied")
+    keep: bool = setting(default=True, doc="reuse the memory of a copy for the next one, which is several times faster")
+    type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=False)
     _pool: Pool | None = attrs.field(init=False, default=None)
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: the copy is complete when `stage` returns."""
+        """False, because the copy is complete when `stage` returns."""
         return self._synchronize_after_execute
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state on the CPU. Its memory is reused when the last tensor of the copy is freed."""
+        """Return a CPU copy of the state. Its memory is reused after the last tensor of the copy is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
@@ -39,10 +39,10 @@ class Blocking:
         return staged
 
     def synchronize_staging(self) -> None:
-        """Do nothing: the copy is complete when `stage` returns."""
+        """Do nothing, because the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Free the memory of copies; of copies in use, when they are freed."""
+        """Free the memory of copies; for copies in use, as soon as they are freed."""
         if self._pool is not None:
             self._pool.clear()
             self._pool = None

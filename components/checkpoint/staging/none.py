@@ -9,7 +9,7 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class NoStaging:
-    """Copies nothing: training waits until the state is on disk, and needs no memory for a copy."""
+    """Stager without a copy: training waits until the state is on disk, and needs no extra memory."""
 
     copies: ClassVar[bool] = False
 
@@ -17,11 +17,11 @@ class NoStaging:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """True, though it changes nothing: with torch's async_save, wait for the upload before the state changes."""
+        """True: torch's async_save waits for the upload before the state changes."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state itself."""
+        """Return the state itself."""
         return state_dict
 
     def synchronize_staging(self) -> None:

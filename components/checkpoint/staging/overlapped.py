@@ -1,4 +1,4 @@
-"""Overlapped staging: the state is copied during the next step's forward and backward."""
+"""Overlapped staging: the state is copied during the forward and backward passes of the next step."""
 
 import time
 from concurrent.futures import Future
@@ -11,12 +11,12 @@ from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, p
 from drawloom.components.checkpoint.threads import submit
 from drawloom.graph import component, setting
 
-SMALL = 2**16  # bytes; smaller CPU tensors are copied at once: counters and sums change before the weights do
+SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters change before the weights do
 
 
 @attrs.frozen
 class PendingCopy:
-    """A copy in progress: its future, and the CUDA events after which the copies from GPUs are done."""
+    """Copy in progress: its future, and the CUDA events that complete its copies from GPUs."""
 
     future: Future[dict[str, Any]]
     events: list[torch.cuda.Event]
@@ -26,16 +26,16 @@ class PendingCopy:
 @component(impact="safe")
 class Overlapped:
     """
-    Copies the state while training continues; the next optimizer step waits for the copy, not for the disk.
+    Stager that copies during training; the next optimizer step waits for the copy, not for the disk.
 
-    GPU tensors are copied on a separate stream, CPU tensors in a thread, except that CPU tensors of at most 64 KiB are
-    copied before `stage` returns.
+    A separate stream copies GPU tensors, and a thread copies CPU tensors. CPU tensors of at most 64 KiB are copied
+    before `stage` returns.
     """
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse memory for the next copy, which is several times faster")
-    type_check: bool = setting(default=True, doc="refuse values of unknown types; if false, they are deep-copied")
+    keep: bool = setting(default=True, doc="reuse the memory of a copy for the next one, which is several times faster")
+    type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=True)
     _pool: Pool | None = attrs.field(init=False, default=None)
@@ -49,30 +49,28 @@ class Overlapped:
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """A future copy of the state on the CPU. Its memory is reused when the last tensor of the copy is freed."""
+        """Return a future CPU copy of the state. Its memory is reused after the last tensor of the copy is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
         events = self._copy_by_streams([copy for copy in copies if copy.source.is_cuda])
         later = [copy for copy in copies if not copy.source.is_cuda and not _copy_if_small(copy)]
-        future = submit("staging", lambda: _finish(staged, copies, later, events))
-        self._pending = [each for each in self._pending if not each.future.done() or each.future.exception()]
+        future = submit("staging", lambda: _finish_copies(staged, copies, later, events))
+        self._pending = [copy for copy in self._pending if not copy.future.done() or copy.future.exception()]
         self._pending.append(PendingCopy(future, events, on_cpu=bool(later)))
         return future
 
     def synchronize_staging(self) -> None:
-        """
-        Wait until the state may change. For GPU tensors the host does not wait: the current stream does.
-        """
+        """Wait until the state may change. For GPU tensors, the current stream waits instead of the host."""
         pending, self._pending = self._pending, []
-        for each in pending:
-            for event in each.events:
+        for pending_copy in pending:
+            for event in pending_copy.events:
                 event.wait()
-            if each.on_cpu or each.future.done():
-                each.future.result()
+            if pending_copy.on_cpu or pending_copy.future.done():
+                pending_copy.future.result()
 
     def close(self) -> None:
-        """Free the memory of copies; of copies in use, when they are freed."""
+        """Free the memory of copies; for copies in use, as soon as they are freed."""
         self._pending = []
         self._streams = {}
         if self._pool is not None:
@@ -100,15 +98,15 @@ def _copy_if_small(copy: Copy) -> bool:
     return False
 
 
-def _finish(
+def _finish_copies(
     staged: dict[str, Any], copies: list[Copy], later: list[Copy], events: list[torch.cuda.Event]
 ) -> dict[str, Any]:
-    """Make the copies of CPU tensors, and wait for those of GPU tensors; runs in a thread."""
+    """Copy CPU tensors, and wait for the copies from GPUs; runs in a thread."""
     with torch.no_grad():
         for copy in later:
             copy.make()
     for event in events:
         while not event.query():  # type: ignore[no-untyped-call]
-            time.sleep(0.001)  # event.synchronize() may spin, and takes a core from training
-    copies.clear()  # sources are held until here, so that the allocator does not reuse their memory
+            time.sleep(0.001)  # event.synchronize() may spin, which would take a core from training
+    copies.clear()  # the sources must live until here, so that the allocator does not reuse their memory
     return staged

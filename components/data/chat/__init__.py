@@ -1,1 +1,1 @@
-"""Conversations as token ids: chat templates, which turns are trained, and what of a rendering belongs to a turn."""
+"""Conversations as token ids: chat templates, trained turns, and the span of each turn in the rendered text."""

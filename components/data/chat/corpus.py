@@ -1,4 +1,4 @@
-"""What corpora of conversations share: files, the template, splits, and what is said of them."""
+"""Base class for conversation corpora: files, the chat template, splits, and the summary in the log."""
 
 import logging
 from abc import abstractmethod
@@ -24,7 +24,7 @@ log = logging.getLogger("drawloom.data")
 
 @inherited
 class ChatCorpus:
-    """Lines of files, rendered by a chat template, as documents with the weights that their tokens have as targets."""
+    """Lines of files, rendered by a chat template into documents with a loss weight per token."""
 
     kind: ClassVar[str] = "conversation"
 
@@ -34,10 +34,10 @@ class ChatCorpus:
         doc="globs of JSON-lines, .parquet and .arrow files, relative to the current directory; `**` crosses folders",
     )
     template: Path | None = setting(
-        default=None, doc="a file with a chat template in jinja2; the tokenizer's own if left out"
+        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
     date: str | None = setting(
-        default=None, doc="what templates get that ask for today's date, as 2025-01-31; they fail if it is left out"
+        default=None, doc="date for templates that ask for today's date, such as 2025-01-31; without it they fail"
     )
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the lines to hold out for evaluation; 0: none"
@@ -48,19 +48,25 @@ class ChatCorpus:
 
     @abstractmethod
     def encoded(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
-        """The documents of a line; those without a trained token are dropped. Raises ValueError for a bad line."""
+        """
+        Encode the documents of a line; documents without a trained token are dropped. Raises ValueError for a
+        bad line.
+        """
 
     @abstractmethod
     def nothing_trained(self) -> str:
-        """Why there may be no trained token in any line, for the message."""
+        """Return the message for a corpus without a trained token."""
 
     def check_machine(self) -> None:
-        """Encode the first line. Raises UserError for a glob without a file, a line of another form, or no template."""
+        """
+        Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
+        template.
+        """
         with closing(self.lines()) as lines:
             next(lines, None)
 
     def open(self) -> None:
-        """Render and tokenize all lines. Raises UserError with the file and the line of a bad one."""
+        """Render and tokenize all lines. Raises UserError with the file and line number of a bad line."""
         self._untrained = self._straddling = 0
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
         for line, kept in self.lines():
@@ -68,16 +74,16 @@ class ChatCorpus:
             rows[split_of(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.nothing_trained()}")
-        self._splits = {split: self._arrays(each, split) for split, each in rows.items()}
+        self._splits = {split: self._join(documents, split) for split, documents in rows.items()}
         self._report(sum(map(len, rows.values())))
 
     def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
-        """All lines, and of each the documents that have a trained token."""
-        # Lines of plain texts need no template, and so no process that renders it.
-        template = ChatTemplate(self._template(), self.tokenizer.template_tokens, self.date)
+        """Yield all lines with their documents that have a trained token."""
+        # The template starts its process at the first rendering: lines of plain text need none.
+        template = ChatTemplate(self._read_template(), self.tokenizer.template_tokens, self.date)
         try:
             for line in lines_of(self.paths):
-                yield line, [row for row in self._rows(line, template) if row.weights[1:].any()]
+                yield line, [row for row in self._encode_line(line, template) if row.weights[1:].any()]
         finally:
             template.close()
 
@@ -87,23 +93,22 @@ class ChatCorpus:
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's vocabulary size."""
         return self.tokenizer.vocab_size
 
     @property
     def eos_id(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's end token."""
         return self.tokenizer.eos_id
 
     def documents(self, split: Split) -> TokenArrays:
-        """The documents of a split."""
         return self._splits[split]
 
     def files_read(self) -> dict[str, list[Path]]:
-        """The template, if a file is named."""
+        """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 
-    def _template(self) -> str | None:
+    def _read_template(self) -> str | None:
         if self.template is None:
             return self.tokenizer.chat_template
         try:
@@ -111,16 +116,16 @@ class ChatCorpus:
         except OSError as error:
             raise UserError(f"template: {self.template} can't be read ({error.strerror})") from error
 
-    def _rows(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
+    def _encode_line(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
         try:
             encoded = self.encoded(line.row, template)
         except (ValueError, RecursionError) as error:
-            what = "the template refuses it: " if isinstance(error, RenderError) else ""
-            raise UserError(f"{line.place}: {what}{error}") from error
-        self._straddling += sum(each.straddles for each in encoded)
+            prefix = "the template refuses it: " if isinstance(error, RenderError) else ""
+            raise UserError(f"{line.place}: {prefix}{error}") from error
+        self._straddling += sum(document.straddles for document in encoded)
         return encoded
 
-    def _arrays(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
+    def _join(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
         dtype = id_dtype(self.vocab_size)
         weights = [row.weights for row in rows]
         references = [row.reference for row in rows if row.reference is not None]
@@ -132,9 +137,9 @@ class ChatCorpus:
         return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, name=name)
 
     def _report(self, rows: int) -> None:
-        parts = self._splits.values()
-        tokens = sum(len(each.ids) for each in parts)
-        trained = sum(int((each.own_weights > 0).sum()) for each in parts if each.own_weights is not None)
+        splits = self._splits.values()
+        tokens = sum(len(split.ids) for split in splits)
+        trained = sum(int((split.own_weights > 0).sum()) for split in splits if split.own_weights is not None)
         log.info("%d %ss of %d tokens, of which %d are trained", rows, self.kind, tokens, trained)
         if self._untrained:
             log.warning("%d lines have no token to train, and are dropped", self._untrained)
@@ -148,12 +153,12 @@ class ChatCorpus:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """ValueError for the first turn that is not an object with a role."""
+    """Raise ValueError for the first turn that is not an object with a role."""
     for number, message in enumerate(messages, 1):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
             raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
 def without(message: Message, key: str) -> Message:
-    """A message without one of its keys."""
-    return {name: each for name, each in message.items() if name != key}
+    """Return a message without one of its keys."""
+    return {name: value for name, value in message.items() if name != key}

@@ -1,4 +1,4 @@
-"""Rendered conversations as token ids, with the weight of each token as a target."""
+"""Encoding of rendered conversations into token ids and loss weights."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from drawloom.components.ports.corpus import ChatTokenizer
 @attrs.frozen
 class Encoded:
     """
-    ids: int32 (tokens,); weights: float32 (tokens,), of each as a target.
+    Encoded document. ids: int32 (tokens,); weights: float32 (tokens,), the weight of each token as a target.
 
-    `straddles` says whether the text encoded at once has other ids: a token would then belong to two parts.
-    `reference` is the log-probability of the trained tokens by another model, if the data have it.
+    `straddles` is true if the whole text encodes to other ids, because a token crosses two parts. `reference` is
+    the log-probability of the trained tokens under another model, if the data have one.
     """
 
     ids: np.ndarray
@@ -30,54 +30,56 @@ class Encoded:
 
 def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequence[Message], tools: Any) -> Encoded:
     """
-    The ids of a conversation; what comes before a trained part is encoded apart from it, as it is when a model answers.
+    Encode a conversation. The text before a trained part is encoded separately, as it is when a model answers.
 
-    Control tokens are the template's alone: one that is spelled out in a content is encoded as text. Raises ValueError
-    if one is spelled out where the template's text and the user's can't be told apart.
+    Only the template can write control tokens: a control token that content spells out is encoded as text. Raises
+    ValueError if a spelled-out control token can't be distinguished from the template's text.
     """
     control = re.compile("|".join(map(re.escape, tokenizer.control_tokens)) or "(?!)")
-    forged = _forged(control, rendered, messages, tools)
+    forged = _find_forged_spans(control, rendered, messages, tools)
     cuts = {0, len(rendered.text)}
-    cuts |= {place for span in rendered.trained for place in (span.first, span.last)}
-    cuts |= {place for span in forged for place in span}
-    places = sorted(cuts)
+    cuts |= {cut for span in rendered.trained for cut in (span.first, span.last)}
+    cuts |= {cut for span in forged for cut in span}
     ids, weights = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-    for first, last in pairwise(places):
+    for first, last in pairwise(sorted(cuts)):
         text = rendered.text[first:last]
         is_content = any(begin <= first and last <= end for begin, end in forged)
-        part = tokenizer.encode(text) if is_content else tokenizer.encode_control(text)
-        weight = next((each.weight for each in rendered.trained if each.first <= first and last <= each.last), 0.0)
-        ids.append(part)
-        weights.append(np.full(len(part), weight, np.float32))
+        part_ids = tokenizer.encode(text) if is_content else tokenizer.encode_control(text)
+        weight = next((span.weight for span in rendered.trained if span.first <= first and last <= span.last), 0.0)
+        ids.append(part_ids)
+        weights.append(np.full(len(part_ids), weight, np.float32))
     joined = np.concatenate(ids)
-    at_once = joined if forged else tokenizer.encode_control(rendered.text)
-    return Encoded(joined, np.concatenate(weights), not np.array_equal(at_once, joined))
+    whole_text_ids = joined if forged else tokenizer.encode_control(rendered.text)
+    return Encoded(joined, np.concatenate(weights), not np.array_equal(whole_text_ids, joined))
 
 
-def _forged(
+def _find_forged_spans(
     control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
 ) -> list[tuple[int, int]]:
-    """The contents in which a control token is written out."""
+    """Return the spans of content that spells out a control token."""
     forged = []
     for number, message in enumerate(messages):
         content = message.get("content")
-        rest = {key: value for key, value in message.items() if key != "content" or not isinstance(content, str)}
-        if found := control.search(json.dumps(rest, ensure_ascii=False)):
+        other_keys = {key: value for key, value in message.items() if key != "content" or not isinstance(content, str)}
+        if match := control.search(json.dumps(other_keys, ensure_ascii=False)):
             where = "outside of its content"
-            raise ValueError(f"turn {number + 1} contains the control token {found[0]} {where}; remove it there")
-        if isinstance(content, str) and (found := control.search(content)):
+            raise ValueError(f"turn {number + 1} contains the control token {match[0]} {where}; remove it there")
+        if isinstance(content, str) and (match := control.search(content)):
             if number not in rendered.contents:
                 where = "where the template changes the content, so that it can't be told from the template's own"
-                raise ValueError(f"turn {number + 1} contains the control token {found[0]} {where}; remove it there")
+                raise ValueError(f"turn {number + 1} contains the control token {match[0]} {where}; remove it there")
             forged.append(rendered.contents[number])
-    if found := control.search(json.dumps(tools, ensure_ascii=False)):
-        raise ValueError(f"a tool contains the control token {found[0]}; remove it there")
+    if match := control.search(json.dumps(tools, ensure_ascii=False)):
+        raise ValueError(f"a tool contains the control token {match[0]}; remove it there")
     return forged
 
 
 def encode_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
-    """A prompt and its completion, both plain text, and the end token; the last two are trained."""
-    before, after = tokenizer.encode(prompt), tokenizer.encode(completion)
-    ids = np.concatenate([before, after, np.array([tokenizer.eos_id], np.int32)])
-    weights = np.concatenate([np.zeros(len(before), np.float32), np.ones(len(after) + 1, np.float32)])
+    """
+    Encode a prompt, its completion, both plain text, and the end token; the completion and the end token are
+    trained.
+    """
+    prompt_ids, completion_ids = tokenizer.encode(prompt), tokenizer.encode(completion)
+    ids = np.concatenate([prompt_ids, completion_ids, np.array([tokenizer.eos_id], np.int32)])
+    weights = np.concatenate([np.zeros(len(prompt_ids), np.float32), np.ones(len(completion_ids) + 1, np.float32)])
     return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), ids[:-1]))

@@ -1,9 +1,9 @@
 """
-The process that renders chat templates, as `transformers` renders them, under a limit of memory.
+Process that renders chat templates like transformers, with limited memory.
 
-A template is data from strangers. jinja2's sandbox keeps it from Python, but bounds neither memory nor time: memory is
-bounded here, time by the parent. Lines of JSON come in: first the template, its special tokens and its date, then
-lists of renderings. This file is run by its path and imports neither drawloom nor torch.
+A template is untrusted data. The sandbox of jinja2 keeps it from Python, but bounds neither memory nor time: this
+process bounds memory, its parent bounds time. The input is lines of JSON: first the template, its special tokens and
+its date, then lists of renderings. This file is run by its path and imports neither drawloom nor torch.
 """
 
 import json
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-MEMORY = 2**29
+MAX_MEMORY = 2**29
 """Bytes of address space."""
 
 MAX_TEXT = 2**24
-"""Characters of one rendering."""
+"""Characters in one rendering."""
 
 
 def environment(date: str | None) -> Any:
-    """An environment with the globals and filters that templates find in transformers, and no loader."""
+    """Return a sandboxed environment with the globals and filters of transformers, and no loader."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`, which marks an answer for transformers, renders what it holds."""
+        """Tag `{% generation %}`, which marks an answer for transformers, and renders its content unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -50,28 +50,28 @@ def environment(date: str | None) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     class Namespace(jinja2.utils.Namespace):
-        """Without names that lead into Python."""
+        """Namespace that rejects names with an underscore, which lead into Python."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"{name!r} can't be kept in a namespace")
             super().__setitem__(name, value)
 
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "namespace": Namespace}
-    return made
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "namespace": Namespace}
+    return sandbox
 
 
 def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
-    """The text of one rendering, or the reason why there is none."""
+    """Return the text of one rendering, or the reason for its failure."""
     try:
         text = template.render(**special_tokens, **request)
     except MemoryError:
-        return {"error": f"it takes more than {MEMORY >> 20} MiB"}
-    except Exception as error:  # whatever a template does
+        return {"error": f"it takes more than {MAX_MEMORY >> 20} MiB"}
+    except Exception as error:  # a template can raise anything
         return {"error": re.sub(r"\s+", " ", f"{error}")[:500] or type(error).__name__}
     if len(text) > MAX_TEXT:
         return {"error": f"it gives {len(text)} characters, and {MAX_TEXT} are the most"}
@@ -79,12 +79,12 @@ def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str
 
 
 def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
-    """Answer lists of renderings until there are no more."""
+    """Answer lists of renderings until the input ends."""
     opening = json.loads(read())
     try:
         template = environment(opening["date"]).from_string(opening["template"])
         answer: dict[str, Any] = {"ready": True}
-    except Exception as error:  # a template may be anything
+    except Exception as error:  # a template can raise anything when it is parsed
         answer = {"error": f"{error}"[:500]}
     write(json.dumps(answer).encode() + b"\n")
     while line := read():
@@ -93,9 +93,9 @@ def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
 
 
 if __name__ == "__main__":
-    import jinja2.sandbox  # noqa: F401 - before the limit, which is for the template
+    import jinja2.sandbox  # noqa: F401 - before the limit, which is meant for the template
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     output = sys.stdout.buffer
 
     def send(line: bytes) -> None:

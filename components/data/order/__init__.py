@@ -1,1 +1,1 @@
-"""Orders of rows within an epoch, and the stream of rows by position that they and a mixture's weights make."""
+"""Row orders within an epoch, and the endless row stream over epochs and sources."""

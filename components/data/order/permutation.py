@@ -1,11 +1,11 @@
 """
-The order of rows and documents: a function of (seed, purpose, epoch, position) only.
+Permutations of rows and documents that depend only on (seed, purpose, epoch, position).
 
 Up to 2^20 items are sorted by pseudo-random keys: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom
-number generators") of (stream + index). It is a bijection of 64 bits, so that no two keys are equal; the stream is a
-hash of seed, purpose and epoch. More items are permuted one by one, without memory: a Feistel network of four rounds
-(Luby and Rackoff 1988) over the next power of two, applied again to what falls outside ("cycle walking", Black and
-Rogaway 2002). It is biased for a few items, which is why those are sorted.
+number generators") of (stream + index). It is a bijection of 64 bits, so all keys differ; the stream is a hash of seed,
+purpose and epoch. More items are permuted one by one, without memory: a Feistel network of four rounds (Luby and
+Rackoff 1988) over the next power of two, applied again to results out of range ("cycle walking", Black and Rogaway
+2002). The network is biased for few items, so few items are sorted.
 
 Integer arithmetic is the same on every machine and in every version of numpy, whose own generators may change.
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
-MOST_SORTED = 2**20
-BLOCK = 2**15  # indices whose intermediate values fit a core's cache
+MAX_SORTED = 2**20
+BLOCK = 2**15  # indices per step; intermediate values of that many fit a core's cache
 ROUNDS = 4
 
 
@@ -33,8 +33,8 @@ class Permutation:
     count: int
 
     def all(self) -> np.ndarray:
-        """Every item in order, int64 (count,), or int32 where that is enough for many."""
-        if self.count <= MOST_SORTED:
+        """Return every item in order, int64 (count,), or int32 if there are many and it suffices."""
+        if self.count <= MAX_SORTED:
             return self._sorted
         items = np.empty(self.count, np.int32 if self.count <= 2**31 else np.int64)
         for start in range(0, self.count, BLOCK):
@@ -43,11 +43,11 @@ class Permutation:
         return items
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The items at these positions, int64 (positions,)."""
-        return self._sorted[positions] if self.count <= MOST_SORTED else self._walk(positions.astype(np.uint64))
+        """Return the items at these positions, int64 (positions,)."""
+        return self._sorted[positions] if self.count <= MAX_SORTED else self._walk(positions.astype(np.uint64))
 
     def keys(self, items: np.ndarray) -> np.ndarray:
-        """A pseudo-random number for each item, uint64 (items,), of which no two are equal."""
+        """Return distinct pseudo-random numbers for the items, uint64 (items,)."""
         keys = items.astype(np.uint64)
         keys += np.uint64(1)
         keys *= GAMMA
@@ -62,11 +62,11 @@ class Permutation:
 
     @cached_property
     def _sorted(self) -> np.ndarray:
-        # no keys are equal, so every sorting algorithm gives the same order
+        # all keys differ, so every sorting algorithm returns the same order
         return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
 
     def _walk(self, x: np.ndarray) -> np.ndarray:
-        """Where the network takes each index, from outside of the range again and again until it is inside."""
+        """Apply the network to each index until the result is in range."""
         x = self._network(x)
         while len(outside := np.flatnonzero(x >= self.count)):
             x[outside] = self._network(x[outside])

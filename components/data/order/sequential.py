@@ -1,4 +1,4 @@
-"""Rows in the order of packing, the same in every epoch."""
+"""Order of the packing, the same in every epoch."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from drawloom.graph import component
 
 @component
 class Sequential:
-    """Row after row, for data that is shuffled already or whose order is meant."""
+    """Packing order, for data that is already shuffled or must keep its order."""
 
     def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The places themselves, int64 (places,)."""
+        """Return the places unchanged, int64 (places,)."""
         return places

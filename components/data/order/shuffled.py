@@ -1,4 +1,4 @@
-"""Rows in a new random order in every epoch."""
+"""New random order of rows in every epoch."""
 
 import attrs
 import numpy as np
@@ -11,15 +11,14 @@ from drawloom.graph import component
 
 @component
 class Shuffled:
-    """A permutation by (seed, source, epoch)."""
+    """Random permutation of a source's rows, determined by (seed, source, epoch)."""
 
     job: RunInfo
     _last: dict[str, Permutation] = attrs.field(init=False, factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The rows at these places of an epoch, int64 (places,)."""
-        wanted = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows)
-        # the last one of a source is kept, as places come in order and a permutation of few rows holds them sorted
-        if self._last.get(source.name) != wanted:
-            self._last[source.name] = wanted
+        permutation = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows)
+        # cache the last permutation of a source: places arrive in order, and sorting is done once per permutation
+        if self._last.get(source.name) != permutation:
+            self._last[source.name] = permutation
         return self._last[source.name].at(places)

@@ -1,4 +1,4 @@
-"""Shuffled rows, sorted by length within a buffer, so that the rows of a microbatch are of nearly one length."""
+"""Shuffled rows, sorted by length within a buffer, so the rows of a microbatch have similar lengths."""
 
 import attrs
 import numpy as np
@@ -12,35 +12,34 @@ from drawloom.graph import between, component, setting
 @component
 class SortedBuffers:
     """
-    Takes `buffer` rows of a shuffled epoch, sorts them by their tokens, and shuffles packs of `pack` of them.
+    Buffers with `buffer` shuffled rows, sorted by length, from which packs with `pack` rows are drawn at random.
 
-    Rows of one pack are of nearly one length, which saves padding where a batch is as long as its longest row. Of rows
-    with as many tokens the shuffled order remains. A buffer's order depends on (seed, source, epoch, buffer) alone.
+    Rows of a pack have similar lengths, which saves padding where a batch is as long as its longest row. Rows of
+    equal length stay in shuffled order. The order in a buffer depends only on (seed, source, epoch, buffer).
     """
 
     lengths: MeasuredRows
     job: RunInfo
-    buffer: int = setting(check=between(1, 1_000_000_001), doc="rows that are sorted together")
-    pack: int = setting(check=between(1, 1_000_000_001), doc="rows that stay together, such as those of a microbatch")
+    buffer: int = setting(check=between(1, 1_000_000_001), doc="number of rows to sort together")
+    pack: int = setting(check=between(1, 1_000_000_001), doc="number of rows that stay together, such as a microbatch")
     _tokens: np.ndarray | None = attrs.field(init=False, default=None)
     _last: dict[str, tuple[int, int, np.ndarray]] = attrs.field(init=False, factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
-        """The rows at these places of an epoch, int64 (places,)."""
-        found = np.empty(len(places), np.int64)
+        rows = np.empty(len(places), np.int64)
         numbers = places // self.buffer
         for number in np.unique(numbers).tolist():
-            here = numbers == number
-            found[here] = self._buffer(source, epoch, number)[places[here] - number * self.buffer]
-        return found
+            in_buffer = numbers == number
+            rows[in_buffer] = self._buffer(source, epoch, number)[places[in_buffer] - number * self.buffer]
+        return rows
 
     def _buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
-        """The rows of a buffer in their order; the last one of a source is kept."""
-        if (held := self._last.get(source.name)) is None or held[:2] != (epoch, number):
-            self._last[source.name] = held = (epoch, number, self._sorted(source, epoch, number))
-        return held[2]
+        """Return a buffer's sorted rows, caching each source's last buffer."""
+        if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
+            self._last[source.name] = cached = (epoch, number, self._sort_buffer(source, epoch, number))
+        return cached[2]
 
-    def _sorted(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+    def _sort_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
         if self._tokens is None:
             self._tokens = self.lengths.row_tokens("train")
         first = number * self.buffer

@@ -1,13 +1,13 @@
 """
-The endless stream of training rows: which row is at each position.
+Endless training row stream: the row at each position.
 
-The sources of a mixture take turns: the n-th row of a source, from 0, is due at (n + 1/2) / r, where r is its share of
-rows, and rows come in the order in which they are due. So at every position each source has had its share to within a
-row for each of the others, and what is at a position follows from nothing but the shares. This is the schedule of
-Webster's method of apportionment, and of "stride scheduling" (Waldspurger and Weihl 1995).
+The sources of a mixture take turns: the n-th row of a source, from 0, is due at (n + 1/2) / r, where r is the source's
+share of rows, and rows are in the order of their due times. At every position each source has had its share to within
+one row per other source, and the row at a position depends only on the shares. This schedule is Webster's method of
+apportionment, and "stride scheduling" (Waldspurger and Weihl 1995).
 
-Shares of rows follow from weights, which are shares of tokens: a source whose rows are half full has twice the rows.
-When a run resumes with other shares, a new segment of the stream begins, and each source goes on with its next row.
+Row shares are computed from weights, which are token shares: a source whose rows are half full gets twice the rows.
+When a run resumes with other shares, a new segment of the stream begins, and each source continues with its next row.
 """
 
 from bisect import bisect_right
@@ -20,13 +20,13 @@ import numpy as np
 from drawloom.components.ports.data import MeasuredRows, PackedDataset, RowOrder, RowSource
 from drawloom.graph import UserError
 
-WINDOW = 2**12  # positions that are looked up together: numpy costs the same for one as for some hundreds
-GONE = -1  # the row of a source that a run had, and that its mixture has no more
-UNIT = 2**48  # shares are whole numbers of such parts, so that a checkpoint holds them exactly
+WINDOW = 2**12  # positions per lookup: numpy takes the same time for one as for some hundreds
+MISSING_ROW = -1  # a row of a source that is no longer in the mixture
+UNIT = 2**48  # shares are integers in units of 1 / UNIT, so a checkpoint stores them exactly
 
 
 def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
-    """The sources of the training rows: those of a mixture, or one without a name."""
+    """Return the sources of the training rows; without a mixture, one source without a name."""
     if isinstance(rows, MeasuredRows):
         return rows.row_sources("train")
     count = rows.count("train")
@@ -34,51 +34,56 @@ def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 
 def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
-    """Each source's share of rows, for the weights of tokens; only of those that have a weight and rows."""
-    rates = {each.name: each.weight * each.rows / max(each.tokens, 1) for each in sources if each.weight and each.rows}
+    """Return each source's row share, for token weights; sources without weight or rows are left out."""
+    used = [source for source in sources if source.weight and source.rows]
+    rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())
     return {name: max(1, round(rate / total * UNIT)) for name, rate in rates.items()}
 
 
 @attrs.frozen
 class Segment:
-    """A part of the stream with the same shares of rows, from a position on."""
+    """Stream segment, from a position on, with constant row shares."""
 
     start: int
     shares: Mapping[str, int]
 
     def turns(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """
-        The source at each position of a range, by its place among the shares, and its how manieth row in this segment.
+        Return the source at each position in a range, as an index into the shares, and its row number.
 
-        Positions and rows count from 0 at the segment's start; both int64 (last - first,).
+        Positions and row numbers count from 0 at the start of the segment; both results are int64 (last -
+        first,).
         """
         begin, source, row = self._due_near(first, last)
         taken = slice(first - int(begin.sum()), last - int(begin.sum()))
         return source[taken], row[taken]
 
     def counts(self, position: int) -> dict[str, int]:
-        """The rows of each source among the first `position` of this segment."""
+        """Count the rows per source among the segment's first `position` rows."""
         begin, source, _ = self._due_near(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
     def _due_near(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How many rows of each source are due before a time a little earlier, and those due then, in order."""
+        """
+        Count the rows per source due before a slightly earlier time, and return the rows due around the range,
+        in order.
+        """
         shares = np.array([*self.shares.values()], np.float64)
-        # of k sources, from t - k / 2 to t + k / 2 rows are due before t
-        begin, end = _due(shares, first - len(shares) - 1.0), _due(shares, last + len(shares) + 1.0)
+        # with k sources, t - k / 2 to t + k / 2 rows are due before time t
+        begin, end = _count_due(shares, first - len(shares) - 1.0), _count_due(shares, last + len(shares) + 1.0)
         source = np.repeat(np.arange(len(shares)), end - begin)
         row = np.concatenate([np.arange(*bounds) for bounds in zip(begin.tolist(), end.tolist(), strict=True)])
         order = np.lexsort((source, (row + 0.5) * shares.sum() / shares[source]))
         return begin, source[order], row[order]
 
 
-def _due(shares: np.ndarray, time: float) -> np.ndarray:
-    """How many rows of each source are due before a time, int64 (sources,)."""
+def _count_due(shares: np.ndarray, time: float) -> np.ndarray:
+    """Count the rows per source that are due before a time, int64 (sources,)."""
     total = shares.sum()
     counts: np.ndarray = np.maximum(np.floor(time * shares / total + 0.5), 0)
-    # rounding may be off by one; what decides is the division by which rows are sorted
+    # rounding may be off by one; correct it by the same division that sorts the rows
     counts -= (counts > 0) & ((counts - 0.5) * total / shares >= time)
     counts += (counts + 0.5) * total / shares < time
     return counts.astype(np.int64)
@@ -87,9 +92,9 @@ def _due(shares: np.ndarray, time: float) -> np.ndarray:
 @attrs.define
 class RowStream:
     """
-    The row at each position; `segments` begin at rising positions, the first at 0.
+    Row at each position; `segments` begin at increasing positions, the first one at 0.
 
-    A row is numbered as in the data set: `source.first` plus its number in the source. The n-th row that is taken of a
+    Rows have the numbers of the dataset: `source.first` plus the number in the source. The n-th row drawn from a
     source is at place n % source.rows of its epoch n // source.rows.
     """
 
@@ -101,60 +106,60 @@ class RowStream:
     _rows: np.ndarray = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
 
     def __attrs_post_init__(self) -> None:
-        """Count the rows of each source before each segment."""
+        """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
             counts = segment.counts(following.start - segment.start)
-            self._before.append(_sum(self._before[-1], counts))
+            self._before.append(_add_counts(self._before[-1], counts))
 
     def rows(self, positions: Sequence[int]) -> list[int]:
-        """The rows at these positions."""
-        # one window is kept, as positions come in order; it is short for few rows, whose epochs are many in a long one
+        """Return the rows at these positions. Raises UserError for a source that is no longer in the mixture."""
+        # Cache one window, because positions arrive in order; few rows get a short one, as a long one has many epochs.
         size = min(WINDOW, max(64, sum(source.rows for source in self.sources.values())))
         rows = []
         for position in positions:
-            window, place = divmod(position, size)
+            window, index = divmod(position, size)
             if window != self._window:
-                self._rows = self._between(window * size, (window + 1) * size)
+                self._rows = self._rows_between(window * size, (window + 1) * size)
                 self._window = window
-            if (row := int(self._rows[place])) == GONE:
+            if (row := int(self._rows[index])) == MISSING_ROW:
                 raise UserError(f"the row at position {position} is of a source that is no longer in the mixture")
             rows.append(row)
         return rows
 
     def taken(self, position: int) -> dict[str, int]:
-        """The rows of each source before a position, also of sources that a later segment has no more."""
-        number = self._segment(position)
+        """Count the rows per source before a position, including sources that later segments lack."""
+        number = self._find_segment(position)
         segment = self.segments[number]
-        return _sum(self._before[number], segment.counts(position - segment.start))
+        return _add_counts(self._before[number], segment.counts(position - segment.start))
 
-    def _between(self, first: int, last: int) -> np.ndarray:
+    def _rows_between(self, first: int, last: int) -> np.ndarray:
         parts = []
-        for number in range(self._segment(first), self._segment(last - 1) + 1):
+        for number in range(self._find_segment(first), self._find_segment(last - 1) + 1):
             segment = self.segments[number]
             end = self.segments[number + 1].start if number + 1 < len(self.segments) else last
             source, row = segment.turns(max(first, segment.start) - segment.start, min(last, end) - segment.start)
             rows = np.empty(len(row), np.int64)
-            for place, name in enumerate(segment.shares):
-                here = source == place
-                rows[here] = self._rows_of(name, self._before[number].get(name, 0) + row[here])
+            for index, name in enumerate(segment.shares):
+                is_from_source = source == index
+                rows[is_from_source] = self._draw_rows(name, self._before[number].get(name, 0) + row[is_from_source])
             parts.append(rows)
         return np.concatenate(parts)
 
-    def _rows_of(self, name: str, taken: np.ndarray) -> np.ndarray:
-        """The rows of a source, of which these numbers of rows were taken before."""
-        found = np.full(len(taken), GONE)
+    def _draw_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
+        """Return a source's rows, given how many rows were drawn from it before each one."""
+        numbers = np.full(len(drawn), MISSING_ROW)
         if (source := self.sources.get(name)) is None or not source.rows:
-            return found
-        epochs = taken // source.rows
+            return numbers
+        epochs = drawn // source.rows
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            found[here] = self.order.rows_at(source, epoch, taken[here] - epoch * source.rows)
-        return source.first + found
+            in_epoch = epochs == epoch
+            numbers[in_epoch] = self.order.rows_at(source, epoch, drawn[in_epoch] - epoch * source.rows)
+        return source.first + numbers
 
-    def _segment(self, position: int) -> int:
+    def _find_segment(self, position: int) -> int:
         return bisect_right([segment.start for segment in self.segments], position) - 1
 
 
-def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+def _add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}

@@ -1,1 +1,1 @@
-"""Packing: which parts of which documents make each row, by index alone."""
+"""Packing: the index that assigns parts of documents to rows."""

@@ -1,8 +1,8 @@
 """
-Best-fit-decreasing packing: documents, from the longest to the shortest, go into the row that they fill best.
+Best-fit-decreasing packing: each document, from longest to shortest, goes into the row with the least sufficient space.
 
-Documents of one length go into rows of one remaining capacity together, so the work is by pairs of length and capacity,
-and not by document.
+Equally long documents go together into rows with equal remaining capacity, so the work grows with the pairs of length
+and capacity, not with the documents.
 """
 
 from functools import partial
@@ -15,22 +15,22 @@ from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
 
-CACHED = 2**15  # items whose intermediate values fit a core's cache
+CHUNK_ITEMS = 2**15  # items per step; intermediate values of that many fit a core's cache
 
 
 @component
 class BestFit(PackedRows):
     """
-    Rows of whole documents, which hardly need padding.
+    Rows with whole documents with hardly any padding.
 
-    A document longer than a row is cut, and its rest packed. Rows come with the longest documents first, so the loader
-    has to shuffle them, as it does by default.
+    A document longer than a row is cut, and its rest is packed. The first rows have the longest documents, so the
+    loader must shuffle the rows, as it does by default.
     """
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The groups of best-fit-decreasing; lengths: (documents,)."""
+        """Group documents by best-fit-decreasing; lengths: (documents,)."""
         count = -(-len(lengths) // groups.BLOCK)
-        # Each block is of documents from everywhere; among those of one length, chance decides which come first.
+        # Strided blocks sample the whole corpus; documents of equal length are in random order.
         blocks = (np.arange(number, len(lengths), count) for number in range(count))
         return groups.group_documents(lengths, blocks, self.length, partial(best_fit, order=order))
 
@@ -39,22 +39,22 @@ def best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Documents by row, (items,), and how many each row has, (rows,); sizes: (items,), 1 to capacity.
+    Return documents by row, (items,), and the document count per row, (rows,); sizes: (items,), 1 to capacity.
 
-    Documents of one size are in a random order, or in that of their numbers if there is none.
+    Equal sizes are in random order, or sorted by document number if `order` is None.
     """
     counts = np.bincount(sizes, minlength=capacity + 1)
-    row_of, place_of, rows = _place(counts, len(sizes), capacity)
-    return groups.gathered(_by_size(documents, sizes, capacity, order), row_of, place_of, rows)
+    row_of, slot_of, rows = _assign_rows(counts, len(sizes), capacity)
+    return groups.gather_rows(_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
 
 
 def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
-    """The documents from the largest to the smallest, int64 (items,)."""
-    # One number has it all, from its highest bits on: size, chance, document. Sorting it needs no second array.
-    high, low = (np.uint64(int(most).bit_length()) for most in (capacity, documents.max(initial=0)))
+    """Return the documents from the largest to the smallest, int64 (items,)."""
+    # A key combines size, random bits and document, from the highest bits on, so sorting needs no second array.
+    high, low = (np.uint64(int(bound).bit_length()) for bound in (capacity, documents.max(initial=0)))
     keys = np.zeros(len(documents), np.uint64)
-    for begin in range(0, len(keys), CACHED):
-        part = slice(begin, begin + CACHED)
+    for begin in range(0, len(keys), CHUNK_ITEMS):
+        part = slice(begin, begin + CHUNK_ITEMS)
         if order is not None:
             keys[part] = order.keys(documents[part]) >> (high + low) << low
         keys[part] |= documents[part].astype(np.uint64)
@@ -64,15 +64,15 @@ def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Per
     return keys.astype(np.int64)
 
 
-def _place(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _assign_rows(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
-    The row of each item, and its place in the row, for items in decreasing order of size; and the number of rows.
+    Return each item's row and slot, for items by decreasing size; and the row count.
 
-    counts: (capacity + 1,), the items of each size.
+    counts: (capacity + 1,), items per size.
     """
-    row_of, place_of = np.empty(items, np.int32), np.empty(items, np.int32)
-    held = np.zeros(items, np.int32)  # items in each row; there are no more rows than items
-    stacks: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # rows by what is left in them
+    row_of, slot_of = np.empty(items, np.int32), np.empty(items, np.int32)
+    filled = np.zeros(items, np.int32)  # items in each row; there are at most as many rows as items
+    stacks: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # rows by remaining capacity
     is_open = np.zeros(capacity + 1, bool)
     rows = done = 0
     for size in np.flatnonzero(counts)[::-1].tolist():
@@ -83,15 +83,15 @@ def _place(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, n
                 left, needed = capacity, -(-waiting // (capacity // size))
                 stacks[left].append(np.arange(rows, rows + needed, dtype=np.int32))
                 rows += needed
-            taken = stacks[left].pop()
-            if len(taken) > waiting:
-                stacks[left].append(taken[waiting:])
-                taken = taken[:waiting]
+            targets = stacks[left].pop()
+            if len(targets) > waiting:
+                stacks[left].append(targets[waiting:])
+                targets = targets[:waiting]
             is_open[left] = bool(stacks[left])
-            end = done + len(taken)
-            row_of[done:end], place_of[done:end] = taken, held[taken]
-            held[taken] += 1
-            stacks[left - size].append(taken)
+            end = done + len(targets)
+            row_of[done:end], slot_of[done:end] = targets, filled[targets]
+            filled[targets] += 1
+            stacks[left - size].append(targets)
             is_open[left - size] = True
-            done, waiting = end, waiting - len(taken)
-    return row_of, place_of, rows
+            done, waiting = end, waiting - len(targets)
+    return row_of, slot_of, rows

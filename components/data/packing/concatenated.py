@@ -1,4 +1,4 @@
-"""Concatenates documents and cuts them into rows: every row is full, and a document may continue in the next."""
+"""Packing that concatenates documents and cuts them into full rows; a document may continue in the next row."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.data.conversations import Conversations
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import in_order
+from drawloom.components.data.packing.groups import select_documents
 from drawloom.components.data.packing.packed_rows import PackedRows, sources_of
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.graph import Problem, component
@@ -20,30 +20,32 @@ from drawloom.graph.wiring.node import NodeView
 @component
 class Concatenated(PackedRows):
     """
-    Documents laid end to end and cut into rows; a document that crosses a row's end restarts in the next row.
+    Concatenated documents, cut into rows; a document that crosses the end of a row restarts in the next row.
 
-    Every row is full but the last, which is padded and not dropped, so that every token is used once in an epoch.
+    Every row is full except the last one, which is padded, so every token is used once in an epoch.
     """
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """A row's end is a bad place to cut a conversation, whose answers then have no question."""
+        """Warn of conversations, because a cut separates an answer from its question."""
         yield from super().constraints(node)
-        for each in sources_of(node):
-            if issubclass(each.component, Conversations):
-                text = f"a row's end cuts conversations of [{each.name}], and an answer is trained without its question"
+        for source in sources_of(node):
+            if issubclass(source.component, Conversations):
+                text = (
+                    f"a row's end cuts conversations of [{source.name}], and an answer is trained without its question"
+                )
                 yield node.warning("use", text, 'write use = "data.packing.best_fit"')
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Where each document ends in the stream of all, of which rows are computed; lengths: (documents,)."""
-        documents = in_order(lengths, order)
+        """Concatenate the documents into a stream; lengths: (documents,)."""
+        documents = select_documents(lengths, order)
         ends = np.cumsum(lengths[documents], dtype=np.int64)
         return Stream(torch.from_numpy(documents), torch.from_numpy(ends), self.length)
 
 
 @attrs.frozen(eq=False)
 class Stream:
-    """A stream of whole documents, cut every `length` tokens: `order` and `ends` are int64 (documents,)."""
+    """Stream of whole documents, cut every `length` tokens; `order` and `ends` are int64 (documents,)."""
 
     order: Tensor
     ends: Tensor
@@ -51,12 +53,12 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """The tokens in the rows."""
+        """Token count over all rows."""
         return min(self._end, self.rows * self.length)
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows; the very last token has no target, and begins no row."""
+        """The number of rows; the last token of the stream has no target and begins no row."""
         return -(-max(self._end - 1, 0) // self.length)
 
     @cached_property
@@ -64,21 +66,21 @@ class Stream:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """The parts of documents between two cuts."""
+        """Return the parts of documents between two cuts."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         begin, end = row * self.length, min((row + 1) * self.length, self._end)
         ends = self.ends.numpy()
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
-        held = ends[first : last + 1]
-        starts = np.concatenate([ends[first - 1 : first] if first else [0], held[:-1]])
+        inner_ends = ends[first : last + 1]
+        starts = np.concatenate([ends[first - 1 : first] if first else [0], inner_ends[:-1]])
         columns = (
             self.order[first : last + 1].tolist(),
             (np.maximum(starts, begin) - starts).astype(np.int64).tolist(),
-            (np.minimum(held, end) - starts).astype(np.int64).tolist(),
+            (np.minimum(inner_ends, end) - starts).astype(np.int64).tolist(),
         )
         return list(map(RowPiece._make, zip(*columns, strict=True)))
 
     def row_tokens(self) -> np.ndarray:
-        """The tokens in each row, int64 (rows,): the last row has the rest."""
+        """Return the token count per row, int64 (rows,); the last row has the rest."""
         return np.minimum(self.tokens - np.arange(self.rows) * self.length, self.length)

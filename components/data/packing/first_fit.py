@@ -1,56 +1,59 @@
 """
-First-fit packing: documents, in their order, go into the first row that has space for them.
+First-fit packing: each document, in order, goes into the first row with enough space.
 
-Documents are packed in runs of `RUN`, and many runs at once: a step of numpy places one document of each.
+Documents are packed in runs of `RUN`, and many runs at once: one numpy step packs one document per run.
 """
 
 import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import cut, gathered, group_documents, in_order
+from drawloom.components.data.packing.groups import cut, gather_rows, group_documents, select_documents
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
 
 BRANCH = 21
-RUN = 8192  # documents; fewer than BRANCH cubed, so that there is always an empty row
-RUNS = 2048  # runs that are packed at once
+RUN = 8192  # documents per run; fewer than BRANCH cubed, so there is always an empty row
+MAX_RUNS = 2048  # runs that are packed at once
 
 
 @component
 class FirstFit(PackedRows):
     """
-    Rows of whole documents, near to the order in which they come.
+    Rows with whole documents, close to their original order.
 
-    A document longer than a row is cut, and its rest packed. Rows are a little less full than by best-fit.
+    A document longer than a row is cut, and its rest is packed. Rows are slightly less full than with best-fit.
     """
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The groups of first-fit; lengths: (documents,)."""
-        return group_documents(lengths, cut(in_order(lengths, order)), self.length, first_fit)
+        """Group documents by first-fit; lengths: (documents,)."""
+        return group_documents(lengths, cut(select_documents(lengths, order)), self.length, first_fit)
 
 
 def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents by row, (items,), and how many each row has, (rows,); sizes: (items,), 1 to below capacity."""
-    row_of, place_of = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
+    """
+    Return documents by row, (items,), and the document count per row, (rows,); sizes: (items,), 1 to below
+    capacity.
+    """
+    row_of, slot_of = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
     rows = 0
-    for start in range(0, len(sizes), RUN * RUNS):
-        end = min(start + RUN * RUNS, len(sizes))
-        found, place_of[start:end], used = _fit_runs(sizes[start:end], capacity)
-        row_of[start:end] = rows + found
+    for start in range(0, len(sizes), RUN * MAX_RUNS):
+        end = min(start + RUN * MAX_RUNS, len(sizes))
+        run_rows, slot_of[start:end], used = _fit_runs(sizes[start:end], capacity)
+        row_of[start:end] = rows + run_rows
         rows += used
-    return gathered(documents, row_of, place_of, rows)
+    return gather_rows(documents, row_of, slot_of, rows)
 
 
 def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The row of each item and its place there, both (items,), and the number of rows; up to `RUNS` runs of items."""
+    """Return each item's row and slot, both (items,), and the row count, for up to `MAX_RUNS` runs."""
     runs = -(-len(sizes) // RUN)
     steps = min(RUN, len(sizes))
-    # an item of size 0, which the last run may end with, changes nothing
+    # items of size 0 pad the last run, and change nothing
     padded = np.pad(sizes, (0, runs * steps - len(sizes))).reshape(runs, steps)
     rows = np.empty((runs, steps), np.int64)
     left = np.full((runs, BRANCH, BRANCH, BRANCH), capacity, np.min_scalar_type(capacity))
-    # the most that is left in any row of each branch, on two levels
+    # largest remaining capacity of each branch of the search tree, on two levels
     lower, upper = left.max(axis=3), left.max(axis=(2, 3))
     run = np.arange(runs)
     for step in range(steps):
@@ -65,13 +68,13 @@ def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray,
     used = (left.reshape(runs, -1) < capacity).sum(axis=1)
     rows += (np.cumsum(used) - used)[:, None]
     flat = rows.reshape(-1)[: len(sizes)]
-    return flat, _places(flat), int(used.sum())
+    return flat, _slots_in_rows(flat), int(used.sum())
 
 
-def _places(rows: np.ndarray) -> np.ndarray:
-    """How many items before each one are in its row, (items,)."""
+def _slots_in_rows(rows: np.ndarray) -> np.ndarray:
+    """Count the earlier items in each item's row, (items,)."""
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
-    places = np.empty(len(rows), np.int64)
-    places[by_row] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places
+    slots = np.empty(len(rows), np.int64)
+    slots[by_row] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return slots

@@ -1,4 +1,4 @@
-"""Shared by the packings: the order of documents, the index of each split, batches, and the check of a resumed run."""
+"""Base class for packings: document order, row indexes, batches, and the check on resume."""
 
 import hashlib
 import logging
@@ -27,19 +27,19 @@ log = logging.getLogger("drawloom.data")
 
 @attrs.frozen
 class PackedSplit:
-    """The documents of a split, and the index of its rows: all that a worker process needs."""
+    """A split's documents and row index, for worker processes."""
 
     documents: TokenDocuments
     index: JoinedIndexes
 
 
 def sources_of(packing: NodeView) -> Iterator[NodeView]:
-    """The nodes that a packing takes documents from: its tokens, or the sources of a mixture."""
+    """Yield the nodes whose documents are packed: the token corpus, or the sources of a mixture."""
     for tokens in packing.neighbours("tokens"):
         yield from tokens.neighbours("sources") or [tokens]
 
 
-def _fault_of_length(length: int) -> str | None:
+def _check_length(length: int) -> str | None:
     if length < 2:
         return f"a row of {length} tokens has nothing to predict"
     return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
@@ -48,11 +48,11 @@ def _fault_of_length(length: int) -> str | None:
 @inherited
 class PackedRows:
     """
-    Rows of documents, packed by index: tokens are read when a batch is made.
+    Rows of documents, packed by index; tokens are read when a batch is made.
 
-    Training documents are shuffled by the run's seed, validation documents stay in the order of the corpus. Documents
-    of fewer than two tokens have nothing to predict and are dropped. A run resumes only with the documents that it
-    began with.
+    The seed of the run shuffles the training documents; validation documents stay in the order of the corpus.
+    Documents of fewer than two tokens have nothing to predict and are dropped. A run resumes only with the
+    documents that it began with.
     """
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
@@ -62,8 +62,8 @@ class PackedRows:
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
-        check=_fault_of_length,
-        doc="tokens in a row, at least 2",
+        check=_check_length,
+        doc="sequence length: tokens in a row, at least 2",
     )
     _pad: int = attrs.field(init=False, default=0)
     _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
@@ -71,21 +71,21 @@ class PackedRows:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Pairs of documents stay together only in rows that are made of pairs."""
-        for each in sources_of(node):
-            if has_pairs(each.component) and not has_pairs(cls):
-                text = f"[{each.name}] has pairs of documents, which would come apart"
+        """Yield a problem if a packing separates pairs of documents, or packs pairs that do not exist."""
+        for source in sources_of(node):
+            if has_pairs(source.component) and not has_pairs(cls):
+                text = f"[{source.name}] has pairs of documents, which would come apart"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
-            elif has_pairs(cls) and not has_pairs(each.component):
-                text = f"[{each.name}] has no pairs of documents"
-                yield node.problem("use", text, f'write use = "data.preferences" in [{each.name}]')
+            elif has_pairs(cls) and not has_pairs(source.component):
+                text = f"[{source.name}] has no pairs of documents"
+                yield node.problem("use", text, f'write use = "data.preferences" in [{source.name}]')
 
     @abstractmethod
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The rows of a source's documents, shuffled if there is an order; lengths: (documents,)."""
+        """Pack a source's documents, in `order` or sorted by number; lengths: (documents,)."""
 
     def open(self) -> None:
-        """Pack both splits; warn of texts too long for a model."""
+        """Pack both splits, and warn of texts that are too long for a model."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack(split)
@@ -96,7 +96,7 @@ class PackedRows:
                     *(_name(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
                 )
         lengths = [packed.documents.lengths for packed in self._splits.values()]
-        longest = max((int(each.max()) for each in lengths if len(each)), default=0)
+        longest = max((int(counts.max()) for counts in lengths if len(counts)), default=0)
         warn_of_long_texts(min(longest, self.length), self.models)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class PackedRows:
         self._fingerprints.clear()
 
     def check_machine(self) -> None:
-        """Raise UserError if there are more token ids than any model of the run has."""
+        """Raise UserError if the tokenizer has more ids than the vocabulary of every model."""
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
             ids = self.tokens.vocab_size
@@ -115,61 +115,60 @@ class PackedRows:
             )
 
     def count(self, split: Split) -> int:
-        """The number of rows of a split; 0 if it has no document."""
         return self._splits[split].index.rows
 
     def fill_rate(self, split: Split) -> float:
-        """The fraction of a split's rows that is no padding; 1 if there are none."""
         index = self._splits[split].index
         return index.tokens / (index.rows * self.length) if index.rows else 1.0
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
-        """The rows at these indices, each from 0 to below count; every tensor is (rows, length)."""
+        """Return the rows at these indices, 0 to count - 1; every tensor is (rows, length)."""
         packed = self._splits[split]
         return batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
 
     def sources(self, split: Split, row: int) -> list[str]:
-        """Where the documents of a row come from, in order."""
+        """Return a row's document sources, in order."""
         packed = self._splits[split]
         return [packed.documents.source(piece.document) for piece in packed.index.pieces(row)]
 
     def row_sources(self, split: Split) -> list[RowSource]:
-        """The sources of a split's rows; one without a name if the documents are not a mixture's."""
+        """Return a split's row sources; without a mixture, one source without a name."""
         packed = self._splits[split]
         parts = zip(document_sources(packed.documents), packed.index.members, packed.index.starts, strict=False)
-        return [RowSource(each.name, start, index.rows, index.tokens, each.weight) for each, index, start in parts]
+        return [
+            RowSource(source.name, start, index.rows, index.tokens, source.weight) for source, index, start in parts
+        ]
 
     def row_tokens(self, split: Split) -> np.ndarray:
-        """The tokens in each row, int64 (rows,)."""
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def state_dict(self) -> dict[str, Any]:
-        """The fingerprint of the rows of each split and source, which are the same at every save."""
+        """Return the row fingerprints by split and source, which never change during a run."""
         if not self._fingerprints:
             for split in SPLITS:
                 documents = document_sources(self._splits[split].documents)
                 for source, rows in zip(documents, self.row_sources(split), strict=True):
-                    kind = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
-                    digest = hashlib.sha256(kind.encode()).hexdigest()
+                    identity = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
+                    digest = hashlib.sha256(identity.encode()).hexdigest()
                     self._fingerprints[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise UserError if the run began with other rows, unless changes are accepted."""
+        """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack(self, split: Split) -> PackedSplit:
-        documents, first, indexes = self.tokens.documents(split), [0], []
+        documents, first_documents, indexes = self.tokens.documents(split), [0], []
         for source in document_sources(documents):
             lengths = source.documents.lengths
             self._warn_of_cuts(_name(split, source.name), source.documents)
             shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
             indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
-            first.append(first[-1] + len(lengths))
-        return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first)))
+            first_documents.append(first_documents[-1] + len(lengths))
+        return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first_documents)))
 
     def _warn_of_cuts(self, name: str, documents: TokenDocuments) -> None:
-        """Say how many documents with weights of their tokens, as conversations have, are longer than a row."""
+        """Warn if documents with token weights, such as conversations, are longer than a row."""
         cut = int((documents.lengths > self.length).sum())
         if cut and not has_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
             longest = documents.lengths.max()
@@ -180,17 +179,17 @@ class PackedRows:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The rows only: what a worker process needs, and what can be pickled."""
+        """Return only the picklable parts that a worker process needs: the rows."""
         return {**self.__dict__, "tokens": None, "job": None, "recipe": None, "models": None}
 
 
 def _name(split: Split, source: str) -> str:
-    """A split, of one source if it has a name."""
+    """Name a split, or one source of a split."""
     return f"{split} of {source}" if source else split
 
 
 def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None:
-    """Warn if a text of a row, of which the longest has so many tokens, is longer than a model's positions allow."""
+    """Warn if the longest text, in tokens, exceeds a model's positions."""
     for name, model in models.items():
         longest = model.longest_text
         if longest is not None and tokens > longest:
@@ -204,13 +203,14 @@ def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None
 
 def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:
     """
-    Compare `rows` and `sha256` of each split, or of each source of a split, with those that a checkpoint has.
+    Compare `rows` and `sha256` by split, or by split and source, with a checkpoint.
 
-    Raises UserError if one differs, or logs it if changes are accepted; KeyError if these are not of a data set.
+    Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not that
+    of a dataset.
     """
     if not then.keys() & now.keys():
         raise KeyError(f"{', '.join(then)}: no split of these rows")
-    differences = ", and ".join(filter(None, (_difference(name, then, now) for name in {**then, **now})))
+    differences = ", and ".join(filter(None, (_describe_difference(name, then, now) for name in {**then, **now})))
     if differences and not accept_changes:
         raise UserError(
             f"the corpus is not the one that this run began with: {differences}; restore the old one, "
@@ -221,8 +221,8 @@ def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_change
         log.warning("the corpus is not the one that this run began with: %s", differences)
 
 
-def _difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """How rows differ from those that the run began with; empty if they do not."""
+def _describe_difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how rows differ from the rows that the run began with; empty if they are equal."""
     if name not in then or name not in now:
         return f"{name} is {'new' if name in now else 'missing'}"
     before, after = then[name], now[name]

@@ -1,4 +1,4 @@
-"""Rows of pairs of documents, both of a pair in the same row."""
+"""Packing that keeps both documents of a pair in the same row."""
 
 import logging
 from typing import ClassVar
@@ -27,21 +27,21 @@ class Pairs(PackedRows):
     pairs: ClassVar[bool] = True
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The groups of best-fit-decreasing, of pairs; lengths: (documents,), those of a pair one after the other."""
-        first = 2 * np.flatnonzero(lengths[::2] >= 2)
-        sizes = lengths[first] + lengths[first + 1]
+        """Group pairs by best-fit-decreasing; lengths: (documents,), with both lengths of a pair in succession."""
+        first_documents = 2 * np.flatnonzero(lengths[::2] >= 2)
+        sizes = lengths[first_documents] + lengths[first_documents + 1]
         if dropped := int((sizes > self.length).sum()):
             text = "%d of %d pairs are longer than a row of %d tokens, and are dropped; the longest has %d tokens"
             log.warning(text, dropped, len(sizes), self.length, sizes.max())
-            first, sizes = first[sizes <= self.length], sizes[sizes <= self.length]
-        by_row, in_row = best_fit(first, sizes, self.length, order)
+            first_documents, sizes = first_documents[sizes <= self.length], sizes[sizes <= self.length]
+        by_row, in_row = best_fit(first_documents, sizes, self.length, order)
         members = (by_row[:, None] + np.arange(2)).flatten()
-        none = torch.empty(0, dtype=torch.int64)
+        no_documents = torch.empty(0, dtype=torch.int64)
         return Groups(
             length=self.length,
             tokens=int(sizes.sum()),
-            long=none,
-            full=none,
+            long=no_documents,
+            full=no_documents,
             members=torch.from_numpy(members),
             ends=torch.from_numpy(2 * np.cumsum(in_row)),
             lengths=torch.from_numpy(lengths),

@@ -1,4 +1,4 @@
-"""Rows made of parts of documents: which parts is an index's to say, here they become a batch."""
+"""Batches from document parts, as an index selects them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,103 +23,99 @@ class RowPiece(NamedTuple):
 
 
 class RowIndex(Protocol):
-    """The pieces of each row; it can be pickled, with arrays as tensors, which torch shares between processes."""
+    """Pieces of each row. It can be pickled, with arrays as tensors, which torch shares between processes."""
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Row count."""
         ...
 
     @property
     def tokens(self) -> int:
-        """The tokens of all pieces."""
+        """Token count over all pieces."""
         ...
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """The pieces of a row, in order; raises IndexError beyond the last row."""
+        """Return the pieces of a row, in order. Raises IndexError beyond the last row."""
         ...
 
     def row_tokens(self) -> np.ndarray:
-        """The tokens in each row, int64 (rows,)."""
+        """Return the token count per row, int64 (rows,)."""
         ...
 
 
 @attrs.frozen
 class JoinedIndexes:
-    """The rows of several sources, those of one after those of another; `first` has the first document of each."""
+    """Concatenated rows of several sources; `first` has the first document of each source."""
 
     members: tuple[RowIndex, ...]
     first: tuple[int, ...]
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first row of each member, and the number of all rows."""
+        """Each member's first row, followed by the total row count."""
         return [0, *accumulate(index.rows for index in self.members)]
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return self.starts[-1]
 
     @property
     def tokens(self) -> int:
-        """The tokens of all pieces."""
         return sum(index.tokens for index in self.members)
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """The pieces of a row, in order; raises IndexError beyond the last row."""
-        number = min(bisect_right(self.starts, row), len(self.members)) - 1
-        pieces = self.members[number].pieces(row - self.starts[number])
-        if offset := self.first[number]:
+        member = min(bisect_right(self.starts, row), len(self.members)) - 1
+        pieces = self.members[member].pieces(row - self.starts[member])
+        if offset := self.first[member]:
             return [piece._replace(document=offset + piece.document) for piece in pieces]
         return pieces
 
 
 def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], length: int, pad: int) -> TokenBatch:
     """
-    The rows that these pieces make, one after another from the left, filled up with `pad`.
+    Return the batch of these pieces, packed from the left, with rows padded by `pad`.
 
-    A reference of a document is at its first token, and there are none unless each document has one.
-
-    A piece has its own positions and document id, and so has the padding. The target of a piece's last token is the
-    next of its document, if there is one.
+    Each piece has its own positions and document id, and so does the padding. The target for a piece's last token
+    is the document's next token, if there is one. `reference` has the value of a document at its first token; it is
+    None unless every document has one.
     """
     tokens = np.full((len(rows), length), pad, np.int64)
     targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)
     weights = np.zeros((len(rows), length), np.float32)
     starts = np.zeros((len(rows), length), np.int64)  # 1 where a piece or the padding begins
-    compared = np.zeros((len(rows), length), np.float64)
-    every, padding = any(rows), 0
+    references = np.zeros((len(rows), length), np.float64)
+    has_references, padding = any(rows), 0
     for row, pieces in enumerate(rows):
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids, own, reference = _read(documents, document, first, last + 1)
+            ids, own_weights, reference = _read(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
-            weights[row, begin:targeted] = 1.0 if own is None else own[1:]
+            weights[row, begin:targeted] = 1.0 if own_weights is None else own_weights[1:]
             starts[row, begin] = 1
-            every = every and reference is not None
-            compared[row, begin] = reference or 0
+            has_references = has_references and reference is not None
+            references[row, begin] = reference or 0
             begin = end
         starts[row, begin : begin + 1] = 1
         padding += length - begin
-    here = np.arange(length)
-    positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
+    columns = np.arange(length)
+    positions = columns - np.maximum.accumulate(np.where(starts > 0, columns, 0), axis=1)
     return TokenBatch.from_numpy(
         tokens=tokens,
         targets=targets,
         positions=positions,
         document_ids=np.cumsum(starts, axis=1) - 1,
         weights=weights,
-        reference=compared if every else None,
+        reference=references if has_references else None,
         padding=padding,
     )
 
 
 def _read(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
-    """A part of a document. Raises UserError with its file and offset if it can't be read."""
+    """Read a part of a document. Raises UserError with the file and offset if it is unreadable."""
     try:
         part = documents.read(document, first, last)
         if len(part.ids) < last - first - 1:

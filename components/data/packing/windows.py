@@ -1,8 +1,8 @@
 """
-Documents as a model sees them alone: whole, or in windows that overlap where a document is longer than a row.
+Packing for evaluation: whole documents, or overlapping windows of documents that are longer than a row.
 
-The windows are those of "Perplexity of fixed-length models" in the documentation of transformers: each begins `stride`
-tokens after the one before, and only tokens that no earlier window predicted have a weight.
+The windows are those in "Perplexity of fixed-length models" (transformers documentation): each window begins `stride`
+tokens after the previous one, and only tokens that no earlier window predicted have a weight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import best_fit
-from drawloom.components.data.packing.groups import in_order
+from drawloom.components.data.packing.groups import select_documents
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
@@ -26,10 +26,10 @@ from drawloom.graph.wiring.node import NodeView
 @component
 class Windows(PackedRows):
     """
-    Rows of whole documents, to measure a model; a longer document is seen through windows, and no target counts twice.
+    Rows for evaluation: whole documents, or sliding windows over longer ones, so that every target counts once.
 
-    Every target but those of a document's first window has at least `length - stride` tokens before it. `drawloom
-    evaluate --corpus` measures such rows.
+    Every target beyond the first window of a document has at least `length - stride` tokens before it. `drawloom
+    evaluate --corpus` evaluates such rows.
     """
 
     stride: int | None = setting(
@@ -40,7 +40,7 @@ class Windows(PackedRows):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Windows that move by more than a row leave tokens out."""
+        """Yield a problem if the stride is longer than a window, which would skip tokens."""
         yield from super().constraints(node)
         stride, length = node.settings["stride"], node.settings["length"]
         if stride is not None and stride > length:
@@ -48,8 +48,8 @@ class Windows(PackedRows):
             yield node.problem("stride", text, f"write stride = {length} or less")
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """The windows of all documents, packed by best-fit-decreasing; lengths: (documents,)."""
-        documents = in_order(lengths, order)
+        """Pack the windows of all documents by best-fit-decreasing; lengths: (documents,)."""
+        documents = select_documents(lengths, order)
         counts = count_windows(lengths[documents], self.length, self.step)
         owners = np.repeat(documents, counts)
         first = self.step * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
@@ -63,7 +63,7 @@ class Windows(PackedRows):
         )
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
-        """The rows at these indices, in which targets that an earlier window predicts have no weight."""
+        """Return the rows at these indices; targets that an earlier window predicts have weight 0."""
         batch, index = super().batch(split, indices), self._splits[split].index
         for weights, row in zip(batch.weights, indices, strict=True):
             begin = 0
@@ -75,20 +75,20 @@ class Windows(PackedRows):
 
     @property
     def step(self) -> int:
-        """The tokens by which a window moves."""
+        """The number of tokens by which a window moves."""
         return self.stride or self.length // 2
 
 
 def count_windows(lengths: np.ndarray, length: int, stride: int) -> np.ndarray:
-    """Count the windows of documents of at least two tokens, int64 (documents,); the last token is only predicted."""
+    """
+    Count the windows over documents with at least two tokens, int64 (documents,); the last token is only a target.
+    """
     return 1 + np.maximum(0, -(-(lengths.astype(np.int64) - 1 - length) // stride))
 
 
 @attrs.frozen(eq=False)
 class WindowIndex:
-    """
-    Windows by row: documents, first tokens and ends of windows, int64 (windows,), and row ends among them, (rows,).
-    """
+    """Index of windows: their documents, first tokens and ends, int64 (windows,), and the end of each row, (rows,)."""
 
     documents: Tensor
     first: Tensor
@@ -97,16 +97,13 @@ class WindowIndex:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return len(self.ends)
 
     @property
     def tokens(self) -> int:
-        """The tokens of all windows."""
         return int((self.last - self.first).sum())
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """Return the windows of a row; IndexError beyond the last row."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         windows = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
@@ -114,6 +111,5 @@ class WindowIndex:
         return list(map(RowPiece._make, zip(*columns, strict=True)))
 
     def row_tokens(self) -> np.ndarray:
-        """The tokens in each row, int64 (rows,)."""
         ends = np.concatenate([[0], np.cumsum((self.last - self.first).numpy())])
         return np.diff(ends[self.ends.numpy()], prepend=0)

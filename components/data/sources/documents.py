@@ -1,4 +1,4 @@
-"""Documents of text in parts that can be read independently, and their split."""
+"""Text documents in parts that can be read independently, and their splits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -9,13 +9,13 @@ import attrs
 from drawloom.components.ports.corpus import Split
 
 PART_BYTES = 2**26
-"""About how many bytes of files make a part: large beside its costs, small beside what a killed process may lose."""
+"""Approximate bytes of files per part: large enough to hide its overhead, small enough to lose when killed."""
 
 
 @attrs.frozen
 class Document:
     """
-    A text, its file, and its offset there: a byte of a text file or a line, the number of a row of a table.
+    Text of a document, its file, and its offset there: a byte in a text file, or the number of a table row.
 
     A hash of `key` determines its split.
     """
@@ -27,43 +27,43 @@ class Document:
 
 
 class Part(Protocol):
-    """Documents that one process reads. It can be pickled; its `repr` differs if the files behind it do."""
+    """Documents that one process reads. It can be pickled, and its `repr` changes with the underlying files."""
 
     @property
     def size(self) -> int:
-        """The bytes to read, for the progress."""
+        """The number of bytes to read, for the progress."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """The documents in order, read one by one."""
+        """Yield the documents in order, reading one at a time."""
         ...
 
 
 def split_of(key: bytes, validation_fraction: float) -> Split:
-    """The split of a document, by a hash of its key; `validation_fraction` is 0 to 1."""
+    """Return a document's split, from a hash of its key; `validation_fraction` is 0 to 1."""
     fraction = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"
 
 
 def split_parts(parts: Sequence[Part], split: Split, fraction: float) -> list["SplitPart"]:
     """
-    The parts with the documents of one split.
+    Return parts with only the documents of one split.
 
-    A corpus so small that a split would be empty is divided within documents instead: the last part of each, `fraction`
-    of its characters, is in the validation split. With a fraction of 0 or 1, one split is empty.
+    In a corpus so small that a split would be empty, each document is divided instead: its last characters,
+    `fraction` of all, are in the validation split. With a fraction of 0 or 1, one split is empty.
     """
     within = 0 < fraction < 1 and not _has_both_splits(parts, fraction)
     return [SplitPart(part, split, fraction, within) for part in parts]
 
 
 def texts_of(parts: Iterable[Part]) -> Iterator[str]:
-    """The texts of all documents."""
+    """Iterate over the texts of all documents."""
     return (document.text for part in parts for document in part.documents())
 
 
 @attrs.frozen
 class SplitPart:
-    """The documents of a part that belong to a split; or the share of a split in each, if `within` documents."""
+    """Documents of a part that belong to a split; or, if `within`, the split's share of each document."""
 
     part: Part
     split: Split
@@ -72,11 +72,11 @@ class SplitPart:
 
     @property
     def size(self) -> int:
-        """The bytes to read, scaled to the split's share."""
+        """The number of bytes to read, scaled to the split's share."""
         return int(self.part.size * (self.fraction if self.split == "validation" else 1 - self.fraction))
 
     def documents(self) -> Iterator[Document]:
-        """Those of the split, in order."""
+        """Yield the documents of the split, in order."""
         for document in self.part.documents():
             if self.within:
                 yield attrs.evolve(document, text=self._share(document.text))
@@ -89,7 +89,7 @@ class SplitPart:
 
 
 def _has_both_splits(parts: Iterable[Part], fraction: float) -> bool:
-    """Whether each split has a text that is not empty; in a large corpus the first few documents show it."""
+    """Return whether each split has a non-empty text; in a large corpus, the first few documents suffice."""
     missing = set(get_args(Split))
     for document in (document for part in parts for document in part.documents()):
         if document.text:

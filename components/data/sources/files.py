@@ -1,7 +1,7 @@
 """
-Files of a corpus: found by globs, in an order that does not depend on the file system, and opened.
+Files of a corpus: globs, a file order that does not depend on the file system, and decompression.
 
-A path with a protocol, such as `s3://bucket/corpus/*.jsonl`, is fsspec's. Files whose names end in `.gz` or `.zst` are
+fsspec reads paths with a protocol, such as `s3://bucket/corpus/*.jsonl`. Files with the suffixes `.gz` and `.zst` are
 decompressed.
 """
 
@@ -28,7 +28,8 @@ class File:
     """
     A file of a corpus.
 
-    `name`, below the glob's first wildcard, determines its position and its split; `version` changes with its content.
+    `name`, the path below the first wildcard of the glob, determines its position and split; `version` changes with
+    its content.
     """
 
     name: str
@@ -38,32 +39,32 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The end of its name, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
-        return Path(Path(self.name).stem if self.compressed else self.name).suffix
+        """The file extension, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
+        return Path(Path(self.name).stem if self.is_compressed else self.name).suffix
 
     @property
-    def compressed(self) -> bool:
-        """Whether it has to be decompressed, and so is read from its beginning."""
+    def is_compressed(self) -> bool:
+        """Whether the file is compressed, and can only be read from its beginning."""
         return self.name.endswith(COMPRESSED)
 
 
 def find(patterns: Iterable[str]) -> list[File]:
     """
-    The files of globs (`**` crosses folders), in the order of the globs and by name in each; duplicates are dropped.
+    Return the files of globs (`**` crosses folders), ordered by glob and then by name, without duplicates.
 
-    A name is the path below the glob's folder before the first wildcard. Raises UserError for a glob without a file.
+    A name is the path below the folder before the first wildcard. Raises UserError for a glob without a file.
     """
-    found: dict[str, File] = {}
+    files: dict[str, File] = {}
     for pattern in patterns:
-        remote = "://" in pattern
-        for file in _remote(pattern) if remote else _local(pattern):
-            # by real path: links may reach one file twice
-            found.setdefault(file.path if remote else os.path.realpath(file.path), file)
-    return list(found.values())
+        is_remote = "://" in pattern
+        for file in _find_remote(pattern) if is_remote else _find_local(pattern):
+            # keyed by real path, because two links may lead to one file
+            files.setdefault(file.path if is_remote else os.path.realpath(file.path), file)
+    return list(files.values())
 
 
 def local(name: str, path: Path) -> File:
-    """A file of this machine; its version is its times of change and modification."""
+    """Return a local file; its version is its times of modification and change."""
     try:
         status = path.stat()
     except OSError as error:
@@ -71,11 +72,11 @@ def local(name: str, path: Path) -> File:
     return File(name, str(path), status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
 
-def groups(files: Sequence[File], most: int) -> Iterator[tuple[File, ...]]:
-    """Consecutive files of `most` bytes together; a larger one is a group of its own."""
+def groups(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, ...]]:
+    """Group consecutive files of up to `max_bytes` bytes together; a larger file is a group of its own."""
     group: list[File] = []
     for file in files:
-        if group and sum(each.size for each in group) + file.size > most:
+        if group and sum(member.size for member in group) + file.size > max_bytes:
             yield tuple(group)
             group = []
         group.append(file)
@@ -85,29 +86,29 @@ def groups(files: Sequence[File], most: int) -> Iterator[tuple[File, ...]]:
 
 @contextmanager
 def opened(file: File) -> Iterator[IO[bytes]]:
-    """A file's decompressed bytes. Errors of reading are UserErrors that name it."""
+    """Open a file for its decompressed bytes. Reading errors become UserErrors with its path."""
     try:
-        with _raw(file.path) as stream, _decompressed(file.name, stream) as content:
+        with _open_raw(file.path) as stream, _decompress(file.name, stream) as content:
             yield content
     except (OSError, EOFError) as error:
         raise unreadable(file.path, error) from error
 
 
 def unreadable(path: str, error: Exception) -> UserError:
-    """The error for a file that can't be read, because of the operating system or of its compression."""
+    """Return the error for a file that the operating system or the decompression can't read."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}); repair the file or leave it out of `paths`")
 
 
 def package(name: str, hint: str) -> Any:
-    """An optional package. Raises UserError with what to install if it is missing."""
+    """Import an optional package. Raises UserError with an installation hint if it is missing."""
     try:
         return __import__(name)
     except ImportError as error:
         raise UserError(f"the package `{name}` is missing; {hint}") from error
 
 
-def _raw(path: str) -> IO[bytes]:
+def _open_raw(path: str) -> IO[bytes]:
     if "://" not in path:
         return open(path, "rb")
     stream: IO[bytes] = package("fsspec", FSSPEC).open(path, "rb").open()
@@ -115,7 +116,7 @@ def _raw(path: str) -> IO[bytes]:
 
 
 @contextmanager
-def _decompressed(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
+def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
     if name.endswith(".gz"):
         with gzip.open(stream) as content:
             yield content  # type: ignore[misc]
@@ -130,7 +131,7 @@ def _decompressed(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
         yield stream
 
 
-def _local(pattern: str) -> list[File]:
+def _find_local(pattern: str) -> list[File]:
     if os.path.isdir(pattern):
         pattern = f"{pattern.rstrip('/')}/**/*"
     folder = _folder(pattern)
@@ -141,14 +142,14 @@ def _local(pattern: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _remote(pattern: str) -> list[File]:
+def _find_remote(pattern: str) -> list[File]:
     fsspec = package("fsspec", FSSPEC)
     try:
         system, glob = fsspec.core.url_to_fs(pattern)
-        found = [details for details in system.glob(glob, detail=True).values() if details["type"] == "file"]
-    except Exception as error:  # each protocol has its own
+        matches = [details for details in system.glob(glob, detail=True).values() if details["type"] == "file"]
+    except Exception as error:  # each protocol raises its own exceptions
         raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write a glob that can, or {FSSPEC}') from error
-    if not found:
+    if not matches:
         raise UserError(f'paths: no file matches "{pattern}"; write a glob that matches one')
     folder = _folder(glob)
     files = [
@@ -158,13 +159,13 @@ def _remote(pattern: str) -> list[File]:
             details["size"],
             system.ukey(details["name"]),
         )
-        for details in found
+        for details in matches
     ]
     return sorted(files, key=lambda file: file.name)
 
 
 def _folder(pattern: str) -> Path:
-    """The folder of a glob before its first wildcard; for a plain path, its parent folder."""
+    """Return the folder of a glob before its first wildcard; for a plain path, its parent folder."""
     parts = Path(pattern).parts
     plain = list(takewhile(lambda part: not has_magic(part), parts))
     return Path(*(plain if len(plain) < len(parts) else plain[:-1]))

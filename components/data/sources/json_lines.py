@@ -1,4 +1,4 @@
-"""JSON lines: an object per line, whose text is in one field."""
+"""JSON lines: one object per line, with its text in one field."""
 
 import codecs
 import json
@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 @attrs.frozen
 class JsonLinesPart:
-    """The lines of a file that begin from byte `begin` to before `end`; of a compressed file all."""
+    """Lines of a file that begin at bytes `begin` to before `end`; all lines of a compressed file."""
 
     file: File
     field: str
@@ -23,18 +23,18 @@ class JsonLinesPart:
 
     @property
     def size(self) -> int:
-        """The bytes of these lines in the file."""
+        """Bytes that these lines take in the file."""
         return min(self.end, self.file.size) - self.begin
 
     def documents(self) -> Iterator[Document]:
-        """The text of each line that is not blank. Raises UserError with the position of a bad line."""
+        """Yield the text of each non-blank line. Raises UserError with the position of a bad line."""
         with opened(self.file) as stream:
             for offset, line in self._lines(stream):
                 text = self._text(line, offset)
                 yield Document(text, self.file.path, offset, text.encode())
 
     def _lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-        """The lines that are not blank, with the offsets at which they begin."""
+        """Yield the non-blank lines with their offsets."""
         offset = self.begin
         if offset:
             stream.seek(offset - 1)
@@ -48,10 +48,10 @@ class JsonLinesPart:
         try:
             return text_of(_parse(line), self.field)
         except ValueError as error:
-            raise UserError(f"{self.file.path}:{self._number(offset)}{error}") from error
+            raise UserError(f"{self.file.path}:{self._line_number(offset)}{error}") from error
 
-    def _number(self, offset: int) -> int:
-        """The number of the line at an offset, from 1."""
+    def _line_number(self, offset: int) -> int:
+        """Return the number of the line at an offset, from 1."""
         with opened(self.file) as stream:
             number = 1
             while offset > 0 and (block := stream.read(min(2**20, offset))):
@@ -61,18 +61,18 @@ class JsonLinesPart:
 
 
 def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
-    """Ranges of each file; a compressed one is not divided."""
+    """Divide files into ranges of lines; compressed files are not divided."""
     parts = []
     for file in files:
-        step = max(file.size, 1) if file.compressed else PART_BYTES
+        step = max(file.size, 1) if file.is_compressed else PART_BYTES
         for begin in range(0, max(file.size, 1), step):
-            end = 2**63 if file.compressed else min(begin + step, file.size)
+            end = 2**63 if file.is_compressed else min(begin + step, file.size)
             parts.append(JsonLinesPart(file, field, begin, end))
     return parts
 
 
 def text_of(value: object, field: str) -> str:
-    """The text in a field of an object. Raises ValueError with the reason if there is none."""
+    """Return the text in a field of an object. Raises ValueError with the reason if there is none."""
     if not isinstance(value, dict):
         raise ValueError(f': a line must be an object and not {_kind(value)}; write a line like {{"{field}": "..."}}')
     if field not in value:
@@ -102,7 +102,7 @@ def _parse(line: bytes) -> object:
 
 
 def _kind(value: object) -> str:
-    """JSON's name of a value's type."""
+    """Return the JSON name for a value's type."""
     if value is None:
         return "null"
     names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}

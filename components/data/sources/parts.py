@@ -1,4 +1,4 @@
-"""The parts of files of any format, which the ends of their names tell."""
+"""Parts of files whose extensions determine their formats."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,16 +13,16 @@ FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "pa
 
 
 def parts_of(files: Sequence[File], field: str) -> list[Part]:
-    """The parts of files, in their order; a file of no other known format is a text."""
+    """Divide files into parts, in order; a file with an unknown extension is a text."""
     parts: list[Part] = []
     for kind, group in groupby(files, key=lambda file: FORMATS.get(file.suffix, "text")):
-        found = list(group)
+        members = list(group)
         if kind == "json":
-            parts += json_lines_parts(found, field)
+            parts += json_lines_parts(members, field)
         elif kind == "parquet":
-            parts += parquet_parts(found, field)
+            parts += parquet_parts(members, field)
         elif kind == "arrow":
-            parts += [ArrowPart(file, field) for file in found]
+            parts += [ArrowPart(file, field) for file in members]
         else:
-            parts += text_parts(found)
+            parts += text_parts(members)
     return parts

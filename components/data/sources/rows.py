@@ -1,4 +1,4 @@
-"""Whole rows of files, such as conversations: the objects of JSON lines, the rows of Parquet and Arrow."""
+"""Whole rows, such as conversations: JSON lines, and rows in Parquet and Arrow tables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ TABLES = (".parquet", ".arrow")
 @attrs.frozen
 class Line:
     """
-    A line of a file, or a row of a table.
+    Line of a file, or row of a table.
 
-    `place` is its file and number, for messages; its split follows from the bytes of `key`.
+    `place` is its file and number, for messages; the bytes of `key` determine its split.
     """
 
     place: str
@@ -27,9 +27,12 @@ class Line:
 
 
 def lines_of(paths: Sequence[str]) -> Iterator[Line]:
-    """The lines that are not blank, and the rows, of the files of globs. UserError for a line that is no object."""
+    """
+    Yield the non-blank lines and table rows in the files that globs match. Raises UserError for a line that is not
+    an object.
+    """
     for file in find(paths):
-        yield from _table(file) if file.suffix in TABLES else _json_lines(file)
+        yield from _table_lines(file) if file.suffix in TABLES else _json_lines(file)
 
 
 def _json_lines(file: File) -> Iterator[Line]:
@@ -37,7 +40,7 @@ def _json_lines(file: File) -> Iterator[Line]:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 place = f"{file.path}:{number}"
-                # Without its end, which the last line of a file may lack: a line's split is the same anywhere.
+                # The key excludes the line end, which the last line may lack, so a line has the same split anywhere.
                 yield Line(place, line.strip(), _parse(line, place))
 
 
@@ -51,21 +54,21 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def _table(file: File) -> Iterator[Line]:
+def _table_lines(file: File) -> Iterator[Line]:
     for number, row in enumerate(table_rows(file)):
-        cleaned = _without_nulls(row)
+        cleaned = _drop_nulls(row)
         key = json.dumps(cleaned, sort_keys=True, default=str).encode()
         yield Line(f"{file.path}: row {number}", key, cleaned)
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """
-    The same without the keys of objects that are null, but for `content`.
+    Remove the keys of objects that are null, except `content`.
 
-    In a table all objects of a column have the same keys: one that some row's messages or tools have is null in all
-    others, and a template would write it.
+    All objects of a table column have the same keys: a key that one row uses in its messages or tools is null in
+    all other rows, and a template would render it.
     """
     if isinstance(value, dict):
-        kept = {key: each for key, each in value.items() if each is not None or key == "content"}
-        return {key: _without_nulls(each) for key, each in kept.items()}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        kept = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
+        return {key: _drop_nulls(entry) for key, entry in kept.items()}
+    return [_drop_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Tables with a column of texts: Parquet, and Arrow files or streams, as Hugging Face's `datasets` writes them."""
+"""Tables with a text column: Parquet, and Arrow files or streams, as Hugging Face's `datasets` writes them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from drawloom.components.data.sources.documents import PART_BYTES, Document, Par
 from drawloom.components.data.sources.files import PYARROW, File, opened, package
 from drawloom.graph import UserError
 
-BATCH = 1000  # rows that are in memory together
-MAGIC = b"ARROW1"  # of an Arrow file; a stream has none
+BATCH = 1000  # rows in memory at a time
+MAGIC = b"ARROW1"  # starts an Arrow file, but not a stream
 
 
 @attrs.frozen
 class ParquetPart:
-    """Consecutive row groups of a Parquet file; `row` is the number of their first row, `size` their bytes."""
+    """Consecutive row groups of a Parquet file; `row` is the first row's number, `size` is in bytes."""
 
     file: File
     field: str
@@ -24,9 +24,9 @@ class ParquetPart:
     size: int
 
     def documents(self) -> Iterator[Document]:
-        """The text of each row. Raises UserError with the row of what is no text."""
+        """Yield the text of each row. Raises UserError with the first row that is not text."""
         with opened(self.file) as stream, _reading(self.file):
-            batches = _parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
+            batches = _open_parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
             yield from _documents(batches, self.file, self.field, self.row)
 
 
@@ -39,19 +39,19 @@ class ArrowPart:
 
     @property
     def size(self) -> int:
-        """The bytes of the file."""
+        """File size in bytes."""
         return self.file.size
 
     def documents(self) -> Iterator[Document]:
-        """The text of each row. Raises UserError with the row of what is no text."""
+        """Yield the text of each row. Raises UserError with the first row that is not text."""
         with opened(self.file) as stream, _reading(self.file):
-            names, batches = _arrow(stream)
+            names, batches = _open_arrow(stream)
             _check_field(names, self.field, self.file)
             yield from _documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
 
 
 def table_parts(files: Sequence[File], field: str) -> list[Part]:
-    """The parts of Parquet and Arrow files."""
+    """Divide Parquet and Arrow files into parts."""
     return [
         part
         for file in files
@@ -60,13 +60,13 @@ def table_parts(files: Sequence[File], field: str) -> list[Part]:
 
 
 def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:
-    """Groups of row groups of each file."""
+    """Divide Parquet files into runs of row groups."""
     return [part for file in files for part in _parquet_parts(file, field)]
 
 
 def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
     with opened(file) as stream, _reading(file):
-        metadata = _parquet(stream).metadata
+        metadata = _open_parquet(stream).metadata
         _check_field(metadata.schema.to_arrow_schema().names, field, file)
         sizes = [
             (metadata.row_group(number).num_rows, metadata.row_group(number).total_byte_size)
@@ -77,7 +77,7 @@ def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
     for number, (_, group_size) in enumerate(sizes):
         if groups and size + group_size > PART_BYTES:
             yield ParquetPart(file, field, tuple(groups), row, size)
-            row += sum(sizes[each][0] for each in groups)
+            row += sum(sizes[group][0] for group in groups)
             groups, size = [], 0
         groups.append(number)
         size += group_size
@@ -86,15 +86,15 @@ def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
 
 
 def table_rows(file: File) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet or Arrow file, each with its values by column."""
+    """Yield the rows of a Parquet or Arrow file, as values by column."""
     with opened(file) as stream, _reading(file):
-        batches = _arrow(stream)[1] if file.suffix == ".arrow" else _parquet(stream).iter_batches(BATCH)
+        batches = _open_arrow(stream)[1] if file.suffix == ".arrow" else _open_parquet(stream).iter_batches(BATCH)
         for batch in batches:
             yield from batch.to_pylist()
 
 
-def _arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
-    """The columns of an Arrow file or stream, and its batches."""
+def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
+    """Return the column names and batches of an Arrow file or stream."""
     package("pyarrow", PYARROW)
     from pyarrow import ipc
 
@@ -105,7 +105,7 @@ def _arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
     return reader.schema.names, batches
 
 
-def _parquet(stream: Any) -> Any:
+def _open_parquet(stream: Any) -> Any:
     package("pyarrow", PYARROW)
     from pyarrow.parquet import ParquetFile
 
@@ -130,7 +130,7 @@ def _check_field(names: Sequence[str], field: str, file: File) -> None:
 
 
 class _reading:
-    """Errors of pyarrow are UserErrors that name the file."""
+    """Context that turns pyarrow errors into UserErrors with the file's path."""
 
     def __init__(self, file: File) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Text files, one document each."""
+"""Text files, one document per file."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,18 @@ from drawloom.graph import UserError
 
 @attrs.frozen
 class TextPart:
-    """A few text files. Invalid UTF-8 raises UserError, or is replaced by U+FFFD."""
+    """A few text files. Invalid UTF-8 raises UserError, or is replaced by U+FFFD if `replace`."""
 
     files: tuple[File, ...]
     replace: bool = False
 
     @property
     def size(self) -> int:
-        """The bytes of the files."""
+        """Total file size in bytes."""
         return sum(file.size for file in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """The text of each file, with unchanged line ends; its key is the file's name."""
+        """Yield the text of each file, with unchanged line ends; its key is the file name."""
         for file in self.files:
             with opened(file) as stream:
                 content = stream.read()
@@ -31,7 +31,7 @@ class TextPart:
 
 
 def text_parts(files: Sequence[File], replace: bool = False) -> list[TextPart]:
-    """Groups of files."""
+    """Group files into parts."""
     return [TextPart(group, replace) for group in groups(files, PART_BYTES)]
 
 

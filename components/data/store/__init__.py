@@ -1,1 +1,1 @@
-"""The token store: documents of token ids on disk, in shards that are memory-mapped."""
+"""Token store: documents of token ids on disk, in memory-mapped shards."""

@@ -1,4 +1,4 @@
-"""Memory-mapped files of a shard, in which each block is verified when a process first reads it."""
+"""Memory-mapped files of a shard; each block is verified when a process first reads it."""
 
 import hashlib
 from pathlib import Path
@@ -16,17 +16,17 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def count_blocks(size: int) -> int:
-    """Return the number of blocks of a file of `size` bytes."""
+    """Return the block count for a file with `size` bytes."""
     return -(-size // BLOCK)
 
 
 @attrs.frozen(eq=False)
 class MappedFile:
     """
-    A memory-mapped file of known digests.
+    Memory-mapped file with known digests.
 
-    content: uint8 (bytes,). digests: the SHA-256 of all blocks, one after another. Blocks that this process has
-    verified are 1 in `verified`.
+    content: uint8 (bytes,). digests: concatenated SHA-256 of all blocks. `verified` has 1 for each block that this
+    process has verified.
     """
 
     path: Path
@@ -36,13 +36,13 @@ class MappedFile:
 
     @classmethod
     def open(cls, path: Path, size: int, digests: memoryview) -> "MappedFile":
-        """Map a file of `size` bytes; nothing is read yet."""
+        """Map a file of `size` bytes without reading it."""
         # an empty file can't be mapped; a plain array is sliced in less time than a memmap
         content = np.asarray(np.memmap(path, np.uint8, "r", 0, (size,))) if size else np.empty(0, np.uint8)
         return cls(path, content, digests, bytearray(count_blocks(size)))
 
     def read(self, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
-        """Return a view of `count` numbers from a byte on. Raises UserError if a block of them has changed."""
+        """Return a view of `count` numbers from a byte offset. Raises UserError if one of their blocks has changed."""
         end = offset + count * dtype.itemsize
         first, last = offset // BLOCK, count_blocks(end)
         if self.verified.find(0, first, last) >= 0:
@@ -50,7 +50,7 @@ class MappedFile:
         return self.content[offset:end].view(dtype)
 
     def verify(self, first: int, last: int) -> None:
-        """Hash the blocks from `first` to before `last`, except verified ones."""
+        """Hash the unverified blocks from `first` to before `last`. Raises UserError if one has changed."""
         for number in range(first, last):
             if not self.verified[number]:
                 block = self.content[number * BLOCK : (number + 1) * BLOCK]
@@ -64,10 +64,10 @@ class MappedFile:
                 self.verified[number] = 1
 
     def verify_all(self) -> None:
-        """Hash all blocks, except verified ones."""
+        """Hash all unverified blocks."""
         self.verify(0, len(self.verified))
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file, or of what a link leads to. Raises OSError for a pipe or a device."""
+    """Return the content of a regular file, following a link. Raises OSError for a pipe or a device."""
     return read_file(path.resolve(), MAX_SIZE)

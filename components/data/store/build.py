@@ -1,8 +1,8 @@
 """
-Makes a token store of parts of documents; killed at any moment, the same call completes it.
+Writer for token stores. If it is killed, the same call completes the store.
 
-Each part becomes one shard, and its bytes depend on nothing but the part and the tokenizer. A shard counts as complete
-when its JSON file is there, and the store when `store.json` is; until then `plan.json` says what the store is made of.
+Each part becomes one shard whose bytes depend only on the part and the tokenizer. A shard is complete when its JSON
+file exists, and the store when `store.json` exists; until then `plan.json` describes the input.
 """
 
 import fcntl
@@ -30,8 +30,8 @@ from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 
 PLAN = "plan.json"
-POLL = 0.1  # seconds between two tries to lock a folder
-WAITING_INTERVAL = 60.0  # seconds between two messages, which show that the process is alive
+POLL = 0.1  # seconds between attempts to lock a folder
+WAITING_INTERVAL = 60.0  # seconds between messages of a waiting process
 
 log = logging.getLogger("drawloom.data")
 
@@ -48,16 +48,16 @@ def build(
     every: float = 10,
 ) -> Store:
     """
-    The store of these parts, which is made or completed if necessary, by one process at a time.
+    Return the token store of these parts. One process at a time writes or completes it.
 
-    `tokenizer` is open; `say` is given the progress `every` so many seconds. Raises UserError if the folder holds
-    something else.
+    `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder
+    has other content.
     """
     plan = plan_of(parts, tokenizer)
     with locked(folder, say) as lock:
         try:
-            if not _complete(folder, plan):
-                _make(folder, lock, plan, parts, tokenizer, workers=workers, say=say, every=every)
+            if not _is_complete(folder, plan):
+                _write_shards(folder, lock, plan, parts, tokenizer, workers=workers, say=say, every=every)
         except OSError as error:
             reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise UserError(
@@ -67,7 +67,7 @@ def build(
 
 
 def plan_of(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a store is made of: the same parts and tokenizer give the same."""
+    """Describe the input of a store; equal parts and tokenizers have equal plans."""
     inputs = hashlib.sha256()
     for part in parts:
         inputs.update(f"{part!r}\n".encode("utf-8", "surrogatepass"))
@@ -84,7 +84,7 @@ def plan_of(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A SHA-256 of the files that a tokenizer saves, and of its end token."""
+    """Hash a tokenizer's saved files and its end token with SHA-256."""
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}\n".encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
@@ -95,18 +95,18 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 @contextmanager
 def locked(folder: Path, say: Say) -> Iterator[int]:
-    """Make a folder, and wait until no other process works on it; gives the descriptor that holds the lock."""
+    """Create a folder, and wait until no other process writes to it; yields the descriptor of the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise UserError(f"{folder}: can't be written ({error.strerror}); choose another folder") from error
     try:
-        said = -math.inf
+        last_message = -math.inf
         while not _try_lock(descriptor):
-            if time.monotonic() - said >= WAITING_INTERVAL:
+            if time.monotonic() - last_message >= WAITING_INTERVAL:
                 say(f"waiting for the process that tokenizes into {folder}")
-                said = time.monotonic()
+                last_message = time.monotonic()
             time.sleep(POLL)
         yield descriptor
     finally:
@@ -121,15 +121,17 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _complete(folder: Path, plan: dict[str, Any]) -> bool:
-    """Whether the store is complete. Raises UserError if the folder holds another store, or other files."""
+def _is_complete(folder: Path, plan: dict[str, Any]) -> bool:
+    """Return whether the store is complete. Raises UserError if the folder has another store or other files."""
     for name, read in ((STORE, read_index), (PLAN, _read_plan)):
         path = folder / name
         if path.is_file():
-            held = read(path)
-            if changed := [key for key in plan if held.get(key) != plan[key]]:
-                what = {"inputs": "files", "parts": "files"}.get(changed[0], changed[0])
-                raise UserError(f"{folder} holds a store of other {what}; choose another folder, or remove this one", 2)
+            stored = read(path)
+            if changed := [key for key in plan if stored.get(key) != plan[key]]:
+                difference = {"inputs": "files", "parts": "files"}.get(changed[0], changed[0])
+                raise UserError(
+                    f"{folder} holds a store of other {difference}; choose another folder, or remove this one", 2
+                )
             return name == STORE
     if set(os.listdir(folder)) - {LOCK}:
         raise UserError(f"{folder} holds other files; choose a new folder", 2)
@@ -144,7 +146,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def _make(
+def _write_shards(
     folder: Path,
     lock: int,
     plan: dict[str, Any],
@@ -155,34 +157,36 @@ def _make(
     say: Say,
     every: float,
 ) -> None:
-    """Write the shards that are missing, and then `store.json`."""
+    """Write the missing shards, followed by `store.json`."""
     if not (folder / PLAN).exists():
-        replace_file(folder / PLAN, _text(plan))
-    missing = {number: part for number, part in enumerate(parts) if not _is_whole(folder, number, plan)}
+        replace_file(folder / PLAN, _encode_json(plan))
+    missing = {number: part for number, part in enumerate(parts) if not _is_complete_shard(folder, number, plan)}
     sizes = {number: part.size for number, part in missing.items()}
     complete = sum(part.size for part in parts) - sum(sizes.values())
     processes.run(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
-    shards = [_shard(folder, number, plan) for number in range(len(parts))]
+    shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
     replace_file(folder / STORE, index_text({**plan, "fingerprint": fingerprint_of(shards), "shards": counts}))
     (folder / PLAN).unlink()
 
 
-def _shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
-    """A complete shard, as its JSON file describes it."""
-    return TokenShard.written(ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"])
+def _open_shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
+    """Return a complete shard, as its JSON file describes it."""
+    return TokenShard.open_complete(
+        ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"]
+    )
 
 
-def _is_whole(folder: Path, number: int, plan: dict[str, Any]) -> bool:
-    """Whether a shard was completed, and its files have their sizes."""
+def _is_complete_shard(folder: Path, number: int, plan: dict[str, Any]) -> bool:
+    """Return whether a shard is complete, and its files have the right sizes."""
     if not ShardFiles(folder, number).path("json").is_file():
         return False
     try:
-        _shard(folder, number, plan).check_header()
+        _open_shard(folder, number, plan).check_header()
     except UserError:
         return False
     return True
 
 
-def _text(value: dict[str, Any]) -> bytes:
+def _encode_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Tokenizes the documents of a part into a shard, in batches that are counted in characters: they bound memory."""
+"""Tokenization into shards, in batches that are measured in characters, to bound memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,28 +11,28 @@ from drawloom.components.data.store.shard import ShardWriter, id_dtype
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
 
-BATCH = 2**18  # characters; a longer document is cut into pieces of about this size
-AROUND = 256  # characters on either side of a cut that must be encoded alike with and without it
-TRIES = 64  # places to cut that are tried
+BATCH = 2**18  # characters; longer documents are cut into pieces of about this size
+MARGIN = 256  # characters on either side of a cut, which must have the same ids with and without it
+MAX_TRIES = 64  # candidate cuts per kind of separator
 
 Report = Callable[[int, int], None]
-"""Takes the characters and tokens of a batch that was written."""
+"""Receives the numbers of characters and tokens of a written batch."""
 
 
 def write_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
-    """Tokenize a part into a shard; each document gets the end token, and empty ones are dropped."""
+    """Tokenize a part into a shard; each document gets the end token, and empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int64)
     with ShardWriter(folder, number, np.dtype(id_dtype(tokenizer.vocab_size)), weighted=False) as shard:
         for batch in batches(part.documents()):
             before = shard.tokens
-            for document, ids in zip(batch, _encode(batch, tokenizer), strict=True):
+            for document, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
                 if len(ids):
                     shard.add(np.concatenate([ids, end]), document.source, document.offset)
             report(sum(len(document.text) for document in batch), shard.tokens - before)
 
 
 def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents of `BATCH` characters together; a longer one is a batch of its own."""
+    """Group documents into batches of `BATCH` characters; a longer document is a batch of its own."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -47,36 +47,37 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
-    A long text in pieces that have, encoded one by one, the ids of the whole text; `encode` gives ids (tokens,).
+    Cut a long text into pieces whose ids are together those of the whole text; `encode` returns ids (tokens,).
 
-    It is cut after line ends, or else at spaces, where the characters around are encoded alike whole and in two.
+    Cuts are after line ends, or else at spaces, where the surrounding characters have the same ids with and without
+    the cut.
     """
-    found = []
+    parts = []
     while len(text) > BATCH:
-        place = next((place for place in _places(text) if _can_be_cut(text, place, encode)), len(text))
-        found.append(text[:place])
-        text = text[place:]
-    return [*found, text]
+        cut = next((cut for cut in _candidate_cuts(text) if _can_be_cut(text, cut, encode)), len(text))
+        parts.append(text[:cut])
+        text = text[cut:]
+    return [*parts, text]
 
 
-def _places(text: str) -> Iterator[int]:
-    """Where a piece could end, at most `BATCH` and at least half of it from the start."""
-    for separator, after in (("\n", 1), (" ", 0)):
-        place = BATCH
-        for _ in range(TRIES):
-            place = text.rfind(separator, BATCH // 2, place)
-            if place < 0:
+def _candidate_cuts(text: str) -> Iterator[int]:
+    """Yield candidate ends of a piece, between half of `BATCH` and `BATCH` characters from the start."""
+    for separator, shift in (("\n", 1), (" ", 0)):
+        cut = BATCH
+        for _ in range(MAX_TRIES):
+            cut = text.rfind(separator, BATCH // 2, cut)
+            if cut < 0:
                 break
-            yield place + after
-    yield from range(BATCH, BATCH - TRIES, -1)
+            yield cut + shift
+    yield from range(BATCH, BATCH - MAX_TRIES, -1)
 
 
-def _can_be_cut(text: str, place: int, encode: Callable[[str], np.ndarray]) -> bool:
-    left, right = text[max(place - AROUND, 0) : place], text[place : place + AROUND]
+def _can_be_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> bool:
+    left, right = text[max(cut - MARGIN, 0) : cut], text[cut : cut + MARGIN]
     return np.array_equal(encode(left + right), np.concatenate([encode(left), encode(right)]))
 
 
-def _encode(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     try:
         if len(batch) == 1 and len(batch[0].text) > BATCH:
             return [np.concatenate([tokenizer.encode(piece) for piece in pieces(batch[0].text, tokenizer.encode)])]
@@ -87,7 +88,10 @@ def _encode(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]
         raise UserError(f"{where}: can't be tokenized: {error}") from error
 
 
-def unopened(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer for another process, which opens it: once open some can't be pickled, and others lose settings."""
+def copy_unopened(tokenizer: Tokenizer) -> Tokenizer:
+    """
+    Return an copy_unopened copy of a tokenizer for another process, because some open ones can't be pickled, or lose
+    settings.
+    """
     fresh: Tokenizer = attrs.evolve(tokenizer) if attrs.has(type(tokenizer)) else tokenizer  # type: ignore[misc]
     return fresh

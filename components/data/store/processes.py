@@ -1,4 +1,4 @@
-"""Processes that tokenize parts; each has a pipe, and ends when the process that started it does."""
+"""Processes that tokenize parts; each has a pipe, and ends with the process that started it."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ import attrs
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.encode import unopened, write_shard
+from drawloom.components.data.store.encode import copy_unopened, write_shard
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
@@ -27,9 +27,9 @@ from drawloom.graph.lifecycle import Openable
 @attrs.define
 class Progress:
     """
-    Counts what was read of each part, and says so every `interval` seconds.
+    Progress counter that reports the amount read of each part every `interval` seconds.
 
-    sizes: bytes by number of the part, of those that are not complete yet; `complete` bytes were there before.
+    sizes: bytes by part number, of incomplete parts; `complete`: bytes of parts that were complete at the start.
     """
 
     sizes: Mapping[int, int]
@@ -40,25 +40,25 @@ class Progress:
     _read: dict[int, int] = attrs.field(init=False, factory=dict)
     _tokens: int = attrs.field(init=False, default=0)
     _started: float = attrs.field(init=False)
-    _said: float = attrs.field(init=False)
+    _last_shown: float = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._started = self._said = self.clock()
+        self._started = self._last_shown = self.clock()
 
     def add(self, part: int, read: int, tokens: int) -> None:
-        """Count a batch; a part never has more than its size, although characters and bytes differ."""
+        """Count a batch. A part never exceeds its size, although characters and bytes differ."""
         self._read[part] = min(self._read.get(part, 0) + read, self.sizes[part])
         self._tokens += tokens
         self.show()
 
     def finish(self, part: int) -> None:
-        """Count a part as read."""
+        """Count a whole part as read."""
         self._read[part] = self.sizes[part]
 
     def show(self) -> None:
-        """Say how far it is, if it is time to."""
-        if self.clock() - self._said >= self.interval:
-            self._said = self.clock()
+        """Report the progress if `interval` seconds have passed since the last report."""
+        if self.clock() - self._last_shown >= self.interval:
+            self._last_shown = self.clock()
             self.say(str(self))
 
     def __str__(self) -> str:
@@ -72,25 +72,25 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """A time span for people."""
+    """Format a time span."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-TICK = 1.0  # seconds between two looks at the progress
+TICK = 1.0  # seconds between checks of the progress
 
 
 def run(
     folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
 ) -> None:
     """
-    Write the shards of these parts, by number, in up to `workers` processes; in this one, if one is enough.
+    Write the shards of these parts, by number, in up to `workers` processes; in the current one if one suffices.
 
-    The descriptor `lock` holds the folder's lock, and the processes hold it, too: one that outlives this one by moments
-    would remove what the next one writes. Raises the first error of a part, or UserError if a process dies; shards that
-    are complete stay.
+    The descriptor `lock` holds the lock of the folder. The processes hold it too: otherwise one that briefly
+    outlives this process could remove files of the next one. Raises the first error of a part, or UserError if a
+    process dies; complete shards stay.
     """
     if min(workers, len(parts)) <= 1:
         for number, part in parts.items():
@@ -98,7 +98,7 @@ def run(
             progress.finish(number)
         return
     waiting = deque(parts.items())
-    processes = [_start(folder, unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
+    processes = [_start_process(folder, copy_unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
     try:
         for child in processes:
             child.pipe.send(waiting.popleft())
@@ -109,7 +109,7 @@ def run(
 
 
 def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
-    """Take reports and hand out parts, until no process has one."""
+    """Receive reports and assign parts, until all processes are idle."""
     busy = {child.pipe: child for child in processes}
     while busy:
         for ready in wait([*busy, *(child.process.sentinel for child in busy.values())], TICK):
@@ -119,7 +119,7 @@ def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]
             try:
                 kind, *values = ready.recv()
             except (EOFError, OSError) as error:
-                raise _died(child) from error
+                raise _as_death_error(child) from error
             if kind == "error":
                 raise values[0]
             if kind == "batch":
@@ -133,38 +133,38 @@ def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]
         progress.show()
 
 
-def _died(child: ChildProcess) -> UserError:
+def _as_death_error(child: ChildProcess) -> UserError:
     hint = "check for a lack of memory; the same command completes what is missing"
     return UserError(f"a process that tokenizes ({child.process.pid}) {child.end()}; {hint}")
 
 
-def _start(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
-    held = Connection(os.dup(lock))  # a connection is a descriptor that a process can be given
+def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
+    lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
     try:
-        # spawn: a training rank's memory is not copied
-        return start_child(multiprocessing.get_context("spawn"), _main, folder, tokenizer, held)
+        # spawn, because a fork would copy the memory of a training rank
+        return start_child(multiprocessing.get_context("spawn"), _main, folder, tokenizer, lock_connection)
     finally:
-        held.close()
+        lock_connection.close()
 
 
-def _report(pipe: Connection, number: int, read: int, tokens: int) -> None:
+def _report_batch(pipe: Connection, number: int, read: int, tokens: int) -> None:
     pipe.send(("batch", number, read, tokens))
 
 
 def _main(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
-    """The main function of a process: write the shard of each part that comes through the pipe, until it ends."""
+    """Write the shard of each part that arrives through the pipe, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
-    os.environ["RAYON_NUM_THREADS"] = "1"  # the package tokenizers has its own threads; one process has one core
+    os.environ["RAYON_NUM_THREADS"] = "1"  # disables the threads of the package tokenizers: each process has one core
     with suppress(EOFError, OSError):
         try:
             if isinstance(tokenizer, Openable):
                 tokenizer.open()
             while True:
                 number, part = pipe.recv()
-                write_shard(folder, number, part, tokenizer, partial(_report, pipe, number))
+                write_shard(folder, number, part, tokenizer, partial(_report_batch, pipe, number))
                 pipe.send(("done", number))
         except (EOFError, BrokenPipeError):
             raise
         except BaseException as error:
-            known = isinstance(error, UserError | OSError)
-            pipe.send(("error", error if known else RuntimeError(traceback.format_exc())))
+            can_be_pickled = isinstance(error, UserError | OSError)
+            pipe.send(("error", error if can_be_pickled else RuntimeError(traceback.format_exc())))

@@ -1,12 +1,12 @@
 """
-A shard of a token store: one file of ids, one of columns by document, perhaps one of weights, and two of digests.
+Shard of a token store: a file of ids, a file of columns by document, perhaps a file of weights, and two of digests.
 
 `NNNNN.tokens` has the ids of all documents end to end, little-endian, 2 bytes each up to 65,536 ids and else 4.
-`NNNNN.weights`, if there are any, has a float32 for each id. `NNNNN.documents` has four columns, one after another,
-with a number for each document: where it ends in the shard (uint64, tokens), a hash of its ids and weights (uint64),
-its offset in its source (uint64), and the index of its source (uint32). `NNNNN.digests` has the SHA-256 (32 bytes) of
-each block of 2^16 bytes of tokens, then of weights, then of documents. `NNNNN.json` is written last: it has the counts,
-the names of the sources, and the SHA-256 of the digests; a shard without it is not complete.
+`NNNNN.weights`, if there are weights, has a float32 per id. `NNNNN.documents` has four columns, one after another, with
+a number per document: its end in the shard (uint64, tokens), a hash of its ids and weights (uint64), its offset in its
+source (uint64), and the index of its source (uint32). `NNNNN.digests` has the SHA-256 (32 bytes) of each block of 2^16
+bytes of tokens, then of weights, then of documents. `NNNNN.json` is written last, with counts, source names, and the
+SHA-256 of the digests; a shard without it is incomplete.
 """
 
 import json
@@ -28,29 +28,29 @@ U8, U4 = np.dtype("<u8"), np.dtype("<u4")
 WEIGHT = np.dtype("<f4")
 COLUMNS = (("ends", U8), ("keys", U8), ("offsets", U8), ("sources", U4))
 ROW = sum(dtype.itemsize for _, dtype in COLUMNS)
-FLUSHED = 2**20  # bytes of ids that are written together
+FLUSH_SIZE = 2**20  # bytes of ids per write
 _DAMAGED = "the token store is damaged; restore the file, or remove {} and make it anew"
 
 
 def id_dtype(vocab_size: int) -> type[np.generic]:
-    """The least unsigned width that holds every id of a vocabulary."""
+    """Return the smallest unsigned dtype for the ids of a vocabulary, uint16 or uint32."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 @attrs.frozen
 class ShardFiles:
-    """The paths of a shard."""
+    """File paths of a shard."""
 
     folder: Path
     number: int
 
     def path(self, kind: str) -> Path:
-        """The file of this kind: tokens, documents, weights or json."""
+        """Return the file of a kind: tokens, weights, documents, digests or json."""
         return self.folder / f"{self.number:05}.{kind}"
 
 
 class ShardWriter:
-    """Writes a shard; `with` completes it. Documents are added in order."""
+    """Writer of a shard; leaving the `with` block completes it. Documents are added in order."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], weighted: bool) -> None:
         self._files = ShardFiles(folder, number)
@@ -66,8 +66,8 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         self._files.path("json").unlink(missing_ok=True)
-        self._out = self._stack.enter_context(self._new("tokens"))
-        self._out_weights = self._stack.enter_context(self._new("weights")) if self._weighted else None
+        self._out = self._stack.enter_context(self._create("tokens"))
+        self._out_weights = self._stack.enter_context(self._create("weights")) if self._weighted else None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -76,7 +76,7 @@ class ShardWriter:
             return
         self._flush()
         self._stack.close()
-        with self._new("documents") as file:
+        with self._create("documents") as file:
             for name, dtype in COLUMNS:
                 _append(file, np.array(self._columns[name], dtype))
         written = [self._out, *([self._out_weights] if self._out_weights is not None else []), file]
@@ -91,15 +91,15 @@ class ShardWriter:
         replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
 
     def add(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
-        """Append a document: ids, integers (tokens,), and weights, float32 (tokens,), for a store that has them."""
-        held = ids.astype(self._dtype)
-        key = blake2b(held.data, digest_size=8)
-        self._pending.append(held)
+        """Append a document: ids, integers (tokens,), and for a store with weights, weights, float32 (tokens,)."""
+        stored_ids = ids.astype(self._dtype)
+        key = blake2b(stored_ids.data, digest_size=8)
+        self._pending.append(stored_ids)
         if self._weighted:
-            own = np.ones(len(ids), "<f4") if weights is None else weights.astype("<f4")
-            key.update(own.data)
-            self._pending_weights.append(own)
-        self.tokens += len(held)
+            stored_weights = np.ones(len(ids), "<f4") if weights is None else weights.astype("<f4")
+            key.update(stored_weights.data)
+            self._pending_weights.append(stored_weights)
+        self.tokens += len(stored_ids)
         for name, value in (
             ("ends", self.tokens),
             ("keys", int.from_bytes(key.digest(), "little")),
@@ -107,11 +107,11 @@ class ShardWriter:
             ("sources", self._sources.setdefault(source, len(self._sources))),
         ):
             self._columns[name].append(value)
-        self._pending_bytes += held.nbytes
-        if self._pending_bytes >= FLUSHED:
+        self._pending_bytes += stored_ids.nbytes
+        if self._pending_bytes >= FLUSH_SIZE:
             self._flush()
 
-    def _new(self, kind: str) -> Any:
+    def _create(self, kind: str) -> Any:
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
         return new_file(path, BLOCK)
@@ -126,7 +126,7 @@ class ShardWriter:
 
 @attrs.frozen
 class TokenShard:
-    """A complete shard, memory-mapped when it is first read; `digest` is the SHA-256 of its JSON file."""
+    """Complete shard, memory-mapped at the first read; `digest` is the SHA-256 of its JSON file."""
 
     files: ShardFiles
     documents: int
@@ -136,44 +136,44 @@ class TokenShard:
     digest: str
 
     @classmethod
-    def written(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
-        """Return a completed shard, as its JSON file describes it."""
+    def open_complete(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
+        """Return a complete shard, as its JSON file describes it."""
         text = _read(files.path("json"))
         summary = _parse(files.path("json"), text)
         return cls(files, summary["documents"], summary["tokens"], dtype, weighted, sha256(text).hexdigest())
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of each of its files but the JSON file, in the order of their digests."""
+        """File sizes in bytes, without the JSON file, in the order of the digests."""
         weights = {"weights": self.tokens * WEIGHT.itemsize} if self.weighted else {}
         sizes = {"tokens": self.tokens * self.dtype.itemsize, **weights, "documents": self.documents * ROW}
         return {**sizes, "digests": DIGEST * sum(map(count_blocks, sizes.values()))}
 
     @property
     def paths(self) -> list[Path]:
-        """All of its files."""
+        """The paths of all files."""
         return [self.files.path(kind) for kind in (*self.sizes, "json")]
 
     def check_header(self) -> None:
-        """Raise UserError that names a file which is missing or of another size, or the JSON file if it has changed."""
+        """Raise UserError with the path of a file that is missing, has another size, or is a changed JSON file."""
         for kind, size in self.sizes.items():
             path = self.files.path(kind)
-            found = path.stat().st_size if path.is_file() else -1
-            if found != size:
-                state = f"has {found} bytes instead of {size}" if found >= 0 else "is missing"
+            actual = path.stat().st_size if path.is_file() else -1
+            if actual != size:
+                state = f"has {actual} bytes instead of {size}" if actual >= 0 else "is missing"
                 raise UserError(f"{path} {state}: {_DAMAGED.format(path.parent)}")
-        self._verified("json", self.digest)
+        self._read_verified("json", self.digest)
 
     def check_content(self) -> None:
-        """Read the shard and raise UserError that names a file whose content is not what was written."""
+        """Verify all files of the shard. Raises UserError with the path of a file whose content has changed."""
         self.check_header()
-        for file in (self._mapped(kind) for kind in self.sizes if kind != "digests"):
+        for file in (self._map(kind) for kind in self.sizes if kind != "digests"):
             file.verify_all()
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The content of the shard's JSON file: counts, the digest of digests, names of sources."""
-        return _parse(self.files.path("json"), self._verified("json", self.digest))
+        """The JSON file's content: counts, the digest over all digests, source names."""
+        return _parse(self.files.path("json"), self._read_verified("json", self.digest))
 
     @property
     def ids(self) -> np.ndarray:
@@ -187,38 +187,38 @@ class TokenShard:
 
     def read_ids(self, first: int, last: int) -> np.ndarray:
         """Return the ids of the tokens from `first` to before `last`."""
-        return self._mapped("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
+        return self._map("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
 
     def read_weights(self, first: int, last: int) -> np.ndarray:
         """Return the weights, float32, of the tokens from `first` to before `last`."""
-        return self._mapped("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
+        return self._map("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Where each document ends, uint64 (documents,)."""
+        """The end of each document, uint64 (documents,)."""
         return self.column("ends")
 
     def column(self, name: str) -> np.ndarray:
-        """A column of the documents, (documents,)."""
+        """Return a column of the documents, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
-                return self._mapped("documents").read(dtype, offset, self.documents)
+                return self._map("documents").read(dtype, offset, self.documents)
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
     def source(self, document: int) -> str:
-        """The source of a document and its offset there."""
+        """Return a document's source and its offset there."""
         return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
 
     @cached_property
-    def _mapped_files(self) -> dict[str, MappedFile]:
-        """The files that are mapped in this process, by kind."""
+    def _file_cache(self) -> dict[str, MappedFile]:
+        """The mapped files of this process, by kind."""
         return {}
 
-    def _mapped(self, kind: str) -> MappedFile:
-        """Return a file of the shard, which is mapped when it is first asked for."""
-        if kind not in self._mapped_files:
+    def _map(self, kind: str) -> MappedFile:
+        """Return a file of the shard, which is mapped at the first call."""
+        if kind not in self._file_cache:
             size, start = self.sizes[kind], 0
             for other, length in self.sizes.items():
                 if other == kind:
@@ -226,18 +226,18 @@ class TokenShard:
                 start += DIGEST * count_blocks(length) if other != "digests" else 0
             digests = self._digests[start : start + DIGEST * count_blocks(size)]
             try:
-                self._mapped_files[kind] = MappedFile.open(self.files.path(kind), size, digests)
+                self._file_cache[kind] = MappedFile.open(self.files.path(kind), size, digests)
             except OSError as error:  # such as too many open files
                 raise UserError(f"{self.files.path(kind)} can't be mapped: {error}") from error
-        return self._mapped_files[kind]
+        return self._file_cache[kind]
 
     @cached_property
     def _digests(self) -> memoryview:
-        """The digests of the blocks of all files, in the order of `sizes`."""
-        return memoryview(self._verified("digests", self.summary["digests"]))
+        """The block digests for all files, in the order of `sizes`."""
+        return memoryview(self._read_verified("digests", self.summary["digests"]))
 
-    def _verified(self, kind: str, digest: str) -> bytes:
-        """Return the content of a small file. Raises UserError if it has another SHA-256."""
+    def _read_verified(self, kind: str, digest: str) -> bytes:
+        """Return the content of a small file. Raises UserError if its SHA-256 differs."""
         path = self.files.path(kind)
         content = _read(path)
         if sha256(content).hexdigest() != digest:
@@ -261,7 +261,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _digests_of(file: FileWriter) -> bytes:
-    """Return the digests of a file's blocks; none of an empty file."""
+    """Return the digests of a file's blocks; none for an empty file."""
     content = file.content()
     return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 

@@ -1,4 +1,4 @@
-"""The splits of documents of token ids, by a hash of each."""
+"""Train and validation splits, by document hash."""
 
 import hashlib
 from functools import cached_property
@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import DocumentPart, Split, TokenDocuments
 
 @attrs.frozen(eq=False)
 class ChosenDocuments:
-    """Some documents of others; chosen: their numbers, int64 (documents,), a tensor that processes share."""
+    """Subset of documents; chosen: their numbers, int64 (documents,), a tensor that processes share."""
 
     documents: TokenDocuments
     chosen: Tensor
@@ -21,27 +21,24 @@ class ChosenDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each, (documents,)."""
         lengths: np.ndarray = self.documents.lengths[self.chosen.numpy()]
         return lengths
 
     @property
     def fingerprint(self) -> str:
-        """Of all documents, and of the choice."""
+        """A digest of all documents and the choice."""
         return hashlib.sha256(f"{self.documents.fingerprint} {self.name}".encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Tokens of the document."""
         return self.documents.read(int(self.chosen[document]), first, last)
 
     def source(self, document: int) -> str:
-        """Where the document comes from."""
         return self.documents.source(int(self.chosen[document]))
 
 
 def split_documents(documents: TokenDocuments, keys: np.ndarray, split: Split, fraction: float) -> ChosenDocuments:
-    """The documents of a split; keys: uint64 (documents,), a hash of each; `fraction` is of the validation split."""
-    # the highest bits of a hash are as good as the whole
+    """Return the documents of a split; keys: uint64 (documents,), hashes; `fraction`: share of the validation split."""
+    # the highest bits of a hash suffice
     for_validation = keys >> np.uint64(11) < np.uint64(int(fraction * 2**53))
     chosen = np.flatnonzero(for_validation if split == "validation" else ~for_validation)
     return ChosenDocuments(documents, torch.from_numpy(chosen), f"{split} {fraction}")

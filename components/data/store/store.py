@@ -1,4 +1,4 @@
-"""A token store: a folder of shards and `store.json`, which is written when all shards are complete."""
+"""Token store: a folder of shards and `store.json`, which is written when all shards are complete."""
 
 import hashlib
 import json
@@ -25,9 +25,9 @@ STORE, LOCK = "store.json", "lock"
 @attrs.frozen(eq=False)
 class Store:
     """
-    The documents of a store, TokenDocuments. Nothing but `store.json` is read until documents are.
+    TokenDocuments of a token store. Only `store.json` is read until a document is.
 
-    `vocab_size` and `eos_id` are the tokenizer's, `tokenizer` is its digest.
+    `vocab_size` and `eos_id` are those of the tokenizer, `tokenizer` is its digest.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
-        """Open a complete store. Raises UserError if it is none, or if a file of it is missing or cut off."""
+        """Open a complete store. Raises UserError if the folder is not a store, or a file is missing or truncated."""
         store = cls.describe(folder)
         for shard in store.shards:
             shard.check_header()
@@ -47,7 +47,7 @@ class Store:
 
     @classmethod
     def describe(cls, folder: Path) -> "Store":
-        """Return the store described by `store.json`; its shards are not looked at."""
+        """Return the store that `store.json` describes, without checking its shards."""
         index = read_index(folder / STORE)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [
@@ -57,8 +57,8 @@ class Store:
         return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
 
     def faults(self) -> list[str]:
-        """Read all files, and return a sentence for each that is not as it was written, or not of the store."""
-        faults = [fault for shard in self.shards if (fault := _fault(shard))]
+        """Verify all files, and describe each one that has changed or does not belong to the store."""
+        faults = [fault for shard in self.shards if (fault := _find_fault(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
             if path.name not in names:
@@ -69,12 +69,12 @@ class Store:
 
     @property
     def token_count(self) -> int:
-        """The tokens of all documents."""
+        """Token count over all documents."""
         return sum(shard.tokens for shard in self.shards)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document, int64 (documents,)."""
+        """Token counts of the documents, int64 (documents,)."""
         lengths = np.empty(self._starts[-1], np.int64)
         for shard, start in zip(self.shards, self._starts, strict=False):
             lengths[start : start + shard.documents] = np.diff(shard.ends, prepend=np.uint64(0))
@@ -82,34 +82,34 @@ class Store:
 
     @cached_property
     def keys(self) -> np.ndarray:
-        """A hash of each document's ids and weights, uint64 (documents,)."""
+        """Hashes over each document's ids and weights, uint64 (documents,)."""
         return np.concatenate([np.empty(0, np.uint64), *(shard.column("keys") for shard in self.shards)])
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Views of ids of a document, and of weights if the store has them; up to its end, if `last` is beyond that."""
-        shard, number = self._shard(document)
+        """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
+        shard, number = self._find_shard(document)
         begin, end = int(shard.ends[number - 1]) if number else 0, int(shard.ends[number])
         start, stop = begin + first, max(begin + first, min(begin + last, end))
         weights = shard.read_weights(start, stop) if shard.weighted else None
         return DocumentPart(shard.read_ids(start, stop), weights)
 
     def source(self, document: int) -> str:
-        """The file that a document is from, and its offset there."""
-        shard, number = self._shard(document)
+        """Return a document's file, and its offset there."""
+        shard, number = self._find_shard(document)
         return shard.source(number)
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The number of the first document of each shard, and of all documents."""
+        """Each shard's first document number, followed by the total document count."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
-    def _shard(self, document: int) -> tuple[TokenShard, int]:
-        """The shard of a document, and its number there."""
-        place = bisect_right(self._starts, document) - 1
-        return self.shards[place], document - self._starts[place]
+    def _find_shard(self, document: int) -> tuple[TokenShard, int]:
+        """Return a document's shard, and its number there."""
+        index = bisect_right(self._starts, document) - 1
+        return self.shards[index], document - self._starts[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `store.json` says: a worker process maps the shards itself."""
+        """Return the content of `store.json`: a worker process maps the shards itself."""
         return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Store:
 
 
 def fingerprint_of(shards: list[TokenShard]) -> str:
-    """A SHA-256 of the hashes and lengths of all documents, however they are divided into shards."""
+    """Hash all documents' hashes and lengths with SHA-256, independent of the division into shards."""
     digest = hashlib.sha256()
     for shard in shards:
         lengths = np.diff(shard.ends, prepend=np.uint64(0)).astype("<u8")
@@ -133,8 +133,8 @@ def index_text(index: dict[str, Any]) -> bytes:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Return the index in `store.json`. Raises UserError if it is missing, of another format, or has changed."""
-    anew = f"restore it, or remove {path.parent} and make the store anew"
+    """Return the index in `store.json`. Raises UserError if it is missing, changed, or of another format."""
+    remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
         text = read_regular(path)
         index: dict[str, Any] = parse(text, most=MAX_PARTS)
@@ -142,17 +142,17 @@ def read_index(path: Path) -> dict[str, Any]:
         hint = "make it with `drawloom tokenize`, which also completes one that was begun"
         raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read ({error}); {anew}") from error
+        raise UserError(f"{path} can't be read ({error}); {remedy}") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        found = index.get("format") if isinstance(index, dict) else None
-        raise UserError(f"{path} has format {found!r} instead of {FORMAT}; {anew}")
+        actual_format = index.get("format") if isinstance(index, dict) else None
+        raise UserError(f"{path} has format {actual_format!r} instead of {FORMAT}; {remedy}")
     index.pop("digest", None)
     if text != index_text(index):
-        raise UserError(f"{path} has other content than was written; {anew}")
+        raise UserError(f"{path} has other content than was written; {remedy}")
     return index
 
 
-def _fault(shard: TokenShard) -> str:
+def _find_fault(shard: TokenShard) -> str:
     try:
         shard.check_content()
     except UserError as error:

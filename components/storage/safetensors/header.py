@@ -1,5 +1,5 @@
 """
-Tensors of a safetensors file: their dtypes, their names, and the byte range of each.
+Headers of safetensors files: dtypes, names, and byte ranges of tensors.
 
 The safetensors library reads and validates headers: https://github.com/huggingface/safetensors#format.
 """
@@ -44,7 +44,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""In the order of the safetensors library: wide elements first, so that each tensor is aligned to its element size."""
+"""dtypes by code, in the order of the safetensors library: wide elements first, so that every tensor is aligned."""
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -54,12 +54,12 @@ MAX_DIMENSIONS = 8
 
 
 class HeaderError(Exception):
-    """Invalid header of a safetensors file; the message says why."""
+    """Invalid header of a safetensors file; the message has the reason."""
 
 
 @attrs.frozen
 class Entry:
-    """A tensor in a file: its spec, and the range of its bytes, counted from the end of the header."""
+    """A tensor's spec and byte range in a file, counted from the end of the header."""
 
     spec: TensorSpec
     start: int
@@ -68,9 +68,9 @@ class Entry:
 
 def map_file(path: Path) -> Any:
     """
-    Return the library's mapped file. Check first whether the file is regular.
+    Map a file with the safetensors library. The caller must check that the file is regular.
 
-    Raises HeaderError if its header is invalid, FileNotFoundError if the file was removed.
+    Raises HeaderError if the header is invalid, and FileNotFoundError if the file was removed.
     """
     try:
         return safe_open(path, "pt")
@@ -83,7 +83,10 @@ def map_file(path: Path) -> Any:
 
 
 def read_entries(mapped: Any) -> dict[str, Entry]:
-    """Return the entries of a mapped file by name, in file order; HeaderError names an unusable tensor."""
+    """
+    Return the entries of a mapped file by name, in file order. Raises HeaderError with the name of an unusable
+    tensor.
+    """
     entries: dict[str, Entry] = {}
     end = 0
     for name in mapped.offset_keys():
@@ -101,5 +104,5 @@ def read_entries(mapped: Any) -> dict[str, Entry]:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a tensor may have this name: no control characters, and no way out of a folder."""
+    """Return whether a tensor may have this name: it has no control characters, and can't lead out of a folder."""
     return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA

@@ -1,7 +1,7 @@
 """
-Readers of safetensors: Hugging Face folders with the safetensors library, and files of checkpoints with their digests.
+Readers of safetensors: Hugging Face folders through the safetensors library, and checkpoint files with digests.
 
-Files are untrusted: only regular files are opened, and nothing outside of the folder is opened.
+Files are untrusted: only regular files inside of the folder are opened.
 """
 
 import os
@@ -22,14 +22,14 @@ from drawloom.graph import UserError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-MAX_INDEX = 32 * 2**20  # bytes
-MAX_PLACES = 250_000  # tensors of all files; the largest open models have 140,000
+MAX_INDEX_SIZE = 32 * 2**20  # bytes
+MAX_TENSORS = 250_000  # in all files; the largest open models have 140,000
 MAX_FILES = 10_000
 
 
 @attrs.frozen
 class SafetensorsFile:
-    """A file with a valid header: the specs of its tensors, and its identity (see RegularFile)."""
+    """File with a valid header: the specs of its tensors, and its identity (see RegularFile)."""
 
     path: Path
     specs: Mapping[str, TensorSpec]
@@ -39,10 +39,10 @@ class SafetensorsFile:
 @attrs.define
 class SafetensorsFolder:
     """
-    Source of the tensors of a folder; `files` maps each name to its file.
+    Source of a folder's tensors; `files` maps each name to its file.
 
-    Tensors are views of mapped files: of a tensor that is sliced, only the slice is read. The file in use stays mapped,
-    so that its header is not parsed again for each tensor.
+    Tensors are views of mapped files: slicing a tensor reads only the slice. The last file stays mapped, so that
+    its header is parsed once.
     """
 
     files: Mapping[str, SafetensorsFile]
@@ -52,7 +52,7 @@ class SafetensorsFolder:
         return {name: file.specs[name] for name, file in self.files.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, any shape, on the CPU; UserError if its file has changed."""
+        """Return a tensor, any shape, on the CPU. Raises UserError if its file has changed."""
         file = self.files[name]
         with open_regular_file(file.path) as opened:
             if opened.identity != file.identity:
@@ -66,9 +66,10 @@ class SafetensorsFolder:
 
 def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
     """
-    Return the offset at which the tensors of a file begin, and its entries by name; HeaderError if it is invalid.
+    Return the offset of the tensors in a file, and its entries by name. Raises HeaderError if the header is
+    invalid.
 
-    The header's bytes are read through `file` first, as a VerifiedFile compares them with their digests.
+    The header is read through `file` first, so that a VerifiedFile verifies its digest.
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     file.read(8, min(length, max(file.size - 8, 0)))
@@ -78,10 +79,10 @@ def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
 
 def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None = None) -> Tensor:
     """
-    Read a tensor of any shape (its entry's) into new memory on the CPU; `begin` is the offset of all tensors.
+    Read the tensor of an entry into new CPU memory; `begin` is the offset of the tensors in the file.
 
-    Of a tensor with dimensions, `rows` selects a range of rows. Checkpoints are read with this function and not with
-    the library, so that every byte in use is one that was compared with its digest.
+    `rows` selects a range in the first dimension. Checkpoints are read with this function instead of the library,
+    so that every byte in use was verified.
     """
     spec, start = entry.spec, begin + entry.start
     if rows is not None:
@@ -94,10 +95,10 @@ def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None 
 
 def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
     """
-    Read the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+    Read the headers of `model.safetensors`, or of the files in `model.safetensors.index.json`.
 
-    Raises UserError with all differences between index and files, or with the file and tensor that are invalid. Nothing
-    outside of the folder is opened.
+    Raises UserError with all differences between index and files, or with the invalid file and tensor. Opens only
+    files of the folder.
     """
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is not a folder; write the path of a Hugging Face model folder")
@@ -106,15 +107,15 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
         return SafetensorsFolder(dict.fromkeys(single.specs, single))
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
-    places, total = _read_index(folder / INDEX)
-    files = {file: _read_shard(folder, file, name) for file, name in {f: n for n, f in places.items()}.items()}
-    if reasons := list(_differences(places, files, total)):
+    files_by_tensor, total = _read_index(folder / INDEX)
+    files = {file: _read_shard(folder, file, name) for file, name in {f: n for n, f in files_by_tensor.items()}.items()}
+    if reasons := list(_find_differences(files_by_tensor, files, total)):
         raise UserError(f"{folder / INDEX} and its files differ: {'; '.join(reasons)}; copy the folder again")
-    return SafetensorsFolder({name: files[file] for name, file in places.items()})
+    return SafetensorsFolder({name: files[file] for name, file in files_by_tensor.items()})
 
 
 def read_safetensors_header(path: Path) -> SafetensorsFile:
-    """The header of a file; UserError if it is invalid."""
+    """Return the header of a file. Raises UserError if it is invalid."""
     with open_regular_file(path) as file, _as_user_error(path):
         return SafetensorsFile(
             path, {name: entry.spec for name, entry in read_entries(map_file(path)).items()}, file.identity
@@ -122,7 +123,7 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
 
 
 def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
-    """The header of a file of an index; `name` is a tensor that the index places there, for messages."""
+    """Return the header of an indexed file; `name` is one of its tensors, for messages."""
     try:
         return read_safetensors_header(folder / file)
     except UserError as error:
@@ -138,36 +139,39 @@ def _as_user_error(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
-    """The file name of each tensor, and the stated total size; UserError unless all are plain file names."""
+    """
+    Return the file name of each tensor, and the stated total size. Raises UserError unless all are plain file
+    names.
+    """
     with open_regular_file(path) as file:
-        if file.size > MAX_INDEX:
-            raise UserError(f"{path} has {file.size} bytes, and more than {MAX_INDEX} are not read; copy it again")
+        if file.size > MAX_INDEX_SIZE:
+            raise UserError(f"{path} has {file.size} bytes, and more than {MAX_INDEX_SIZE} are not read; copy it again")
         text = file.read(0, file.size)
     try:
-        index = parse(text, most=3 * MAX_PLACES)
+        index = parse(text, most=3 * MAX_TENSORS)
     except ValueError as error:
         raise UserError(f"{path} is not JSON that can be read: {error}; copy the file again") from error
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not places:
+    files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files_by_tensor, dict) or not files_by_tensor:
         raise UserError(f"{path} has no weight_map; copy the file again")
-    for name, file_name in places.items():
-        if not _is_plain(file_name):
-            why = f"{path} places {name!r:.99} in {file_name!r:.99}"
-            raise UserError(f"{why}, which is not a file of the folder; take another copy")
-    if (count := len(set(places.values()))) > MAX_FILES:
+    for name, file_name in files_by_tensor.items():
+        if not _is_plain_file_name(file_name):
+            problem = f"{path} places {name!r:.99} in {file_name!r:.99}"
+            raise UserError(f"{problem}, which is not a file of the folder; take another copy")
+    if (count := len(set(files_by_tensor.values()))) > MAX_FILES:
         raise UserError(f"{path} names {count} files, and more than {MAX_FILES} are not read; take another copy")
-    return places, _total(index, path)
+    return files_by_tensor, _read_total_size(index, path)
 
 
-def _is_plain(file: Any) -> bool:
-    # Path separators and drive letters would lead out of the folder.
+def _is_plain_file_name(file: Any) -> bool:
+    # path separators and drive letters could lead out of the folder
     if not isinstance(file, str) or file in ("", ".", "..") or not file.isprintable():
         return False
     return not set(file) & set("/\\:") and len(file.encode()) < 256
 
 
-def _total(index: Mapping[str, Any], path: Path) -> int | None:
-    """The total size that an index states, if it states one."""
+def _read_total_size(index: Mapping[str, Any], path: Path) -> int | None:
+    """Return the total size that an index states, or None."""
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if total is None:
@@ -177,14 +181,16 @@ def _total(index: Mapping[str, Any], path: Path) -> int | None:
     return int(total)
 
 
-def _differences(places: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None) -> Iterator[str]:
-    if missing := [f"{name} (in {file})" for name, file in places.items() if name not in files[file].specs]:
+def _find_differences(
+    files_by_tensor: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None
+) -> Iterator[str]:
+    if missing := [f"{name} (in {file})" for name, file in files_by_tensor.items() if name not in files[file].specs]:
         yield f"missing {format_names(missing)}"
-    held = [(name, file) for file, found in files.items() for name in found.specs]
-    if unknown := [f"{name} (in {file})" for name, file in held if name not in places]:
+    stored = [(name, file) for file, header in files.items() for name in header.specs]
+    if unknown := [f"{name} (in {file})" for name, file in stored if name not in files_by_tensor]:
         yield f"unexpected {format_names(unknown)}"
-    if double := [f"{name} (also in {file})" for name, file in held if places.get(name, file) != file]:
-        yield f"duplicate {format_names(double)}"
+    if duplicates := [f"{name} (also in {file})" for name, file in stored if files_by_tensor.get(name, file) != file]:
+        yield f"duplicate {format_names(duplicates)}"
     size = sum(spec.bytes for file in files.values() for spec in file.specs.values())
     if total not in (None, size) and not missing and not unknown:
         yield f"its total_size is {total}, and the tensors have {size} bytes"

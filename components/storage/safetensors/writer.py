@@ -1,9 +1,9 @@
 """
 Writer of safetensors files, tensor by tensor in any order.
 
-The library's `save_file` takes all tensors of a file at once, and neither hashes nor flushes them. An export streams
-one group of tensors at a time, whatever the size of the file, and a checkpoint needs digests and durability. Files are
-byte for byte those of the library.
+The library's `save_file` needs all tensors at once, and neither hashes nor flushes them. An export streams one tensor
+group at a time, regardless of the file size, and a checkpoint needs digests and durability. Files are byte for byte
+those of the library.
 """
 
 import json
@@ -24,30 +24,30 @@ from drawloom.components.storage.tensor_source import InMemory, TensorSpec, byte
 
 @attrs.define
 class SafetensorsWriter:
-    """Writes planned tensors into an open file, each at its offset; `missing` are those not written yet."""
+    """Writer of planned tensors at their offsets in an open file; `missing` has the unwritten tensors."""
 
     file: FileWriter
     begin: int
     missing: dict[str, Entry]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """tensor: any shape, but that and the dtype must be as planned for `name`, or ValueError."""
+        """Write a tensor. Raises ValueError if its shape or dtype differs from the plan."""
         entry = self.missing.pop(name)
-        found = TensorSpec(tuple(tensor.shape), tensor.dtype)
-        if found != entry.spec:
-            raise ValueError(f"{name} has {found}, but was planned with {entry.spec}")
+        actual = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        if actual != entry.spec:
+            raise ValueError(f"{name} has {actual}, but was planned with {entry.spec}")
         self.file.put(bytes_of(tensor), self.begin + entry.start)
 
     def finish(self) -> None:
-        """ValueError if a planned tensor was not written."""
+        """Raise ValueError if a planned tensor is not written."""
         if self.missing:
             raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
 
 
 @contextmanager
 def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
-    """A new file of these tensors, flushed to disk at the end of the block; OSError if it exists."""
-    head, entries = layout(specs)  # before the file is created: it refuses what can't be written
+    """Create a file for these tensors, and flush it to disk when the context ends. Raises OSError if it exists."""
+    head, entries = layout(specs)  # before the file is created, because it refuses tensors that can't be written
     with durable_files.new_file(path) as file:
         file.put(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
@@ -56,7 +56,7 @@ def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterato
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """A new, flushed file of tensors of any shape and dtype; OSError if it exists."""
+    """Create and flush a file with tensors of any shape and dtype. Raises OSError if it exists."""
     head, entries = layout(InMemory(tensors).specs())  # before the file is created, as above
     with durable_files.new_file(path) as file:
         put_tensors(file, tensors, head, entries)
@@ -65,9 +65,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 def put_tensors(file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]) -> None:
     """
-    Write tensors of any shape and dtype, as `layout` plans them, into an open, empty file.
+    Write tensors of any shape and dtype, planned by `layout`, into an open, empty file.
 
-    They are written from the start of the file to its end, so that it can be hashed.
+    Writes from the start of the file to its end, so that the file can be hashed.
     """
     file.put(memoryview(head), 0)
     for name, entry in entries.items():
@@ -76,26 +76,26 @@ def put_tensors(file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, en
 
 def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
-    The header of a file of these tensors with its length, and the entries in the order of the file.
+    Return the header for a file with these tensors, with its length, and the entries in file order.
 
-    Byte for byte as the safetensors library writes it: by dtype, the widest first, and then by name.
+    The order is that of the safetensors library: by dtype, the widest first, then by name.
     """
     check_writable(specs)
     ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
     entries: dict[str, Entry] = {}
-    written: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name in sorted(specs, key=lambda name: (ranks[specs[name].dtype], name)):
         start, end = end, end + specs[name].bytes
         entries[name] = Entry(specs[name], start, end)
-        written[name] = {"dtype": CODES[specs[name].dtype], "shape": specs[name].shape, "data_offsets": [start, end]}
-    text = json.dumps(written, separators=(",", ":")).encode()
+        header[name] = {"dtype": CODES[specs[name].dtype], "shape": specs[name].shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text, entries
 
 
 def check_writable(specs: Mapping[str, TensorSpec]) -> None:
-    """ValueError for a tensor that the format lacks, or that the reader would refuse."""
+    """Raise ValueError for a tensor that the format does not support, or that the reader would refuse."""
     for name, spec in specs.items():
         if not is_name(name):
             raise ValueError(f"{name!r:.99} is not a valid name of a tensor")

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpoint, Manifest, quick_check, read_manifest, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest, quick_check, read_manifest, verify
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.strict_json import checksum
 from drawloom.graph import UserError
@@ -50,30 +50,30 @@ def test_every_flipped_bit_is_detected(checkpoint: Path) -> None:
         bad = bytearray(good)
         bad[place // 8] ^= 1 << place % 8
         path.write_bytes(bad)
-        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+        with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
             read_manifest(checkpoint)
 
 
 @hypothesis.given(st.binary(max_size=50) | st.from_regex(r'\{"format": 1, "digest": .*\}').map(str.encode))
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_an_invalid_manifest_is_corrupt(checkpoint: Path, data: bytes) -> None:
-    """Invalid content of any kind raises CorruptCheckpoint and nothing else."""
+    """Invalid content of any kind raises CorruptCheckpointError and nothing else."""
     (checkpoint / "manifest.json").write_bytes(data)
-    with pytest.raises(CorruptCheckpoint):
+    with pytest.raises(CorruptCheckpointError):
         read_manifest(checkpoint)
 
 
 def test_deep_nesting_is_corrupt(checkpoint: Path) -> None:
-    """Endless brackets raise CorruptCheckpoint and no RecursionError."""
+    """Endless brackets raise CorruptCheckpointError and no RecursionError."""
     (checkpoint / "manifest.json").write_text("[" * 10**6)
-    with pytest.raises(CorruptCheckpoint, match="can't be read"):
+    with pytest.raises(CorruptCheckpointError, match="can't be read"):
         read_manifest(checkpoint)
 
 
 def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
     """A folder that was renamed or copied is not accepted as another step."""
     other = checkpoint.rename(checkpoint.with_name("step-8"))
-    with pytest.raises(CorruptCheckpoint, match="is of step 7"):
+    with pytest.raises(CorruptCheckpointError, match="is of step 7"):
         read_manifest(other)
 
 
@@ -92,7 +92,7 @@ def test_file_names_can_t_leave_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a valid checksum can't name files elsewhere."""
     made_up = attrs.evolve(MANIFEST, files={name: Content(1, ["00" * 32])})
     (checkpoint / "manifest.json").write_bytes(made_up.write())
-    with pytest.raises(CorruptCheckpoint, match="not a plain file name"):
+    with pytest.raises(CorruptCheckpointError, match="not a plain file name"):
         read_manifest(checkpoint)
 
 
@@ -126,7 +126,7 @@ def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, 
     content |= changes
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
     with pytest.raises(
-        CorruptCheckpoint,
+        CorruptCheckpointError,
         match=r"^manifest.json (has missing or unknown entries|has an invalid value of '" + min(changes) + ")",
     ):
         read_manifest(checkpoint)
@@ -136,7 +136,7 @@ def test_a_symbolic_link_is_no_checkpoint(checkpoint: Path) -> None:
     """Nothing is read through a link."""
     elsewhere = checkpoint.rename(checkpoint.with_name("elsewhere"))
     checkpoint.symlink_to(elsewhere)
-    with pytest.raises(CorruptCheckpoint, match="link"):
+    with pytest.raises(CorruptCheckpointError, match="link"):
         read_manifest(checkpoint)
 
 
@@ -150,7 +150,7 @@ def test_all_faults_of_a_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
     tensors = bytearray((folder / "rank-0.safetensors").read_bytes())
     tensors[-1] ^= 1
     (folder / "rank-0.safetensors").write_bytes(tensors)
-    with pytest.raises(CorruptCheckpoint) as caught:
+    with pytest.raises(CorruptCheckpointError) as caught:
         verify(folder)
     assert str(caught.value).split("; ") == [
         "rank-0.json is missing",

@@ -32,7 +32,7 @@ def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     """A folder that is no data set, and a name that it has not, are errors."""
-    with pytest.raises(UserError, match="is no data set: it has no state"):
+    with pytest.raises(UserError, match="is not a data set: it has no state"):
         list(HuggingFaceDataset(path=tmp_path).documents("train"))
     write_dataset(tmp_path / "saved", "text")
     with pytest.raises(UserError, match='has no "dev", only train, test'):

@@ -95,7 +95,7 @@ def test_check_finds_what_is_wrong_with_shares() -> None:
         "weights.cod: sources has no 'cod'; did you mean 'code'?",
         "weights leaves out code; write weights.code, which may be 0",
     }
-    assert problems(epochs={"web": -1.0}).keys() == {"epochs.web: -1.0 is no share; write a number from 0 on"}
+    assert problems(epochs={"web": -1.0}).keys() == {"epochs.web: -1.0 is not a share; write a number from 0 on"}
     assert problems(weights={"web": 1.0, "code": 2.0}, temperature=2.0).keys() == {
         "weights are the shares themselves, so epochs and temperature have no effect; leave out weights, or the others"
     }

@@ -100,7 +100,7 @@ def test_a_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None
         next(workers.batches(ones(), 1, timeout=60))
         os.kill(workers.members[0].child.process.pid or 0, signal.SIGSTOP)
         start = time.monotonic()
-        with pytest.raises(UserError, match=r"data worker 0 .* has for 0\.5 seconds not given row \d of train"):
+        with pytest.raises(UserError, match=r"within 0\.5 s, data worker 0 .* did not deliver row \d of train"):
             next(workers.batches(ones(), 1, timeout=0.5))
     assert time.monotonic() - start < 5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.storage import regular_file
-from drawloom.components.storage.regular_file import OtherContent, hash_file, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, hash_file, verified_file
 from drawloom.components.storage.sha256_stream import BLOCK
 
 SIZE = 3 * BLOCK + 1000
@@ -81,9 +81,9 @@ def test_a_changed_block_is_refused_only_where_it_is_read(tmp_path: Path, path: 
     end = min((block + 1) * BLOCK, SIZE)
     with verified_file(tmp_path / "file", hash_file(path)) as file:
         for offset, length in ((block * BLOCK, end - block * BLOCK), (block * BLOCK + 1, 5)):
-            with pytest.raises(OtherContent, match=f"checksum mismatch in bytes {block * BLOCK} to {end}"):
+            with pytest.raises(ContentMismatchError, match=f"checksum mismatch in bytes {block * BLOCK} to {end}"):
                 file.read(offset, length)
-        with pytest.raises(OtherContent):
+        with pytest.raises(ContentMismatchError):
             file.verify(range(4))
         file.verify({0, 1, 2, 3} - {block})
         assert file.read(2 * BLOCK, BLOCK) == DATA[2 * BLOCK : 3 * BLOCK] and block not in file.verified
@@ -94,7 +94,7 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, path: Path) -> None:
     for data in (DATA[:-1], DATA + b"x"):
         (tmp_path / "file").write_bytes(data)
         with (
-            pytest.raises(OtherContent, match=f"has {len(data)} bytes instead of {SIZE}"),
+            pytest.raises(ContentMismatchError, match=f"has {len(data)} bytes instead of {SIZE}"),
             verified_file(tmp_path / "file", hash_file(path)),
         ):
             pytest.fail("it must not open")

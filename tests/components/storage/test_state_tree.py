@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.safetensors.writer import write_tensors
-from drawloom.components.storage.state_tree import narrowed, pack, unpack
+from drawloom.components.storage.state_tree import narrow_tree, pack, unpack
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -144,8 +144,8 @@ def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
     tree, tensors = pack(state)
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
-    found = unpack(narrowed(tree, parts), cut)
+    found = unpack(narrow_tree(tree, parts), cut)
     assert found["a"][0].place == parts["a/0"] and found["b"].place == TensorSlice((6, 2), (3, 0), (2, 2))
     assert all(torch.equal(each.tensor, whole[each.place.index()]) for each in (found["a"][0], found["b"]))
     assert found["a"][1] == 1 and found["c"][0].tolist() == [1, 1] and str(found["c"][1:]) == "(nan, None)"
-    assert str(narrowed(tree, {})) == str(tree)
+    assert str(narrow_tree(tree, {})) == str(tree)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
-from drawloom.components.checkpoint.staging.copy_plan import ALIGNED, Pool, plan_copies
+from drawloom.components.checkpoint.staging.copy_plan import ALIGNMENT, Pool, plan_copies
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
 
@@ -194,7 +194,7 @@ def test_parts_are_separate_aligned_and_of_their_size() -> None:
         part.fill_(number)
     assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
     assert [part.untyped_storage().nbytes() for part in parts] == [1, 64, 65, 100]
-    assert not any(part.data_ptr() % ALIGNED for part in parts)
+    assert not any(part.data_ptr() % ALIGNMENT for part in parts)
 
 
 def test_memory_is_reused_after_the_last_tensor_is_freed() -> None:

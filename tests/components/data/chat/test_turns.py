@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import AmbiguousTurn, Rendered, render_turns
+from drawloom.components.data.chat.turns import AmbiguousTurnError, Rendered, render_turns
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say
 
 
@@ -59,7 +59,7 @@ def test_the_same_words_elsewhere_are_not_taken_for_the_turn() -> None:
 def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_not() -> None:
     """Thinking that is stripped from history has no one text; at the end of a conversation it has."""
     messages = say("a", "<think>\nwhy\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
-    with pytest.raises(AmbiguousTurn, match=r"turn 2: .*write turns = \"last\" or turns = \"one_row_per_turn\""):
+    with pytest.raises(AmbiguousTurnError, match=r"turn 2: .*write turns = \"last\" or turns = \"one_row_per_turn\""):
         rendered(THINKING, messages)
     assert trained(rendered(THINKING, messages, [0, 0, 0, 1])) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
     assert trained(rendered(THINKING, messages[:2])) == ["<think>\nwhy\n</think>\n\none<|im_end|>"]
@@ -67,7 +67,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_n
 
 def test_a_template_that_drops_the_system_turn_from_the_prompt_is_refused() -> None:
     """With an answer behind it the system's text is gone: what would be trained is not what is asked later."""
-    with pytest.raises(AmbiguousTurn, match="turn 3"):
+    with pytest.raises(AmbiguousTurnError, match="turn 3"):
         rendered(BRACKETS, say("a", "one", system="be brief"))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.data.order.permutation import MOST_SORTED, Permutation
+from drawloom.components.data.order.permutation import MAX_SORTED, Permutation
 
 seeds = st.integers(-(2**70), 2**70)
 epochs = st.integers(0, 10**6)
@@ -59,7 +59,7 @@ def feistel(seed: int, epoch: int, count: int, index: int) -> int:
             return index
 
 
-@given(seeds, epochs, st.integers(MOST_SORTED + 1, 2**40), st.data())
+@given(seeds, epochs, st.integers(MAX_SORTED + 1, 2**40), st.data())
 def test_items_of_many_are_those_of_a_feistel_network(seed: int, epoch: int, count: int, data: st.DataObject) -> None:
     """Above 2^20 items each is computed from its position alone, as in unbounded integers."""
     positions = data.draw(st.lists(st.integers(0, count - 1), max_size=5))
@@ -70,7 +70,7 @@ def test_items_of_many_are_those_of_a_feistel_network(seed: int, epoch: int, cou
 
 def test_many_items_come_once_each() -> None:
     """Of 2^20 + 3 items each comes once, neighbours are apart, and an order of windows is that of all."""
-    count = MOST_SORTED + 3
+    count = MAX_SORTED + 3
     items = Permutation(5, "rows", 0, count).all()
     assert np.bincount(items, minlength=count).tolist() == [1] * count
     assert abs(np.corrcoef(items, np.arange(count))[0, 1]) < 0.01

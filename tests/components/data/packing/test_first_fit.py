@@ -37,7 +37,7 @@ def test_rows_are_those_of_a_loop(sizes: list[int]) -> None:
 def test_runs_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long list is packed in runs, several at once and several times, each as if it were alone."""
     monkeypatch.setattr(module, "RUN", 50)
-    monkeypatch.setattr(module, "RUNS", 3)
+    monkeypatch.setattr(module, "MAX_RUNS", 3)
     sizes = np.random.default_rng(0).integers(1, 16, 420).tolist()
     runs = [reference(sizes[start : start + 50], 16) for start in range(0, 420, 50)]
     assert packed(sizes, 16) == [[50 * run + item for item in row] for run, rows in enumerate(runs) for row in rows]

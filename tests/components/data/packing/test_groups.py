@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.packing import groups
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.first_fit import first_fit
-from drawloom.components.data.packing.groups import Group, Groups, cut, gathered, group_documents
+from drawloom.components.data.packing.groups import Group, Groups, cut, gather_rows, group_documents
 from drawloom.components.data.packing.padded import one_each
 
 GROUPINGS = [best_fit, first_fit, one_each]
@@ -87,6 +87,6 @@ def test_no_documents_make_no_rows() -> None:
 def test_items_are_gathered_by_row(rows: list[int]) -> None:
     """Items come row by row, in their places there."""
     places = [rows[:number].count(row) for number, row in enumerate(rows)]
-    items, counts = gathered(np.arange(len(rows)), np.array(rows, np.int64), np.array(places, np.int64), 6)
+    items, counts = gather_rows(np.arange(len(rows)), np.array(rows, np.int64), np.array(places, np.int64), 6)
     assert items.tolist() == sorted(range(len(rows)), key=lambda number: (rows[number], number))
     assert counts.tolist() == [rows.count(row) for row in range(6)]

@@ -10,7 +10,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import encode
-from drawloom.components.data.store.encode import batches, pieces, unopened, write_shard
+from drawloom.components.data.store.encode import batches, copy_unopened, pieces, write_shard
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
 
@@ -70,7 +70,7 @@ def test_what_can_not_be_tokenized_is_named(tmp_path: Path) -> None:
 
 def test_another_process_opens_its_own_tokenizer(tokenizer: HuggingFaceTokenizer) -> None:
     """What is sent to another process is not open, and gives the same ids once it is."""
-    fresh = unopened(tokenizer)
+    fresh = copy_unopened(tokenizer)
     assert isinstance(fresh, HuggingFaceTokenizer) and "_tokenizer" not in vars(fresh)
     fresh.open()
     assert fresh.encode("x <end>").tolist() == tokenizer.encode("x <end>").tolist()

@@ -19,7 +19,7 @@ def write(folder: Path, weighted: bool = False) -> TokenShard:
         for ids, source, offset in DOCUMENTS:
             weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
             shard.add(np.array(ids, np.int64), source, offset, weights)
-    return TokenShard.written(ShardFiles(folder, 3), DTYPE, weighted)
+    return TokenShard.open_complete(ShardFiles(folder, 3), DTYPE, weighted)
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     """A part may have no document."""
     with ShardWriter(tmp_path, 0, DTYPE, False):
         pass
-    shard = TokenShard.written(ShardFiles(tmp_path, 0), DTYPE, False)
+    shard = TokenShard.open_complete(ShardFiles(tmp_path, 0), DTYPE, False)
     shard.check_content()
     assert shard.ids.tolist() == shard.ends.tolist() == []
 
