@@ -158,7 +158,7 @@ def test_other_causes_than_resuming_are_reported(
             _write(runs.place / name, rows, [])
         return 12
 
-    monkeypatch.setattr(Runs, "straight", lambda _: None)
+    monkeypatch.setattr(Runs, "run_straight", lambda _: None)
     monkeypatch.setattr(Runs, "kill_and_resume", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(varies))
