@@ -155,7 +155,7 @@ def test_other_causes_than_resuming_are_reported(
     def run(runs: Runs) -> int:
         for name, loss in (("straight", 1.0), ("resumed", 2.0)):
             rows = [{"step": number, "loss": loss if number == step else 0.5} for number in range(1, 21)]
-            _write(runs.place / name, rows, [])
+            _write(runs.folder / name, rows, [])
         return 12
 
     monkeypatch.setattr(Runs, "run_straight", lambda _: None)
