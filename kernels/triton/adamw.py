@@ -55,7 +55,7 @@ class AdamwTriton:
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
-    """Return the dtypes, device and compile-time constants that weights of one launch share."""
+    """Return the dtypes, device and compile-time constants shared by the weights of a launch."""
     kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
     return tuple(map(str, kind))
 
