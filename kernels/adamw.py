@@ -17,7 +17,7 @@ PER_DRAW = 2
 """Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
 ALL = 2**62
-"""Width of a row that is longer than any weight."""
+"""Width of a row longer than any weight."""
 
 
 @dataclass(frozen=True)

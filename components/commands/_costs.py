@@ -1,4 +1,4 @@
-"""The options of `drawloom schedule` that say what stages cost."""
+"""Costs of stages, from the options of `drawloom schedule`."""
 
 import argparse
 from collections.abc import Container
@@ -14,17 +14,17 @@ from drawloom.components.planning.traces import TracedStep, read_traced_step
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 
-MOST_COST = 1e9  # sums of costs have to be finite, and differences of small ones to be seen beside them
+MAX_COST = 1e9  # sums of costs must be finite, and small differences must not vanish beside them
 
 OPS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
-FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # those that may cost nothing
+FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # operations that may cost nothing
 
 Given = dict[str, float] | Literal["plan"] | Path
-"""Costs by setting, or where they come from: a plan, or a run folder with traces."""
+"""Costs by setting, or the source of the costs: a plan, or a run folder with traces."""
 
 
 def parse(text: str) -> Given:
-    """Parse `plan`, the path of a run folder, or F=1,I=1. Raises ArgumentTypeError, as argparse expects it."""
+    """Parse `plan`, the path of a run folder, or F=1,I=1. Raises ArgumentTypeError for argparse."""
     if text == "plan":
         return "plan"
     if "=" not in text and Path(text).is_dir():
@@ -37,14 +37,14 @@ def parse(text: str) -> Given:
         except (KeyError, ValueError):
             known = f"{', '.join(OPS | FREE)}, `plan`, or a run folder"
             raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
-        if not (0 <= number <= MOST_COST and (number or key.strip() in FREE)):
-            least = "F, B, I and W cost more than 0, all else 0 or more"
-            raise argparse.ArgumentTypeError(f"{part!r}: {least}, and none more than {MOST_COST:g}")
+        if not (0 <= number <= MAX_COST and (number or key.strip() in FREE)):
+            minimum = "F, B, I and W cost more than 0, all else 0 or more"
+            raise argparse.ArgumentTypeError(f"{part!r}: {minimum}, and none more than {MAX_COST:g}")
     return costs
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """What `--costs` names; a UserError for a plan without a recipe."""
+    """Return the cost source of `--costs`. Raises UserError for a plan without a recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
@@ -55,13 +55,13 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
 
 
 def of_run(folder: Path, project: Project) -> TracedStep:
-    """The step that a run has traced, with the program of its recipe."""
-    found = Pipeline.of(Recipe.load(folder, project=project))
-    return read_traced_step(folder, found.schedule.program(found.ranks, needed(found.microbatches)))
+    """Return the step that a run has traced, with the program of the run's recipe."""
+    pipeline = Pipeline.of(Recipe.load(folder, project=project))
+    return read_traced_step(folder, pipeline.schedule.program(pipeline.ranks, needed(pipeline.microbatches)))
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
-    """The settings of a schedule that say what stages cost: all of `auto`, and `comm` of those laid in a V."""
+    """Return the cost settings of a schedule: all settings of `auto`, or the `comm` of V schedules."""
     if "slices" in fields:
         return source.slices(ranks)
     if "comm" in fields:

@@ -1,4 +1,4 @@
-"""Compares the rows that a run has recorded with those that its data and recipe make it see."""
+"""Comparison of the rows that a run recorded with the rows that follow from its data and recipe."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,16 +18,16 @@ from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
 
-MOST = 20  # faults that are listed
-MAX_PARTS = 2**20  # data-parallel ranks
+MAX_FAULTS = 20  # listed faults
+MAX_PARTS = 2**20  # maximum of data-parallel ranks
 
 
 def audit(project: Project, run: Path) -> tuple[list[str], str]:
     """
-    What differs between the rows that a run saw and those that it should have seen, and a summary.
+    Return the faults of the rows that a run saw, and a summary.
 
-    The rows of a step follow from the recipe in the run folder and the newest checkpoint, and their content from the
-    data as it is now, which has to be what that checkpoint was made with.
+    The recipe in the run folder and the newest checkpoint determine the rows of a step. Their content comes from the
+    present data, which must be the data that the checkpoint was made with.
     """
     recorded, damage = _recorded(run)
     recipe = Recipe.load(run, project=project)
@@ -42,13 +42,13 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
         if (checkpoint := newest(run)) is not None:
             objects[rows].load_state_dict(load_node(checkpoint, rows))
             loader.load_state_dict(load_node(checkpoint, data))
-        faults, summary = _compared(recorded, objects[rows], loader)
+        faults, summary = _compare(recorded, objects[rows], loader)
     return damage + faults, summary
 
 
 @attrs.frozen
 class _Expected:
-    """The digests of rows, computed once each; those of a length curriculum are other rows."""
+    """Cache of the digests of rows, by row and length: a length curriculum changes a row's digest."""
 
     rows: PackedDataset
     loader: Loader
@@ -61,44 +61,40 @@ class _Expected:
         return self.digests[key]
 
     def name(self, digest: str) -> str:
-        """The row with a digest, if it is one that a step should have seen so far."""
-        return next((f"row {row}" for (row, _), each in self.digests.items() if each == digest), "an unknown row")
+        """Return the name of the row with a digest, if the digest was computed for an earlier comparison."""
+        return next((f"row {row}" for (row, _), known in self.digests.items() if known == digest), "an unknown row")
 
 
-def _compared(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
+def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
     expected, seen, faults = _Expected(rows, loader), Counter[int](), []
     for step in range(loader.last_resized_step + 1, max(recorded) + 1):
-        wanted = loader.rows_of(step)
-        seen.update(wanted)
-        digests = Counter(expected.digest(row, step) for row in wanted)
+        indices = loader.rows_of(step)
+        seen.update(indices)
+        digests = Counter(expected.digest(row, step) for row in indices)
         if step not in recorded:
             faults.append(f"step {step} is not recorded")
             continue
-        found = Counter(recorded[step])
-        faults += [f"step {step}: {expected.name(digest)} is missing" for digest in digests - found]
-        faults += [f"step {step}: {expected.name(digest)} is there too often" for digest in found - digests]
-    more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
+        actual = Counter(recorded[step])
+        faults += [f"step {step}: {expected.name(digest)} is missing" for digest in digests - actual]
+        faults += [f"step {step}: {expected.name(digest)} is there too often" for digest in actual - digests]
+    more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_counts(source, seen) for source in row_sources(rows))
-    before = (
-        f" (of which the first {loader.last_resized_step}, of another size, are not compared)"
-        if loader.last_resized_step
-        else ""
-    )
-    return faults[:MOST] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
+    before = f" (of which the first {loader.last_resized_step}, of another size, are not compared)" if loader.last_resized_step else ""
+    return faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
 
 
 def _counts(source: RowSource, seen: Counter[int]) -> str:
-    """How often the rows of a source were seen."""
+    """Return the text that counts how often the rows of a source were seen."""
     own = range(source.first, source.first + source.rows)
-    often = Counter(times for row, times in seen.items() if row in own)
-    counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(often.items())]
+    rows_by_times = Counter(times for row, times in seen.items() if row in own)
+    counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(rows_by_times.items())]
     name = f"{source.name} has " if source.name else ""
-    return name + ", ".join([*counts, f"{source.rows - sum(often.values()):,} rows not yet"])
+    return name + ", ".join([*counts, f"{source.rows - sum(rows_by_times.values()):,} rows not yet"])
 
 
 def _recorded(run: Path) -> tuple[dict[int, list[str]], list[str]]:
-    """The digests of the rows of each step, of all parts, from the files of all ranks; and faults of these files."""
+    """Return the digests of all ranks' rows by step, and the faults of the ranks' files."""
     parts: dict[int, dict[int, list[str]]] = {}
     expected: dict[int, int] = {}
     rows, faults = _lines(run / FOLDER)
@@ -115,14 +111,14 @@ def _recorded(run: Path) -> tuple[dict[int, list[str]], list[str]]:
             2,
         )
     recorded = {
-        step: [digest for number in range(expected[step]) for digest in held.get(number, [])]
-        for step, held in parts.items()
+        step: [digest for number in range(expected[step]) for digest in digests_by_part.get(number, [])]
+        for step, digests_by_part in parts.items()
     }
     return recorded, faults
 
 
 def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the intact rows of all files, and a sentence for each file with others."""
+    """Return the intact rows of all files, and a sentence for each damaged file."""
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:
@@ -135,6 +131,6 @@ def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _is_record(row: dict[str, Any]) -> bool:
-    """Whether a row has the fields of a record, with sensible values."""
+    """Return whether a row has the fields of a record, with sensible values."""
     part, parts, rows = (row.get(name) for name in ("part", "parts", "rows"))
     return type(part) is int and type(parts) is int and 0 <= part < parts <= MAX_PARTS and isinstance(rows, list)

@@ -1,4 +1,4 @@
-"""Rows and statistics of packed data, for people."""
+"""Rows and statistics of packed data as text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +21,9 @@ VISIBLE = {"\n": "⏎\n", "\t": "⇥"}
 
 def statistics(rows: PackedDataset) -> str:
     """
-    A table with a line for each split: rows and fill rate, and of documents how many, tokens and lengths.
+    Return a table of every split: rows, fill rate, documents, tokens, and lengths of documents.
 
-    Each source of a mixture has a line of its own, and in training its share of tokens, and of rows.
+    Each source of a mixture has its own line, which in training includes the source's share of tokens and rows.
     """
     head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
     mixed = any(source.name for source in row_sources(rows))
@@ -51,44 +51,44 @@ def _source_lines(rows: Any, split: Split) -> Iterator[str]:
     weights = sum(source.weight for source in rows.row_sources(split))
     shares = row_shares(rows.row_sources("train"))
     documents = document_sources(rows.tokens.documents(split))
-    for source, held in zip(rows.row_sources(split), documents, strict=True):
+    for source, own in zip(rows.row_sources(split), documents, strict=True):
         rate = source.tokens / (source.rows * rows.length) if source.rows else 1.0
-        line = _line(f"  {source.name}", source.rows, rate, held.documents.lengths)
+        line = _line(f"  {source.name}", source.rows, rate, own.documents.lengths)
         if split == "train":
-            of_rows = shares.get(source.name, 0) / sum(shares.values())
-            line = f"{line:<97} {100 * source.weight / weights:.2f} %, {100 * of_rows:.2f} %"
+            row_share = shares.get(source.name, 0) / sum(shares.values())
+            line = f"{line:<97} {100 * source.weight / weights:.2f} %, {100 * row_share:.2f} %"
         yield line
 
 
 def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
     """
-    Print a row: for each document in it a line of what it is, and then its tokens as text.
+    Print a row: for each document a line with its source, and then the document's tokens as text.
 
-    Tokens have two colours in turn, those that weigh nothing as targets are dim; without colours `|` is between them,
-    and those that weigh something are between ⟦ and ⟧. Without a tokenizer tokens are numbers.
+    Tokens alternate between two colours, and tokens without weight as targets are dim. Without colours, `|` separates
+    tokens, and tokens with weight are between ⟦ and ⟧. Without a tokenizer, tokens are numbers.
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     batch = token_batch(rows.batch(split, [row]), "data show")
     tokens, targets, weights, ids = (
         tensor[0].numpy() for tensor in (batch.tokens, batch.targets, batch.weights, batch.document_ids)
     )
-    # what a token weighs as a target is written at the token before it
+    # the batch stores a target's weight at the token before the target
     own = np.concatenate([[0.0], weights[:-1]])
     console.print(f"{split} row {row}: {len(tokens)} tokens, {int((targets != IGNORE_INDEX).sum())} targets")
     sources = rows.sources(split, row) if isinstance(rows, TracedRows) else []
     for number in range(int(ids.max()) + 1):
-        places = np.flatnonzero(ids == number)
+        indices = np.flatnonzero(ids == number)
         source = sources[number] if number < len(sources) else "padding" if sources else f"document {number}"
-        first, last = batch.positions[0][places[0]], batch.positions[0][places[-1]]
+        first, last = batch.positions[0][indices[0]], batch.positions[0][indices[-1]]
         console.print(
-            f"[{places[0]}:{places[-1] + 1}] {escape_control_characters(source)}, positions {first} to {last}, "
-            f"weights add up to {weights[places].sum():g}",
+            f"[{indices[0]}:{indices[-1] + 1}] {escape_control_characters(source)}, positions {first} to {last}, "
+            f"weights add up to {weights[indices].sum():g}",
             style="bold",
         )
-        console.print(_painted(tokens[places], own[places], tokenizer, colours=console.is_terminal))
+        console.print(_paint(tokens[indices], own[indices], tokenizer, colours=console.is_terminal))
 
 
-def _painted(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None, *, colours: bool) -> Text:
+def _paint(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None, *, colours: bool) -> Text:
     text, trained = Text(), False
     for number, (piece, weight) in enumerate(zip(_pieces(tokens, tokenizer), weights.tolist(), strict=True)):
         if not colours:

@@ -1,4 +1,4 @@
-"""A run's model as lm-eval-harness asks for one."""
+"""Model of a run behind the interface of lm-eval-harness."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +17,15 @@ from drawloom.components.sampling.generate import Sampler
 from drawloom.graph import UserError
 
 OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
-"""What a task may ask of generated text."""
+"""Supported options of tasks that generate text."""
 
 
 class RunModel(TemplateLM):  # type: ignore[misc]
     """
-    Answers requests with a predictor on this process; `context` is the most tokens that the model sees.
+    Model of lm-eval-harness that computes with a predictor of this process.
 
-    A text begins after the end of another one, as in training. Requests of similar lengths are computed `rows` at a
-    time.
+    `context` is the maximum number of tokens that the model sees. As in training, texts begin after the token that ends
+    a text. Batches have `rows` requests of similar lengths.
     """
 
     def __init__(
@@ -45,36 +45,36 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         return self.tokens.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text; none is added."""
+        """Return the token ids of a text, without special tokens."""
         return [int(token) for token in self.tokens.encode(string)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text as a whole: windows of the context, in which each token is scored once."""
-        found = []
+        """Return the log-likelihoods of whole texts, computed in disjoint windows of the context."""
+        totals = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.context, 1)
             pairs = [(("", ""), *make_disjoint_window(window)) for window in windows]
-            found.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
-        return found
+            totals.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
+        return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that the model adds to each, up to where one of the task's ends begins."""
-        return [self._generated(text, dict(options)) for text, options in (request.args for request in requests)]
+        """Return the continuations of texts, up to the first of the task's stop strings."""
+        return [self._generate(text, dict(options)) for text, options in (request.args for request in requests)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        # The last token is predicted and not seen, so that one more than the context fits.
+        # The model does not see the last token, so that one token more than the context fits.
         texts = [([*before, *after][-self.context - 1 :], len(after)) for _, before, after in requests]
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), self.rows):
             numbers = order[start : start + self.rows]
-            found |= zip(numbers, self._scored([texts[number] for number in numbers]), strict=True)
-        return [found[number] for number in range(len(texts))]
+            scores |= zip(numbers, self._score_batch([texts[number] for number in numbers]), strict=True)
+        return [scores[number] for number in range(len(texts))]
 
-    def _scored(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Of texts, each with how many tokens of it are scored: their log-likelihood, and whether all are likeliest."""
+    def _score_batch(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Score the last tokens, of the given number, of every text: log-likelihood, and whether all are likeliest."""
         length = max(len(ids) for ids, _ in texts) - 1
         seen = torch.full((len(texts), length), self.eot_token_id)
         for row, (ids, _) in enumerate(texts):
@@ -85,16 +85,16 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             raise ValueError("this process does not hold all stages")
         return [_score(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)]
 
-    def _generated(self, text: str, options: dict[str, Any]) -> str:
+    def _generate(self, text: str, options: dict[str, Any]) -> str:
         if unknown := sorted(options.keys() - OPTIONS):
             known = ", ".join(sorted(OPTIONS))
             raise UserError(f"a task asks for text by {', '.join(unknown)}; take one that uses {known}")
         until = options.get("until") or []
         ends = [until] if isinstance(until, str) else until
-        most = options.get("max_gen_toks", 256)
-        if most >= self.context:
-            raise UserError(f"a task asks for {most} tokens; write --context {most + 1} or more")
-        prompt = self.tok_encode(text)[-(self.context - most) :] or [self.prefix_token_id]
+        max_tokens = options.get("max_gen_toks", 256)
+        if max_tokens >= self.context:
+            raise UserError(f"a task asks for {max_tokens} tokens; write --context {max_tokens + 1} or more")
+        prompt = self.tok_encode(text)[-(self.context - max_tokens) :] or [self.prefix_token_id]
         sampler = Sampler(
             model=self.predictor,
             pipeline=self.pipeline,
@@ -105,21 +105,21 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             top_k=options.get("top_k"),
         )
         ids: list[int] = []
-        for token in sampler.continued(prompt, most):
+        for token in sampler.continued(prompt, max_tokens):
             ids.append(token)
             added = self.tokens.decode(ids)
             if any(end in added for end in ends if end):
                 break
-        return _before(self.tokens.decode(ids), ends)
+        return _cut_at(self.tokens.decode(ids), ends)
 
 
 def _score(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
-    """The sum of the log-probabilities of targets by logits (targets, vocab_size), and whether all are likeliest."""
-    wanted = torch.tensor(targets, device=logits.device)
-    picked = logits.double().log_softmax(-1).gather(-1, wanted[:, None])
-    return float(picked.sum()), bool((logits.argmax(-1) == wanted).all())
+    """Return the sum of the targets' log-probabilities by logits (targets, vocab_size), and if all are likeliest."""
+    ids = torch.tensor(targets, device=logits.device)
+    logps = logits.double().log_softmax(-1).gather(-1, ids[:, None])
+    return float(logps.sum()), bool((logits.argmax(-1) == ids).all())
 
 
-def _before(text: str, ends: Sequence[str]) -> str:
-    """The text up to the first of the ends."""
-    return text[: min((place for end in ends if end and (place := text.find(end)) >= 0), default=len(text))]
+def _cut_at(text: str, ends: Sequence[str]) -> str:
+    """Return the text before the first of the stop strings."""
+    return text[: min((index for end in ends if end and (index := text.find(end)) >= 0), default=len(text))]

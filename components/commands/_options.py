@@ -1,4 +1,4 @@
-"""What the options of commands may be: numbers within bounds, and files that can be written."""
+"""Types of command-line options: numbers within bounds, and files that can be written."""
 
 import argparse
 import math
@@ -10,25 +10,25 @@ from pathlib import Path
 from drawloom.graph import UserError
 
 
-def integer(least: int = 1) -> Callable[[str], int]:
-    """A parser of integers of at least this. Raises ArgumentTypeError, as argparse expects it."""
+def integer(minimum: int = 1) -> Callable[[str], int]:
+    """Return a parser of integers of at least `minimum`. The parser raises ArgumentTypeError for argparse."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            wanted = "a positive integer" if least == 1 else f"an integer of {least} or more"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        if not text.isdecimal() or int(text) < minimum:
+            expected = "a positive integer" if minimum == 1 else f"an integer of {minimum} or more"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         return int(text)
 
     return parse
 
 
 def integers(text: str) -> list[int]:
-    """Positive integers with commas between them. Raises ArgumentTypeError."""
+    """Parse positive integers separated by commas. Raises ArgumentTypeError."""
     return [integer()(part) for part in text.split(",")]
 
 
 def temperature(text: str) -> float:
-    """A temperature of sampling, finite and not negative. Raises ArgumentTypeError."""
+    """Parse a sampling temperature, finite and not negative. Raises ArgumentTypeError."""
     try:
         number = float(text)
     except ValueError:
@@ -39,21 +39,21 @@ def temperature(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written: a long computation is not lost for its name. Raises ArgumentTypeError."""
+    """Parse the path of a file, and check that it can be written. Raises ArgumentTypeError."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; write the name of a file")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):  # permissions alone say nothing of /proc, or to root
+        with tempfile.TemporaryFile(dir=path.parent):  # permission bits do not apply to root, nor to /proc
             return path
     except OSError as error:
-        what = f"no file can be written in {path.parent} ({error.strerror})"
-        raise argparse.ArgumentTypeError(f"{what}; write a file in a folder that can be written") from None
+        reason = f"no file can be written in {path.parent} ({error.strerror})"
+        raise argparse.ArgumentTypeError(f"{reason}; write a file in a folder that can be written") from None
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of `--to`: UserError in place of an OSError, such as that of a full disk."""
+    """Turn an OSError, such as that of a full disk, into a UserError that names `--to`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What several commands look up in recipes: the one node of a port, and the pipeline."""
+"""Look-ups in recipes that several commands share: the only node of a port, and the pipeline."""
 
 import attrs
 
@@ -11,7 +11,7 @@ from drawloom.graph.wiring.graph import Graph
 
 @attrs.frozen
 class Pipeline:
-    """A schedule, the name of its component, ranks of a pipeline, and microbatches of a step, None if not known."""
+    """Schedule of a recipe, its component's name, pipeline ranks, and microbatches per step, None if not known."""
 
     use: str
     schedule: Schedule
@@ -20,7 +20,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Pipeline":
-        """That of a recipe; UserError if it has not exactly one schedule and mesh."""
+        """Return the pipeline of a recipe. Raises UserError unless it has exactly one schedule and one mesh."""
         graph = recipe.graph
         name = only(graph, Schedule)
         ranks = mesh_sizes(graph).pipeline
@@ -30,10 +30,10 @@ class Pipeline:
 
 def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
     """
-    The name of the node that implements a port.
+    Return the name of the only node that implements a port.
 
-    Raises UserError, which names the `holder` of the graph, if there is not exactly one; RecipeError if there is none
-    and the graph has problems: such a node may be one with an unknown component.
+    Raises UserError, which names the `holder` of the graph, unless there is exactly one. Raises RecipeError if there is
+    none and the graph has problems, because the node may be one with an unknown component.
     """
     names = graph.implementers(port)
     if not names:
@@ -50,7 +50,7 @@ def mesh_sizes(graph: Graph) -> PerDimension:
 
 
 def microbatches_of(graph: Graph) -> int | None:
-    """Microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
+    """Return the microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
     sizes = mesh_sizes(graph)
     replicas = sizes.data_replicate * sizes.data_shard
     for node in graph.nodes.values():
@@ -60,7 +60,7 @@ def microbatches_of(graph: Graph) -> int | None:
 
 
 def needed(microbatches: int | None) -> int:
-    """Microbatches of a step; UserError if they are not known."""
+    """Return the microbatches of a step. Raises UserError if they are not known."""
     if microbatches is None:
         raise UserError("how many microbatches? Write --microbatches 8", 2)
     return microbatches

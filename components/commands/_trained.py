@@ -1,4 +1,4 @@
-"""Opens the model of a run folder with the weights of one of its checkpoints, for read-only commands."""
+"""Models of run folders with the weights of a checkpoint, for read-only commands."""
 
 import argparse
 import os
@@ -22,12 +22,12 @@ from drawloom.graph.runtime.container import Container
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the run folder, and which of its checkpoints to take."""
+    """Add arguments for the run folder and its checkpoint."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
-    parser.add_argument("--average", action="store_true", help="the averages of [ema] in place of the weights")
+    parser.add_argument("--average", action="store_true", help="use the averages of [ema] in place of the weights")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step; the newest if left out")
-    which.add_argument("--best", action="store_true", help="the checkpoint with the least validation loss")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
 
 
 @contextmanager
@@ -35,10 +35,10 @@ def trained(
     project: Project, options: argparse.Namespace, *ports: type, change: Callable[[Recipe], Recipe] | None = None
 ) -> Iterator[tuple[Container, int]]:
     """
-    A run with the weights of a checkpoint, in this process alone, and their step.
+    Open a run with the weights of a checkpoint in this process, and return the container and the checkpoint's step.
 
-    Opens what implements these ports, and what these need, of the run's recipe or of what `change` makes of it. The run
-    is only read, and may continue meanwhile.
+    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe. The run folder
+    is only read, and the run may continue meanwhile.
     """
     step, recipe, names, weights = _read(project, options, (Stages, *ports), change)
     with recipe.open(names) as run:
@@ -53,7 +53,7 @@ def _read(
     ports: Sequence[type],
     change: Callable[[Recipe], Recipe] | None = None,
 ) -> tuple[int, Recipe, list[str], dict[str, Any]]:
-    """A checkpoint's step and recipe, the names of the nodes of the ports, and the state of the first."""
+    """Return a checkpoint's step and recipe, the names of the ports' nodes, and the state of the first node."""
     folder = options.run_folder
     while (checkpoint := _checkpoint(options)) is not None:
         try:
@@ -67,42 +67,42 @@ def _read(
         except (UserError, OSError):
             if os.path.lexists(checkpoint):
                 raise
-            # The run has removed it since: there is a newer one.
+            # The run has removed the checkpoint since, so that there is a newer one.
     raise no_checkpoint(folder)
 
 
 def no_checkpoint(folder: Path) -> UserError:
-    """That a folder is none or has no finished checkpoint, and which may be meant."""
-    what = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
-    # Where runs are if their recipes don't say it; a run is called by its name as easily as by its folder.
+    """Return the error for a folder without a finished checkpoint, with the folder that the user may mean."""
+    fault = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
+    # Users write the name of a run instead of its folder, which is in `runs` by default.
     near = Path("runs") / folder
     hint = f"did you mean {str(near)!r}?" if near.is_dir() else "give the folder of a run, such as runs/first_run"
     if folder.parent.name == FOLDER and folder in committed(folder.parent):
-        what, hint = "is a checkpoint", f"give the folder of its run, {folder.parent.parent}"
-    return UserError(f"{folder} {what}; {hint}", 2)
+        fault, hint = "is a checkpoint", f"give the folder of its run, {folder.parent.parent}"
+    return UserError(f"{folder} {fault}; {hint}", 2)
 
 
 def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
-    """The averages of a run's weights, by parameter. Raises UserError if it has none."""
+    """Return the averages of a run's weights by parameter. Raises UserError if there are none."""
     if not recipe.graph.implementers(AveragedWeights):
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
-    found = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
-    if not any(found.values()):
+    state = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
+    if not any(state.values()):
         raise UserError(f"--average: {checkpoint} has no averages yet", 2)
-    return {name: parts["average"] for name, parts in found.items()}
+    return {name: parts["average"] for name, parts in state.items()}
 
 
 def _checkpoint(options: argparse.Namespace) -> Path | None:
-    """The checkpoint that is asked for; None if there is none at all. Raises UserError."""
-    found = committed(options.run_folder / FOLDER)
-    if options.step is not None and found:
-        there = [path for path in found if step_of(path) == options.step]
-        if not there:
-            steps = f"step{'s' * (len(found) > 1)} {', '.join(str(step_of(path)) for path in found)}"
+    """Return the requested checkpoint, or None if there is none. Raises UserError if there are only others."""
+    checkpoints = committed(options.run_folder / FOLDER)
+    if options.step is not None and checkpoints:
+        matching = [path for path in checkpoints if step_of(path) == options.step]
+        if not matching:
+            steps = f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of(path)) for path in checkpoints)}"
             raise UserError(f"--step {options.step}: {options.run_folder} has checkpoints of {steps}", 2)
-        return there[0]
-    if options.best and found:
-        manifests = {path: manifest for path in found if (manifest := quick_check(path))}
+        return matching[0]
+    if options.best and checkpoints:
+        manifests = {path: manifest for path in checkpoints if (manifest := quick_check(path))}
         losses = {path: manifest.values.get("validation_loss") for path, manifest in manifests.items()}
         known = {path: loss for path, loss in losses.items() if loss is not None}
         if not known:
@@ -113,7 +113,7 @@ def _checkpoint(options: argparse.Namespace) -> Path | None:
 
 
 def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
-    """The recipe of a run for a single process; files that it read are read from their copies in the run folder."""
+    """Return the recipe of a run for a single process, with the copies of its files in the run folder."""
     data: dict[str, Any] = tomli.loads(_text(lock))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
@@ -136,18 +136,18 @@ def _text(path: Path) -> str:
 
 
 def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
-    """Have stages load the weights that they started from only if a checkpoint does not hold all of them."""
+    """Remove the initial weights of stages, except with adapters, whose checkpoints lack the frozen weights."""
     model = data.get(str(stages.get("model")).removeprefix("@"), {})
     if model.get("use") == "model.auto":
         if model.get("weights", True):
-            stages.setdefault("weights", model["path"])  # the run folder has copies of the other files alone
+            stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
         model["weights"] = False
     if not stages.get("adapters"):
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 
 def _use_copies(data: dict[str, Any], copies: Path) -> None:
-    """Have a setting of a node name the copy of its file, or the folder of copies if it named a folder."""
+    """Replace a node's setting by the copy of its file, or by the folder of copies if it named a folder."""
     node: Any = data
     for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table
         node = node.get(part) if isinstance(node, dict) else None

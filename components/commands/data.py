@@ -18,16 +18,18 @@ from drawloom.graph.project import Project, Recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("action", choices=("show", "audit", "verify"), help="what to do")
+    parser.add_argument("action", choices=("show", "audit", "verify"), help="the action")
     parser.add_argument("subject", metavar="RECIPE|RUN|STORE", help="a recipe to show, a run to audit, or a store")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--row", type=integer(0), action="append", default=[], metavar="N", help="show a row, from 0")
-    parser.add_argument("--split", choices=("train", "validation"), default="train", help="train if left out")
+    parser.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="the split of the rows (default train)"
+    )
     parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print rows and statistics, or the outcome of an audit; 1 if it found something."""
+    """Print rows and statistics, or the result of an audit; return 1 if there are faults."""
     if options.action == "verify":
         return _verify(Path(options.subject))
     if options.action == "audit":
@@ -49,8 +51,8 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> None:
             print_text(statistics(rows))
         for row in options.row:
             if not 0 <= row < rows.count(options.split):
-                there = f"rows 0 to {rows.count(options.split) - 1}" if rows.count(options.split) else "no rows"
-                raise UserError(f"--row {row}: {options.split} has {there}", 2)
+                known = f"rows 0 to {rows.count(options.split) - 1}" if rows.count(options.split) else "no rows"
+                raise UserError(f"--row {row}: {options.split} has {known}", 2)
             row_text(rows, options.split, row, tokenizer)
 
 

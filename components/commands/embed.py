@@ -24,7 +24,7 @@ POOLS: dict[str, Callable[[int], slice]] = {
     "first": lambda length: slice(min(length, 1)),
     "last": lambda length: slice(max(length - 1, 0), length),
 }
-"""The tokens of a document whose hidden states are averaged."""
+"""Slice of a document's tokens whose hidden states are averaged, given the document's length."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,41 +49,42 @@ def main(options: argparse.Namespace, project: Project) -> int:
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
     with trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
-        wanted = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
-        found, empty = [], 0
+        request = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
+        pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
-            found.append(_pooled(run.get(ProgramExecutor), ids, wanted, options.pool))
-            empty += sum(not each for each in ids)
-    if not found:
+            pooled.append(_pool(run.get(ProgramExecutor), ids, request, options.pool))
+            empty += sum(not text_ids for text_ids in ids)
+    if not pooled:
         raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
     if empty:
         print_text(f"{empty} of the documents without a token: their numbers are 0", "stderr")
-    states = torch.cat(found)
+    states = torch.cat(pooled)
     with writing(options.to):
         write_tensors(options.to, {"hidden_states": states})
     print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {' x '.join(map(str, states.shape))} numbers")
     return 0
 
 
-def _layers(given: Sequence[int], count: int) -> tuple[int, ...]:
-    if unknown := [number for number in given if not -count - 1 <= number <= count]:
+def _layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    if unknown := [number for number in numbers if not -count - 1 <= number <= count]:
         raise UserError(f"--layers: there is no layer {unknown[0]}; the model has 0 to {count}, and -1 is the last", 2)
-    return tuple(number % (count + 1) for number in given)
+    return tuple(number % (count + 1) for number in numbers)
 
 
-def _pooled(executor: ProgramExecutor, texts: Sequence[Sequence[int]], wanted: HiddenStates, pool: str) -> Tensor:
-    """Return the pooled hidden states of texts of ids: float32 (texts, layers, hidden_size); zeros without ids."""
+def _pool(executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str) -> Tensor:
+    """Return pooled hidden states of texts of token ids: float32 (texts, layers, hidden_size), zeros without ids."""
     length = max(1, *(len(ids) for ids in texts))
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)
-    padding = torch.ones_like(tokens)  # a document of its own
-    pooled = torch.zeros_like(tokens, dtype=torch.bool)
+    padding = torch.ones_like(tokens)  # padding is a separate document
+    is_pooled = torch.zeros_like(tokens, dtype=torch.bool)
     for row, ids in enumerate(texts):
         tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         padding[row, : len(ids)] = 0
-        pooled[row, POOLS[pool](len(ids))] = True
+        is_pooled[row, POOLS[pool](len(ids))] = True
     positions = torch.arange(length).repeat(len(texts), 1)
-    states = executor.hidden_states(tokens, TokenContext(positions, padding, hidden_states=wanted, mean_weights=pooled))
+    context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
+    states = executor.hidden_states(tokens, context)
     if states is None:
         raise ValueError("this process does not hold all stages")
-    return torch.stack([states[layer][:, 0] for layer in wanted.layers], 1).float().cpu()
+    return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

@@ -25,7 +25,7 @@ from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
 
 READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.parquet", "arrow": "data.parquet"}
-AT_ONCE = 16  # microbatches whose tokens are in memory together
+MAX_LOADED = 16  # microbatches that are in memory together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the mean loss of a token, and what follows from it."""
+    """Print the mean loss per token, also in other units."""
     if options.stride and not options.corpus:
         raise UserError("--stride is of windows over the documents of --corpus; add --corpus, or leave --stride out", 2)
-    split: Split = "train" if options.corpus else "validation"  # another corpus is measured whole
+    split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
     corpus = _corpus(options.corpus) if options.corpus else None
     change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
@@ -59,7 +59,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _measure(run: Container, split: Split) -> str:
-    """Evaluate all rows of a split, and say what the mean loss of a token or of a pair is."""
+    """Evaluate all rows of a split, and return the text of the mean loss per token or pair."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _batches(rows, split, run.get(Batching).micro_size):
@@ -75,7 +75,7 @@ def _measure(run: Container, split: Split) -> str:
 
 
 def _corpus(globs: list[str]) -> dict[str, Any]:
-    """The node of a corpus of these files. Raises UserError if there is none, or if they are of several formats."""
+    """Return the node of a corpus of these files. Raises UserError for no files, or for several formats."""
     try:
         files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find(globs)}
     except UserError as error:
@@ -86,9 +86,9 @@ def _corpus(globs: list[str]) -> dict[str, Any]:
 
 
 def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
-    """Put another corpus, in rows of whole documents, in place of a recipe's data: a store, conversations or pairs."""
+    """Replace a recipe's data (a store, conversations or pairs) by a corpus in rows of whole documents."""
     graph = recipe.graph
-    # the sources of a mixture are written inside of it, and go with it
+    # nodes with an owner are sources of a mixture, which is replaced as a whole
     names, tokens = (
         [name for name in graph.implementers(port) if not graph.nodes[name].owner] for port in (Corpus, TokenCorpus)
     )
@@ -98,7 +98,9 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
         changes[name] = {"use": "data.tokenized_text", "corpus": f"@{names[0]}"}
     for name in graph.implementers(PackedDataset):
         settings = graph.nodes[name].settings
-        length = settings["length"] if "length" in settings else settings["max_length"]  # of examples and of pairs
+        length = (
+            settings["length"] if "length" in settings else settings["max_length"]
+        )  # packing of examples and of pairs
         changes[name] = {"use": "data.packing.windows", "length": length} | ({"stride": stride} if stride else {})
     for name in graph.implementers(Loss):
         if has_pairs(graph.nodes[name].spec.cls):
@@ -109,18 +111,18 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
 
 
 def _count_windows(lengths: np.ndarray, rows: Windows) -> str:
-    """Say how many documents did not fit a row, whose last token is only predicted."""
+    """Return the text that counts documents longer than a row; a row's last token is only predicted."""
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
     return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
 
 
 def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
-    """All rows of a split in microbatches, some at a time."""
+    """Yield lists of microbatches that together are all rows of a split."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]
-    for first in range(0, len(indices), AT_ONCE):
-        yield [token_batch(rows.batch(split, each), "evaluate") for each in indices[first : first + AT_ONCE]]
+    for first in range(0, len(indices), MAX_LOADED):
+        yield [token_batch(rows.batch(split, batch), "evaluate") for batch in indices[first : first + MAX_LOADED]]
 
 
 def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:

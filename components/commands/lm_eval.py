@@ -56,14 +56,14 @@ def main(options: argparse.Namespace, project: Project) -> int:
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
     print_text("\n".join([f"{options.run_folder}, step {step}:", *_lines(results["results"])]))
     if options.to is not None:
-        kept = {name: each for name, each in results.items() if name != "samples"}
+        summary = {name: value for name, value in results.items() if name != "samples"}
         with writing(options.to):
-            replace_file(options.to, json.dumps({"step": step, **kept}, indent=2, default=str).encode() + b"\n")
+            replace_file(options.to, json.dumps({"step": step, **summary}, indent=2, default=str).encode() + b"\n")
     return 0
 
 
 def _lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each metric of each task; its key is a name and a filter, such as acc,none."""
+    """Yield a line for each metric of each task; keys are a name and a filter, such as acc,none."""
     for task, values in results.items():
         for key, value in values.items():
             metric, _, rest = key.partition(",")

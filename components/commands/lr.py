@@ -17,13 +17,13 @@ from drawloom.graph.wiring.node import Node
 BLOCKS = " ▁▂▃▄▅▆▇█"
 HEIGHT = 10  # lines of a picture in the terminal
 WIDE, HIGH, LEFT, RIGHT, TOP, GAP = 720, 200, 84, 24, 48, 56
-"""Pixels: of the area of a curve, and around it."""
+"""Sizes in pixels of a curve's area and of the margins around it."""
 INK, PALE, LINE = "#1a1a1a", "#6b6b6b", "#3465a4"
 
 
 @attrs.frozen
 class ScheduleCurve:
-    """A value at some steps, which ascend; it is drawn from 0."""
+    """Curve of a value at ascending steps, drawn from 0."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -39,17 +39,17 @@ class ScheduleCurve:
         return self.points[-1][0]
 
     def at(self, step: float) -> float:
-        """The value at the last of the steps up to this one."""
-        return next((value for each, value in reversed(self.points) if each <= step), self.points[0][1])
+        """Return the value at the last point up to this step."""
+        return next((value for known, value in reversed(self.points) if known <= step), self.points[0][1])
 
 
 def short(value: float) -> str:
-    """A value in few characters."""
+    """Return a value in few characters."""
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.3g}"
 
 
 def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
-    """Each curve as columns of blocks, `width` characters wide."""
+    """Draw curves as columns of block characters, `width` characters wide."""
     return "\n\n".join("\n".join(_lines(curve, width)) for curve in curves)
 
 
@@ -62,14 +62,14 @@ def _lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
     eighths = [round(curve.at(step) / (curve.highest or 1) * HEIGHT * 8) for step in steps]
     for line in range(HEIGHT - 1, -1, -1):
         label = labels[0] if line == HEIGHT - 1 else labels[1] if line == 0 else ""
-        yield f"{label:>{margin}} │{''.join(BLOCKS[min(max(each - 8 * line, 0), 8)] for each in eighths)}".rstrip()
+        yield f"{label:>{margin}} │{''.join(BLOCKS[min(max(level - 8 * line, 0), 8)] for level in eighths)}".rstrip()
     last = f"step {curve.last:,}"
     yield f"{'':>{margin}} └{'─' * columns}"
     yield f"{'':>{margin}}  {'1':<{columns - len(last)}}{last}"
 
 
 def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
-    """An SVG document, on white: a curve below the other, over the same steps."""
+    """Return an SVG document with the curves below each other, over the same steps, on white."""
     height = TOP + len(curves) * (HIGH + GAP)
     width = LEFT + WIDE + RIGHT
     parts = [
@@ -86,7 +86,7 @@ def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
 def _panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
     bottom, span = top + 20 + HIGH, max(curve.last - 1, 1)
 
-    def place(step: int, value: float) -> str:
+    def point(step: int, value: float) -> str:
         x = LEFT + WIDE * (step - 1) / span
         return f"{x:.1f},{bottom - HIGH * value / (curve.highest or 1):.1f}"
 
@@ -98,7 +98,7 @@ def _panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         step = round(1 + span * share)
         yield _text(LEFT + WIDE * share, bottom + 18, f"{step:,}", 12, PALE, "middle")
-    points = " ".join(place(step, value) for step, value in curve.points)
+    points = " ".join(point(step, value) for step, value in curve.points)
     yield f'<polyline points="{points}" fill="none" stroke="{LINE}" stroke-width="2"/>'
 
 
@@ -108,14 +108,14 @@ def _text(x: float, y: float, text: str, size: int, colour: str, anchor: str = "
     )
 
 
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a run folder")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="text if left out")
+    parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="the format (default text)")
     parser.epilog = "Set single values with node.key=value."
 
 
@@ -133,28 +133,28 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
-    """The learning rate of each optimizer, and the rows of a step if they change."""
+    """Yield the learning rate of each optimizer, and the rows per step if they change."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
         graph.require_valid()
         raise UserError(f"[{root}] has no steps and phases to draw", 2)
     total, phases = graph.nodes[root].settings["steps"], graph.nodes[root].edges["phases"].targets
-    steps = _drawn(total)
+    steps = _select_steps(total)
     factors = [name for name in phases if "lr_factor" in _writes(graph.nodes[name])]
     sizes = graph.implementers(Batching)
     writers = [name for name in phases if "lr" in _writes(graph.nodes[name])]
     optimizers = [name for name in writers if "lr" in graph.nodes[name].settings]
     if not optimizers:
-        graph.restrict_to(writers).require_valid()  # a rate that is wrong is no setting
+        graph.restrict_to(writers).require_valid()  # an invalid rate is missing from the settings
         raise UserError("no phase of the recipe has a setting lr to draw", 2)
-    # Built, but not opened: what opens needs the devices and data of the run.
+    # The nodes are built but not opened, because opening requires the devices and data of the run.
     built = recipe.open([*factors, *sizes, *optimizers])
     built.build()
-    found = _factors([built[name] for name in factors], steps, total)
+    values = _factors([built[name] for name in factors], steps, total)
     for name in optimizers:
         rate = graph.nodes[name].settings["lr"]
         yield ScheduleCurve(
-            f"lr of [{name}]", [(step, rate * factor) for step, factor in zip(steps, found, strict=True)]
+            f"lr of [{name}]", [(step, rate * factor) for step, factor in zip(steps, values, strict=True)]
         )
     for name in sizes:
         rows = [(step, float(built[name].start(step + 1) - built[name].start(step))) for step in steps]
@@ -163,8 +163,8 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
 
 
 def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
-    """The factor of each step. Raises UserError if it follows from what a run computes."""
-    found = []
+    """Return the factor of each step. Raises UserError if it depends on values that only a run computes."""
+    factors = []
     for index in steps:
         step = Step(index, total)
         try:
@@ -172,15 +172,15 @@ def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[
                 phase.run_phase(step)
         except KeyError as error:
             raise UserError(f"the learning rate follows from {error}, which only a run has", 2) from error
-        found.append(float(step.state.get("lr_factor", 1.0)))
-    return found
+        factors.append(float(step.state.get("lr_factor", 1.0)))
+    return factors
 
 
-def _drawn(total: int) -> list[int]:
-    """All steps, or as many of them as a picture can show; the first and the last are always among them."""
-    if total <= MOST_POINTS:
+def _select_steps(total: int) -> list[int]:
+    """Return all steps, or at most MAX_POINTS of them that include the first and the last."""
+    if total <= MAX_POINTS:
         return list(range(1, total + 1))
-    return sorted({1 + (total - 1) * number // (MOST_POINTS - 1) for number in range(MOST_POINTS)})
+    return sorted({1 + (total - 1) * number // (MAX_POINTS - 1) for number in range(MAX_POINTS)})
 
 
 def _writes(node: Node) -> Sequence[str]:

@@ -14,7 +14,7 @@ from drawloom.graph.toml.emit import dump_key, dumps
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
-CHOSEN = ("corpus", "tokenizer", "loss", "schedule")  # nodes of which the component is what people change
+CHOSEN = ("corpus", "tokenizer", "loss", "schedule")  # nodes whose component users often replace
 
 HEAD = """\
 # {path} is {base}, but for what is written here.
@@ -41,15 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Write the recipe, and print what to do with it."""
+    """Write the recipe, and print how to run it."""
     path = Path(f"{options.name.removesuffix('.toml')}.toml")
     recipe = Recipe.load(options.base, project=project)
-    # A name that no run can have is refused, too.
+    # The check also refuses invalid names of runs.
     recipe.with_values({"run": {"name": path.stem}}).check(elsewhere=True)
     is_file = options.base.endswith(".toml")
     extends = os.path.relpath(options.base, path.parent) if is_file else options.base
     head = HEAD.format(path=path, base=options.base, name=path.stem, extends=dumps(extends), quoted=dumps(path.stem))
-    text = "\n".join([head, *_commented(recipe.graph)])
+    text = "\n".join([head, *_comment_out(recipe.graph)])
     try:
         file = path.open("x", encoding="utf-8")
     except FileExistsError as error:
@@ -60,19 +60,19 @@ def main(options: argparse.Namespace, project: Project) -> int:
         with file:
             file.write(text)
     except OSError as error:
-        path.unlink()  # the same command may be tried again
+        path.unlink()  # so that the user can repeat the command
         raise UserError(f"{path}: {error.strerror}") from error
     print_text(f"{path} extends {options.base}; `drawloom run {path}` trains it")
     return 0
 
 
-def _commented(graph: Graph) -> Iterator[str]:
-    """The variables, and each node with what the recipe or one that it extends has set, as comments."""
+def _comment_out(graph: Graph) -> Iterator[str]:
+    """Yield the variables, and every node with the settings that the recipe or its bases set, as comments."""
     if graph.recipe.vars:
         yield "# [vars]"
         yield from (f"# {dump_key(key)} = {dumps(leaf.value)}" for key, leaf in graph.recipe.vars.items())
         yield ""
-    # The tables of the recipe itself first, then those of what it extends.
+    # The recipe's own tables come first, then the tables of its bases.
     for node in sorted(graph.nodes.values(), key=lambda node: -graph.recipe.layers.index(node.table.layer)):
         lines = [] if node.owner or node.name == "run" else list(_settings(node))
         if lines or node.name in CHOSEN:
@@ -81,7 +81,7 @@ def _commented(graph: Graph) -> Iterator[str]:
 
 
 def _settings(node: Node) -> Iterator[str]:
-    """The written settings of a node, with what each is. Edges follow from their nodes, and are left out."""
+    """Yield the written settings of a node with their docs, without edges, which follow from their nodes."""
     for key, item in node.table.items.items():
         field = node.spec.fields.get(key)
         if field is not None and field.kind == "setting":

@@ -72,7 +72,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
-    """How often to save, if the time between failures is given."""
+    """Return the checkpoint interval, or None without --mtbf."""
     if options.mtbf is None:
         if options.save_seconds is not None:
             raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
@@ -81,21 +81,21 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
 
 
 def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:
-    """Print the best plans, and write the first one's settings as an overlay."""
+    """Print the best plans, and write the settings of the best one as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
-    found = search(recipe, device, options.ranks)
+    candidates = search(recipe, device, options.ranks)
     if options.format == "json":
-        plans = [{"toml": each.overlay.splitlines(), **as_data(each.plan)} for each in found]
+        plans = [{"toml": candidate.overlay.splitlines(), **as_data(candidate.plan)} for candidate in candidates]
         print_text(json.dumps(plans, indent=1))
     else:
-        print_text(search_text(found))
-    if options.to is not None and found:
+        print_text(search_text(candidates))
+    if options.to is not None and candidates:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
         with writing(options.to):
-            replace_file(options.to, f"{head}\n{found[0].overlay}\n".encode())
+            replace_file(options.to, f"{head}\n{candidates[0].overlay}\n".encode())
         print_text(f"the first one is an overlay in {options.to}")
-    return 0 if found and found[0].plan.fits else 1
+    return 0 if candidates and candidates[0].plan.fits else 1
 
 
 def _positive(text: str) -> float:

@@ -40,8 +40,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     names = [_only(recipe, port) for port in (ProgramExecutor, Preferences)]
     with recipe.open(names) as run:
-        found = _with_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in found]
+        rows = _with_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     with writing(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     words = f"tokens.paths='[\"{options.to}\"]' loss.reference=data"
@@ -53,28 +53,28 @@ def _only(recipe: Recipe, kind: type) -> str:
     graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
     if len(names) != 1:
-        what = f"the recipe has {len(names)} nodes that are a {kind.__name__}, and one is required"
-        raise UserError(f"{what}; take a recipe like `dpo`, with data.preferences and loss.dpo", 2)
+        fault = f"the recipe has {len(names)} nodes that are a {kind.__name__}, and one is required"
+        raise UserError(f"{fault}; take a recipe like `dpo`, with data.preferences and loss.dpo", 2)
     return names[0]
 
 
 def _with_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
-    """All lines in order, those that have a pair with its references; `count` of them are computed together."""
+    """Yield all lines in order, pairs with their references, computed in batches of `count` lines."""
     lines = data.lines()
-    while some := [*islice(lines, count)]:
-        pairs = [pair for _, pair in some if pair]
+    while batch := [*islice(lines, count)]:
+        pairs = [pair for _, pair in batch if pair]
         sums = iter(_sums(data, executor, pairs).tolist() if pairs else [])
-        for line, pair in some:
+        for line, pair in batch:
             yield line.row | (dict(zip(REFERENCES, next(sums), strict=True)) if pair else {})
 
 
 def _sums(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
-    """The log-probabilities of both answers of each pair, float64 (pairs, 2)."""
+    """Return the log-probabilities of both answers of each pair, float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
     documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)
-    rows = [[RowPiece(number, 0, len(each))] for number, each in enumerate(ids)]
+    rows = [[RowPiece(number, 0, len(answer_ids))] for number, answer_ids in enumerate(ids)]
     batch = batch_of(documents, rows, max(map(len, ids)), data.eos_id)
-    if (found := executor.token_logps(batch)) is None:
+    if (logps := executor.token_logps(batch)) is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
-    return found.sum(1, dtype=torch.float64).view(-1, 2).cpu()
+    return logps.sum(1, dtype=torch.float64).view(-1, 2).cpu()

@@ -39,8 +39,8 @@ from drawloom.graph.wiring.graph import Graph
 
 FOLDER = "pipeline.schedules."
 
-# The largest schedule takes about 5 s to simulate; the picture grows with the square of ranks.
-MOST_RANKS, MOST_WORK = 1000, 50_000
+# The largest schedule takes about 5 s to simulate; the picture grows with the square of the ranks.
+MAX_RANKS, MAX_WORK = 1000, 50_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Set single values with node.key=value; in a schedule by its name, the node is called schedule."
 
 
-OTHERS = "recipe", "words", "overlay", "ranks", "microbatches", "stages_per_rank", "forward_only", "compare"
-"""Options with which a simulation would not be of what a run has done."""
+EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages_per_rank", "forward_only", "compare"
+"""Options that --run rejects, because they would simulate a different run."""
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print one schedule, or a comparison of all."""
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
-        if any(getattr(options, name) for name in OTHERS):
+        if any(getattr(options, name) for name in EXCLUDED_BY_RUN):
             raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
         options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
@@ -115,32 +115,32 @@ def _print(options: argparse.Namespace, summary: Summary) -> None:
 
 
 def _summary(options: argparse.Namespace, project: Project) -> Summary:
-    """The simulation of the schedule of a recipe, of a schedule by name, or of one in a file."""
+    """Simulate the schedule of a recipe, a schedule by name, or a schedule in a file."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
     if options.recipe.endswith(".csv"):
-        return _of_file(options, project)
+        return _summary_of_file(options, project)
     if options.ranks and _is_recipe(options.recipe, project):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
-        _spec(project, name)  # a misspelt name before what else is missing
+        _spec(project, name)  # report a misspelt name before missing options
         size = Size(options.ranks, needed(options.microbatches))
         source = _costs.source(options, project, None)
-        return _simulated(options, name, _by_name(options, project, name, source, size), size, source)
+        return _simulate(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
         raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
     if near := _near(options.recipe, project):
         text = f"there is no recipe or schedule {options.recipe!r}; did you mean {near!r}"
         raise UserError(f"{text}, with --ranks 4 --microbatches 8?", 2)
     recipe = _recipe(options, project)
-    found = Pipeline.of(recipe)
-    _check_stages(options, found.use, found.schedule, found.ranks)
-    size = Size(found.ranks, needed(options.microbatches or found.microbatches))
+    pipeline = Pipeline.of(recipe)
+    _check_stages(options, pipeline.use, pipeline.schedule, pipeline.ranks)
+    size = Size(pipeline.ranks, needed(options.microbatches or pipeline.microbatches))
     source = _costs.source(options, project, recipe)
     sharding = _sharding(recipe.graph) if isinstance(source, Units) else None
-    return _simulated(options, found.use.removeprefix(FOLDER), found.schedule, size, source, sharding)
+    return _simulate(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
 
 
 def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
@@ -155,57 +155,56 @@ def _is_recipe(name: str, project: Project) -> bool:
 
 
 def _near(name: str, project: Project) -> str | None:
-    """The schedule that a name is near to, if it is that of no recipe, nor near to one."""
+    """Return the schedule that a name resembles, unless it is or resembles the name of a recipe."""
     folder = RecipeFolder(project.recipes)
     if Path(name).exists() or _is_recipe(name, project) or find_nearest(name, folder.names):
         return None
-    return find_nearest(
-        name, [each.removeprefix(FOLDER) for each in project.registry.names() if each.startswith(FOLDER)]
-    )
+    schedules = [use.removeprefix(FOLDER) for use in project.registry.names() if use.startswith(FOLDER)]
+    return find_nearest(name, schedules)
 
 
-def _of_file(options: argparse.Namespace, project: Project) -> Summary:
+def _summary_of_file(options: argparse.Namespace, project: Project) -> Summary:
     program, path = read_file(Path(options.recipe)), options.recipe
-    for option, given, held in (
+    for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),
         ("--microbatches", options.microbatches, program.microbatches),
         ("--stages-per-rank", options.stages_per_rank, program.stages // program.ranks),
     ):
-        if given not in (None, held):
-            raise UserError(f"{option} {given}: {path} has {held}; leave it out", 2)
-    return _simulated_program(options, path, program, _costs.source(options, project, None), None)
+        if requested not in (None, actual):
+            raise UserError(f"{option} {requested}: {path} has {actual}; leave it out", 2)
+    return _simulate_program(options, path, program, _costs.source(options, project, None), None)
 
 
 def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """Tables of all schedules without required settings, and of one that is named, for each size."""
+    """Return tables of the named schedule and all schedules without required settings, for each size."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
     recipe = _recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
-    found = None if recipe is None else Pipeline.of(recipe)
+    pipeline = None if recipe is None else Pipeline.of(recipe)
     source = _costs.source(options, project, recipe)
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
     names = list(dict.fromkeys([*_complete(project), *named]))
-    ranks = options.ranks or [found.ranks if found else 1]
-    microbatches = options.microbatches or [needed(found.microbatches if found else None)]
+    ranks = options.ranks or [pipeline.ranks if pipeline else 1]
+    microbatches = options.microbatches or [needed(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
-    tables = {size: list(_of_size(options, project, names, source, size)) for size in sizes}
+    tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
     if options.format == "json":
         return json.dumps([summary.as_data() for summaries in tables.values() for summary in summaries], indent=1)
-    titled = [f"{size}\n{compare(each)}" if len(tables) > 1 else compare(each) for size, each in tables.items()]
+    titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
     return "\n\n".join([*titled, LEGEND])
 
 
-def _of_size(
+def _simulate_all(
     options: argparse.Namespace, project: Project, names: Sequence[str], source: CostSource, size: "Size"
 ) -> Iterator[Summary]:
-    """The schedules with at most as many stages as the model has layers; a UserError if there is none."""
+    """Simulate the schedules that suit the model. Raises UserError if no schedule does."""
     unsuitable: list[_Unsuitable] = []
     for name in names:
         try:
             schedule = _by_name(options, project, name, source, size, anyway=True)
-            yield _simulated(options, name, schedule, size, source)
+            yield _simulate(options, name, schedule, size, source)
         except _Unsuitable as error:
             unsuitable.append(error)
     if len(unsuitable) == len(names):
@@ -220,7 +219,7 @@ def _complete(project: Project) -> Iterator[str]:
 
 
 def _spec(project: Project, name: str) -> tuple[str, Spec]:
-    """The whole name of a schedule, and its component. Raises RecipeError if there is none of that name."""
+    """Return the full name of a schedule, and its component. Raises RecipeError for an unknown name."""
     use = name if "." in name else FOLDER + name
     spec = project.registry.find(use)
     if isinstance(spec, Problem):
@@ -237,9 +236,9 @@ def _by_name(
     *,
     anyway: bool = False,
 ) -> Schedule:
-    """A schedule by name, with the costs, stages per rank and microbatches that it has settings for.
+    """Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
 
-    Raises UserError if it has another number of stages per rank, unless `anyway`.
+    Raises UserError if the schedule has another number of stages per rank, unless `anyway`.
     """
     use, spec = _spec(project, name)
     try:
@@ -250,7 +249,7 @@ def _by_name(
         data["stages_per_rank"] = options.stages_per_rank
     if "microbatches" in spec.fields:
         data["microbatches"] = size.microbatches
-    # Beside a recipe, values are the recipe's.
+    # With a recipe, node.key=value words belong to the recipe.
     words = {} if options.recipe and _is_recipe(options.recipe, project) else read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
     recipe = Recipe.of(nodes, "command line", project=project)
@@ -273,7 +272,7 @@ def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule, ra
 
 @attrs.frozen
 class Size:
-    """Ranks of a pipeline, and microbatches of a step."""
+    """Number of pipeline ranks and of microbatches per step."""
 
     ranks: int
     microbatches: int
@@ -283,10 +282,10 @@ class Size:
 
 
 class _Unsuitable(UserError):
-    """A schedule has more stages than the model has layers, or does not fit into the memory that there is."""
+    """Error for a schedule with more stages than the model has layers, or that does not fit in memory."""
 
 
-def _simulated(
+def _simulate(
     options: argparse.Namespace,
     name: str,
     schedule: Schedule,
@@ -296,28 +295,28 @@ def _simulated(
 ) -> Summary:
     ranks, microbatches = size.ranks, size.microbatches
     try:
-        stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MOST_RANKS else 1
+        stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MAX_RANKS else 1
     except UserError as error:
         raise _Unsuitable(str(error), error.exit_code) from error
-    if ranks > MOST_RANKS or ranks * microbatches * stages > MOST_WORK:
+    if ranks > MAX_RANKS or ranks * microbatches * stages > MAX_WORK:
         large = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
-        limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
+        limits = f"{MAX_RANKS} ranks, and {MAX_WORK} microbatches times ranks times stages"
         raise UserError(f"{large} take too long to simulate; write at most {limits}", 2)
     program = schedule.program(ranks, microbatches)
-    return _simulated_program(options, name, program, source, sharding, _sizes(options, schedule, ranks, source))
+    return _simulate_program(options, name, program, source, sharding, _sizes(options, schedule, ranks, source))
 
 
 def _sizes(options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource) -> Sequence[int] | None:
-    """How many slices of the model each stage has, if the schedule says so and the source has costs of slices."""
-    # The trace of a recipe's own run is one of stages that are cut already.
-    cut = isinstance(source, Traced) and not options.compare and not options.ranks
-    if cut or not isinstance(schedule, PartitioningSchedule):
+    """Return the number of model slices per stage, or None if the schedule or the costs do not define slices."""
+    # The trace of a recipe's own run has the costs of whole stages.
+    has_stage_costs = isinstance(source, Traced) and not options.compare and not options.ranks
+    if has_stage_costs or not isinstance(schedule, PartitioningSchedule):
         return None
     slices = source.slices(ranks).get("slices")
     return schedule.layers_by_stage(ranks, len(slices)) if slices else None
 
 
-def _simulated_program(
+def _simulate_program(
     options: argparse.Namespace,
     name: str,
     program: Program,
@@ -328,7 +327,7 @@ def _simulated_program(
     if options.forward_only:
         program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
-        sharding = Sharding("unshard" in options.costs)  # actions that only have costs: gathered once a step
+        sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
     try:
         costs = source.costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
@@ -341,7 +340,7 @@ def _simulated_program(
 
 
 def _sharding(graph: Graph) -> Sharding | None:
-    """How the recipe's mesh shards parameters, or copies them; None if each rank has its own."""
+    """Return how the recipe's mesh shards or replicates parameters; None without data parallelism."""
     sizes = mesh_sizes(graph)
     shards = sizes.data_shard * sizes.context
     if sizes.data_replicate * shards == 1:

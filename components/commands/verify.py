@@ -27,7 +27,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
 
 
 def _line(checkpoint: Path) -> str:
-    """The line of a checkpoint; empty if the run has removed it meanwhile."""
+    """Return the line of a checkpoint, empty if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpointError as error:

@@ -29,10 +29,10 @@ from drawloom.graph.project import Project, Recipe
 from drawloom.graph.wiring.graph import Graph
 
 DIGESTS = "digests_of_verify_resume"
-# metrics of the machine, not of the training: themselves, or what is before a slash
+# metrics of the machine, not of training, by their names or their part before a slash
 MACHINE_METRICS = {"tokens_per_second", "device_tokens_per_second", "tflops", "mfu", "memory", "seconds"}
-TORCHRUN_LOG = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # its log lines; after its first error only its report follows
-TRIES = 3  # a short run may be over before it can be killed
+TORCHRUN_LOG = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # log lines; only torchrun's report follows its first error
+MAX_TRIES = 3  # a short run may end before it can be killed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,52 +45,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print that the runs are equal, or the first step and tensor that differ; return 1 then."""
+    """Print whether the runs are equal, or the first different step and tensor; return 1 if they differ."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
-    with _signals_noted() as noted:
-        place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    with _record_signals() as signals:
+        folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:
-            runs = Runs(place, _command(options, graph), options.steps, noted)
-            runs.straight()
-            killed = runs.killed_and_resumed()
+            runs = Runs(folder, _command(options, graph), options.steps, signals)
+            runs.run_straight()
+            killed = runs.kill_and_resume()
         except BaseException:
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
             raise
     half = options.steps // 2
     print_text(
         f"{options.steps} steps without interruption, and {half} steps, a kill after step {killed}, and the rest:"
     )
     own = graph.implementers(Tracker)  # trackers keep a series per run
-    difference = next(differences(place / "straight", place / "resumed", own), None)
+    difference = next(differences(folder / "straight", folder / "resumed", own), None)
     if difference is not None:
         print_text("\n".join([str(difference), *_reasons(difference.step <= half, _device_varies(graph))]))
-        print_text(f"both runs are in {place}")
+        print_text(f"both runs are in {folder}")
         return 1
-    print_text(f"bit-identical: {_compared(place / 'straight')}")
-    shutil.rmtree(place)
+    print_text(f"bit-identical: {_summarize(folder / 'straight')}")
+    shutil.rmtree(folder)
     return 0
 
 
 @contextmanager
-def _signals_noted() -> Iterator[list[int]]:
+def _record_signals() -> Iterator[list[int]]:
     """
-    The signals to end that arrive, in order. The run, in a session of its own, gets none and has to be killed.
+    Record signals that end the process, in order of arrival.
 
-    A handler that raised could do so between the start of the run and the lines that kill it.
+    The run is in its own session, does not receive the signals, and must be killed. A handler that raised could do so
+    between the start of the run and the lines that kill it.
     """
-    noted: list[int] = []
+    received: list[int] = []
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        noted.append(number)
+    def record(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handled = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in handled:
-        signal.signal(number, note)
+        signal.signal(number, record)
     try:
-        yield noted
+        yield received
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
@@ -99,69 +100,69 @@ def _signals_noted() -> Iterator[list[int]]:
 @attrs.frozen
 class Runs:
     """
-    Two runs of a command, in the subfolders `straight` and `resumed` of `place`.
+    Two runs of a command, in the subfolders `straight` and `resumed` of a folder.
 
-    Raises SystemExit, after killing the run, when there is a signal in `noted`.
+    Methods kill the run and raise SystemExit when `signals` has a signal.
     """
 
-    place: Path
+    folder: Path
     command: list[str]
     steps: int
-    noted: Sequence[int] = ()
+    signals: Sequence[int] = ()
 
-    def straight(self) -> None:
+    def run_straight(self) -> None:
         """Run without interruption."""
         self._finish("straight")
 
-    def killed_and_resumed(self) -> int:
-        """Run, kill the run when half of its steps are committed, and resume it; the last step logged before."""
-        for _ in range(TRIES):
+    def kill_and_resume(self) -> int:
+        """Run, kill the run when half of its steps are committed, and resume it; return the last step before."""
+        for _ in range(MAX_TRIES):
             step = self._kill()
             if step < self.steps:
                 self._finish("resumed")
                 return step
-            shutil.rmtree(self.place / "resumed")
+            shutil.rmtree(self.folder / "resumed")
         raise UserError(f"the run ends before it can be killed; take more steps than {self.steps} (--steps)")
 
     def _kill(self) -> int:
-        """Start the run, and kill all of its processes when half of the steps are committed."""
-        checkpoints = self.place / "resumed" / "checkpoints"
+        """Run until half of the steps are committed, kill all processes, and return the last logged step."""
+        checkpoints = self.folder / "resumed" / "checkpoints"
         half = checkpoints / f"step-{self.steps // 2}"
         self._run("resumed", until=lambda: half.exists() and self._is_hashed(self.steps // 2))
         if not half.exists():
             raise self._failed("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
-        return max((row["step"] for row in _rows(self.place / "resumed" / "metrics.jsonl")), default=self.steps // 2)
+        return max((row["step"] for row in _rows(self.folder / "resumed" / "metrics.jsonl")), default=self.steps // 2)
 
     def _is_hashed(self, step: int) -> bool:
-        """Whether all ranks have written the digests of a step, which goes on while its checkpoint is committed."""
-        files = (self.place / "straight" / "digests").glob("rank-*.jsonl")
-        return all(step in _digests(self.place / "resumed" / "digests" / path.name) for path in files)
+        """Return whether all ranks have written the digests of a step, which may end after its checkpoint's commit."""
+        files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
+        return all(step in _digests(self.folder / "resumed" / "digests" / path.name) for path in files)
 
     def _finish(self, name: str) -> None:
         if self._run(name):
             raise self._failed(name)
 
     def _run(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
-        """Run the command to its end, and kill all of its processes as soon as `until()`; the exit code."""
-        command = [*self.command, f"run.folder={self.place / name}"]
+        """Run the command, kill all of its processes as soon as `until()` is true, and return the exit code."""
+        command = [*self.command, f"run.folder={self.folder / name}"]
         with (
-            open(self.place / f"{name}.txt", "wb") as out,
+            open(self.folder / f"{name}.txt", "wb") as out,
             subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,
         ):
-            while process.poll() is None and not self.noted and not until():
+            while process.poll() is None and not self.signals and not until():
                 time.sleep(0.001)  # short, since a step may take a few milliseconds
-            if self.noted or until():
+            if self.signals or until():
                 _kill_all(process.pid)
-        if self.noted:
-            raise SystemExit(128 + self.noted[0])
+        if self.signals:
+            raise SystemExit(128 + self.signals[0])
         return process.returncode
 
     def _failed(self, name: str) -> UserError:
-        lines = (self.place / f"{name}.txt").read_text("utf-8", "replace").splitlines()
+        lines = (self.folder / f"{name}.txt").read_text("utf-8", "replace").splitlines()
         before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)
-        # Final tasks are left out of both runs, which says nothing of the recipe.
+        # The warning that both runs skip final tasks is not about the recipe.
         ignored = (line for line in before_report if not line.endswith("(DL322)"))
         own = [line for line in ignored if not TORCHRUN_LOG.match(line)] or lines
         return UserError("the run failed for a reason other than resuming:\n" + "\n".join(own[-20:]))
@@ -185,38 +186,42 @@ class Difference:
 
 
 def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[Difference]:
-    """The differences of two runs in order of steps: metrics, then tensors, without those of the nodes `own`."""
+    """Yield the differences of two runs by step: metrics, then tensors, except of the nodes `own`."""
     tensors = sorted(path.name for path in (one / "digests").glob("rank-*.jsonl"))
-    ours, theirs = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in (one, other))
+    metrics, others = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in (one, other))
     digests = [[_digests(run / "digests" / name, own) for run in (one, other)] for name in tensors]
-    for step in sorted({*ours, *theirs, *(step for pair in digests for each in pair for step in each)}):
-        yield from _numbers(step, ours.get(step, {}), theirs.get(step, {}))
-        for name, (mine, yours) in zip(tensors, digests, strict=True):
-            yield from _tensors(step, name.removesuffix(".jsonl"), mine.get(step, {}), yours.get(step, {}))
+    for step in sorted({*metrics, *others, *(step for pair in digests for by_step in pair for step in by_step)}):
+        yield from _compare_metrics(step, metrics.get(step, {}), others.get(step, {}))
+        for name, (straight, resumed) in zip(tensors, digests, strict=True):
+            yield from _compare_tensors(
+                step, name.removesuffix(".jsonl"), straight.get(step, {}), resumed.get(step, {})
+            )
 
 
-def _numbers(step: int, mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[Difference]:
-    for name in (key for key in {**mine, **yours} if key.partition("/")[0] not in MACHINE_METRICS):
-        if mine.get(name, "missing") != yours.get(name, "missing"):
-            values = f"{mine.get(name, 'missing')} uninterrupted, {yours.get(name, 'missing')} resumed"
+def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in (key for key in {**straight, **resumed} if key.partition("/")[0] not in MACHINE_METRICS):
+        if straight.get(name, "missing") != resumed.get(name, "missing"):
+            values = f"{straight.get(name, 'missing')} uninterrupted, {resumed.get(name, 'missing')} resumed"
             yield Difference(step, f"{name} is {values}")
 
 
-def _tensors(step: int, rank: str, mine: Mapping[str, str], yours: Mapping[str, str]) -> Iterator[Difference]:
-    if other := [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]:
-        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-        yield Difference(step, f"{other[0]}{more} of {rank.replace('-', ' ')}")
+def _compare_tensors(
+    step: int, rank: str, straight: Mapping[str, str], resumed: Mapping[str, str]
+) -> Iterator[Difference]:
+    if names := [name for name in {**straight, **resumed} if straight.get(name) != resumed.get(name)]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Difference(step, f"{names[0]}{more} of {rank.replace('-', ' ')}")
 
 
 def _device_varies(graph: Graph) -> bool:
-    """Whether the runs were on a GPU without deterministic algorithms: some operations then add in varying order."""
+    """Return whether the runs were on a GPU without deterministic algorithms, where orders of summation vary."""
     kinds = {graph.nodes[name].settings.get("kind") for name in graph.implementers(Device)}
     deterministic = (graph.nodes[name].settings.get("deterministic") for name in graph.implementers(Randomness))
     return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(deterministic)
 
 
 def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
-    """Other possible causes than resuming: before the kill, both runs did the same."""
+    """Yield possible causes other than resuming: both runs are the same before the kill."""
     if before_the_kill:
         yield "neither run was killed before this step, so resuming is not the cause: two runs of this recipe differ"
     if device_varies:
@@ -225,7 +230,7 @@ def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
 
 
 def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
-    """The command of both runs, without the folder that they write to."""
+    """Return the command of both runs, without the folder of the run."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
         *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
@@ -238,14 +243,14 @@ def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
     return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *imports, *options.words, *words]
 
 
-def _compared(run: Path) -> str:
+def _summarize(run: Path) -> str:
     steps = sum(row["step"] > 0 for row in _rows(run / "metrics.jsonl"))
     names = {name for path in (run / "digests").iterdir() for row in _digests(path).values() for name in row}
     return f"{steps} steps, {len(names)} tensors and other values of the state after each"
 
 
 def _digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """The hashes by step and name, without those of the nodes `own`."""
+    """Return the hashes by step and name, except of the nodes `own`."""
     rows = {row["step"]: row["digests"].items() for row in _rows(path)}
     return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
 

@@ -1,1 +1,1 @@
-"""How tokens get to their experts, and back."""
+"""Dispatchers, which send tokens to their experts and back."""

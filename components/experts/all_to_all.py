@@ -1,9 +1,10 @@
 """
-The component `experts.all_to_all`.
+The component `experts.all_to_all`: expert parallelism by all-to-all collectives.
 
-A token travels once to each rank that has some of its experts, with its probabilities; there its rows are made, and
-what its experts give is added up before it travels back. No capacity limits how many tokens an expert gets, so that
-none is dropped and the result is that of one rank. The backward pass exchanges gradients the other way round.
+A rank sends a token, with its probabilities, once to every rank with some of its experts. The receiving rank copies the
+token to a row for every expert and sums the experts' results before it sends them back. Experts have no capacity, so
+that no token is dropped and the result equals the result of one rank. The backward pass exchanges gradients in the
+opposite direction.
 """
 
 from functools import partial
@@ -26,9 +27,9 @@ Routes = tuple[Tensor, Tensor, Tensor]
 @component(impact="safe")
 class AllToAllExperts:
     """
-    Ranks along `mesh.expert` share the experts of a layer out, and send tokens by all-to-all collectives.
+    Dispatcher for experts partitioned along `mesh.expert`, with all-to-all collectives of any backend.
 
-    Works on every backend. The host waits once in each layer, for the numbers of tokens.
+    The host waits once per layer, for the numbers of tokens.
     """
 
     supports_expert_parallel: ClassVar[bool] = True
@@ -38,90 +39,96 @@ class AllToAllExperts:
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
-        Rows for the experts of this rank, from all ranks: hidden (tokens, width), chosen and probabilities (tokens,
-        choices).
+        Send tokens to the ranks of their experts, and return rows for the experts of this rank.
+
+        hidden is (tokens, width), chosen and probabilities (tokens, choices).
         """
         group = self.mesh.expert_group
-        mine = num_experts // group.size
-        if (found := without_exchange(self.kernels, hidden, chosen, probabilities, mine, group.size)) is not None:
-            return found
-        journey = self._journey(chosen, mine, group)
-        tokens, weights = self._sent(hidden, probabilities, journey)
-        here = self._at_experts(chosen, mine, journey)
-        rows, scale = self.kernels.moe_permute(tokens, weights, here)
-        return Dispatched(rows, scale, here[2], partial(self._combine, journey, here))
+        local_experts = num_experts // group.size
+        dispatched = without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
+        if dispatched is not None:
+            return dispatched
+        routes = self._route_to_ranks(chosen, local_experts, group)
+        tokens, weights = self._send(hidden, probabilities, routes)
+        to_experts = self._route_to_experts(chosen, local_experts, routes)
+        rows, scale = self.kernels.moe_permute(tokens, weights, to_experts)
+        return Dispatched(rows, scale, to_experts[2], partial(self._combine, routes, to_experts))
 
-    def _journey(self, chosen: Tensor, mine: int, group: Group) -> "TokenRoutes":
-        """Where tokens go, by what they have chosen, int64 (tokens, choices), of ranks with `mine` experts each."""
-        rank = chosen.div(mine, rounding_mode="floor")  # of a dropped choice -1
-        outward = self.kernels.moe_routes(_once(rank, group.size), group.size)
-        tokens = outward[2].diff(prepend=outward[2].new_zeros(1))
-        counts = torch.stack([tokens.to(torch.int64), _count(rank, group.size)], 1)
-        theirs = group.all_to_all(counts, [1] * group.size, [1] * group.size)
-        sent, received, rows = torch.cat([counts[:, 0], theirs[:, 0], theirs[:, 1]]).view(3, -1).tolist()
-        return TokenRoutes(group, sent, received, sum(rows), _cut(outward, sum(sent)))
+    def _route_to_ranks(self, chosen: Tensor, local_experts: int, group: Group) -> "TokenRoutes":
+        """Return the routes of tokens with chosen experts int64 (tokens, choices), if ranks have `local_experts`."""
+        rank = chosen.div(local_experts, rounding_mode="floor")  # -1 for a dropped choice
+        to_ranks = self.kernels.moe_routes(_unique_ranks(rank, group.size), group.size)
+        tokens = to_ranks[2].diff(prepend=to_ranks[2].new_zeros(1))
+        counts = torch.stack([tokens.to(torch.int64), _count_choices(rank, group.size)], 1)
+        received_counts = group.all_to_all(counts, [1] * group.size, [1] * group.size)
+        columns = [counts[:, 0], received_counts[:, 0], received_counts[:, 1]]
+        sent, received, rows = torch.cat(columns).view(3, -1).tolist()
+        return TokenRoutes(group, sent, received, sum(rows), _drop_unused(to_ranks, sum(sent)))
 
-    def _sent(self, hidden: Tensor, probabilities: Tensor, journey: "TokenRoutes") -> tuple[Tensor, Tensor]:
-        """The tokens (tokens, width) that are here after the journey, and their probabilities (tokens, choices)."""
-        unused = probabilities.new_zeros(journey.outward[0].shape)
-        both = (self.kernels.moe_permute(each, unused, journey.outward)[0] for each in (hidden, probabilities))
-        exchanged: tuple[Tensor, Tensor] = _Exchange.apply(journey.group, journey.sent, journey.received, *both)  # type: ignore[no-untyped-call]
+    def _send(self, hidden: Tensor, probabilities: Tensor, routes: "TokenRoutes") -> tuple[Tensor, Tensor]:
+        """Send tokens, and return the received tokens (tokens, width) and probabilities (tokens, choices)."""
+        unused = probabilities.new_zeros(routes.to_ranks[0].shape)
+        both = (self.kernels.moe_permute(tensor, unused, routes.to_ranks)[0] for tensor in (hidden, probabilities))
+        exchanged: tuple[Tensor, Tensor] = _Exchange.apply(routes.group, routes.sent, routes.received, *both)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def _at_experts(self, chosen: Tensor, mine: int, journey: "TokenRoutes") -> Routes:
-        """The routes to the experts of this rank from the tokens that are here; other choices of theirs are dropped."""
-        dest, source, _ = journey.outward
-        theirs = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
-        local = journey.group.all_to_all(theirs, journey.sent, journey.received) - journey.group.rank * mine
-        return _cut(self.kernels.moe_routes(local.where((local >= 0) & (local < mine), -1), mine), journey.rows)
+    def _route_to_experts(self, chosen: Tensor, local_experts: int, routes: "TokenRoutes") -> Routes:
+        """Return the routes from received tokens to this rank's experts, without choices of other ranks' experts."""
+        dest, source, _ = routes.to_ranks
+        choices = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
+        first_expert = routes.group.rank * local_experts
+        local = routes.group.all_to_all(choices, routes.sent, routes.received) - first_expert
+        local = local.where((local >= 0) & (local < local_experts), -1)
+        return _drop_unused(self.kernels.moe_routes(local, local_experts), routes.rows)
 
-    def _combine(self, journey: "TokenRoutes", here: Routes, results: Tensor) -> Tensor:
-        """What experts gave for rows, (rows, width), summed by token at the tokens' ranks: (tokens, width)."""
-        summed = self.kernels.moe_unpermute(results, here)
-        (back,) = _Exchange.apply(journey.group, journey.received, journey.sent, summed)  # type: ignore[no-untyped-call]
-        return self.kernels.moe_unpermute(back, journey.outward)
+    def _combine(self, routes: "TokenRoutes", to_experts: Routes, results: Tensor) -> Tensor:
+        """Sum the experts' results (rows, width) by token, at the ranks of the tokens: (tokens, width)."""
+        summed = self.kernels.moe_unpermute(results, to_experts)
+        (back,) = _Exchange.apply(routes.group, routes.received, routes.sent, summed)  # type: ignore[no-untyped-call]
+        return self.kernels.moe_unpermute(back, routes.to_ranks)
 
 
 @attrs.frozen(eq=False)
 class TokenRoutes:
     """
-    How many tokens go to each rank of a group and come from it, how many rows these make here, and the routes of this
-    rank's tokens to ranks.
+    Routes of this rank's tokens to the ranks of a group.
+
+    `sent` and `received` are numbers of tokens by rank; `rows` is the number of rows that the received tokens make.
     """
 
     group: Group
     sent: list[int]
     received: list[int]
     rows: int
-    outward: Routes
+    to_ranks: Routes
 
 
-def _once(rank: Tensor, ranks: int) -> Tensor:
-    """The ranks (tokens, choices) of a token, each once: (tokens, at most as many), -1 behind them."""
-    reached = torch.zeros(len(rank), ranks + 1, dtype=torch.int32, device=rank.device)
-    reached.scatter_(1, rank + 1, 1)
-    found, place = reached[:, 1:].topk(min(rank.shape[1], ranks))
-    return place.where(found > 0, -1)
+def _unique_ranks(rank: Tensor, ranks: int) -> Tensor:
+    """Return the different ranks of a token's choices (tokens, choices): (tokens, up to choices), padded with -1."""
+    is_chosen = torch.zeros(len(rank), ranks + 1, dtype=torch.int32, device=rank.device)
+    is_chosen.scatter_(1, rank + 1, 1)
+    values, indices = is_chosen[:, 1:].topk(min(rank.shape[1], ranks))
+    return indices.where(values > 0, -1)
 
 
-def _count(rank: Tensor, ranks: int) -> Tensor:
-    """How many choices (tokens, choices) fell on each rank, int64 (ranks,)."""
+def _count_choices(rank: Tensor, ranks: int) -> Tensor:
+    """Count the choices (tokens, choices) by rank: int64 (ranks,)."""
     flat = rank.flatten() + 1
     return flat.new_zeros(ranks + 1).scatter_add_(0, flat, torch.ones_like(flat))[1:]
 
 
-def _cut(routes: Routes, rows: int) -> Routes:
-    """Routes without the places of dropped choices, of which there are many."""
+def _drop_unused(routes: Routes, rows: int) -> Routes:
+    """Cut off the rows behind the first `rows`, which many dropped choices leave unused."""
     dest, source, ends = routes
     return dest, source[:rows], ends
 
 
 class _Exchange(Function):
-    """An all-to-all of each of some tensors (rows, ...), split in the same way; backward, of their gradients."""
+    """All-to-all of tensors (rows, ...) with the same splits; the backward pass exchanges their gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, sent: list[int], received: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows that come, (received, ...), of tensors (sent, ...)."""
+        """Send tensors (sent, ...) and return the received ones (received, ...)."""
         ctx.group, ctx.sent, ctx.received = group, sent, received
         return tuple(group.all_to_all(tensor, sent, received) for tensor in tensors)
 

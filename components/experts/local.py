@@ -1,4 +1,4 @@
-"""The component `experts.local`."""
+"""The component `experts.local`: experts without expert parallelism."""
 
 from functools import partial
 
@@ -10,12 +10,12 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class LocalExperts:
-    """Every rank has all experts of its layers, and tokens stay on their rank; the way that stages take by default."""
+    """Dispatcher for ranks with all experts of their layers. Tokens stay on their rank. The default of stages."""
 
     kernels: ExpertKernels
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
-        """Rows (tokens * choices, width) of hidden (tokens, width), by chosen and probabilities (tokens, choices)."""
+        """Copy hidden (tokens, width) to rows (tokens * choices, width)."""
         routes = self.kernels.moe_routes(chosen, num_experts)
         rows, scale = self.kernels.moe_permute(hidden, probabilities, routes)
         return Dispatched(rows, scale, routes[2], partial(self.kernels.moe_unpermute, routes=routes))

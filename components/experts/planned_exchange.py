@@ -1,4 +1,4 @@
-"""Tokens that travel between ranks which do not run: shapes on the meta device, and what would be sent."""
+"""Dispatch without communication: on one rank, or for plans on the meta device, where only shapes exist."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ def without_exchange(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched | None:
     """
-    What a dispatcher gives where nothing travels: to one rank with all its `experts`, or for meta tensors; else None.
+    Dispatch tokens if there is one rank, or if the tensors are on the meta device; else return None.
 
-    hidden (tokens, width), chosen and probabilities (tokens, choices).
+    hidden is (tokens, width), chosen and probabilities (tokens, choices). Each rank has `experts` experts.
     """
     if ranks == 1:
         return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
@@ -29,9 +29,10 @@ def planned_dispatch(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched:
     """
-    What a dispatcher gives for meta tensors hidden (tokens, width), chosen and probabilities (tokens, choices), with so
-    many experts on each rank. Without values the choices are those of other ranks, too: each rank gets as many rows as
-    it has choices.
+    Dispatch meta tensors: hidden (tokens, width), chosen and probabilities (tokens, choices).
+
+    Each rank has `experts` experts. The plan assumes balanced experts, so that a rank receives as many rows as its own
+    tokens have choices.
     """
     copies = _copies(chosen.shape[-1], ranks)
     sent = _Exchange.apply(hidden, copies, ranks)  # type: ignore[no-untyped-call]
@@ -40,26 +41,26 @@ def planned_dispatch(
 
 
 def _copies(choices: int, ranks: int) -> float:
-    """To how many ranks a token travels on average, if each of its choices falls on any rank alike."""
+    """Return the average number of ranks that a token is sent to, if its choices are uniform over ranks."""
     return ranks * (1 - (1 - 1 / ranks) ** choices)
 
 
 class _Exchange(Function):
-    """A meta tensor (tokens, width) that is sent to and fro, some copies of each token."""
+    """Exchange of meta tensors (tokens, width) in which a token is sent to several ranks, on average `copies`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copies: float, ranks: int) -> Tensor:
-        """A new meta tensor like the tokens (tokens, width)."""
+        """Return a new meta tensor like the tokens (tokens, width)."""
         ctx.copies, ctx.ranks = copies, ranks
-        return _travelled(tokens, copies, ranks)
+        return _record_all_to_all(tokens, copies, ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _travelled(grad, ctx.copies, ctx.ranks), None, None
+        return _record_all_to_all(grad, ctx.copies, ctx.ranks), None, None
 
 
-def _travelled(tokens: Tensor, copies: float, ranks: int) -> Tensor:
+def _record_all_to_all(tokens: Tensor, copies: float, ranks: int) -> Tensor:
     rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
     collective(rows, rows.shape, "all_to_all", "expert", ranks)
     return torch.empty_like(tokens)

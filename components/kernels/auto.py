@@ -1,4 +1,4 @@
-"""The operations of a model, each in the best implementation for the device or in the one that the recipe names."""
+"""Operations of a model in the best implementation for the device, or in the one that the recipe names."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -26,26 +26,26 @@ Routes = tuple[Tensor, Tensor, Tensor]
 
 
 class Cached(NamedTuple):
-    """In place of a mask: the cache that attention extends, and the tokens that one sees at most."""
+    """Mask of attention with a key-value cache, and the window, or None without one."""
 
     cache: KeyValueCache
     window: int | None
 
 
 def _operation(default: str, doc: str) -> Any:
-    """The setting that names an operation's implementation."""
+    """Return the setting for an operation's implementation."""
     return setting(default="auto", alias=default, doc=f"implementation of {doc}")
 
 
 @component
 class AutoKernels:
     """
-    The operations that a model computes with: `eager` is plain torch, `auto` the best for the device.
+    Operations of a model: `eager` is plain torch, `auto` the best implementation for the device.
 
-    Linear layers and embeddings are torch's everywhere, and have no setting.
-    `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs, and
-    `cudnn` is `flex` but for rows of one document, which cuDNN computes; the cross entropy `triton` keeps the logits'
-    gradients, up to 2.5 GiB in bfloat16, and `cut` never keeps logits; `torch` is torch's grouped product.
+    Linear layers and embeddings always use torch and have no setting. `triton` compiles a kernel at its first use.
+    Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
+    `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
+    logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     device: Device
@@ -60,17 +60,21 @@ class AutoKernels:
         "linear_cross_entropy", "the loss over the vocabulary"
     )
     filter_eps: float = setting(
-        default=0.0, check=between(0, 1), doc="tiles of logits' gradients below it are left out by cut; 0 is exact"
+        default=0.0,
+        check=between(0, 1),
+        doc="threshold below which `cut` skips tiles of the logits' gradients; 0 is exact",
     )
-    _moe_routes: Choice = _operation("moe_routes", "the table of rows by expert")
+    _moe_routes: Choice = _operation("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _operation("moe_permute", "copies of tokens for their experts")
-    _moe_unpermute: Choice = _operation("moe_unpermute", "sums of experts' rows by token")
+    _moe_unpermute: Choice = _operation("moe_unpermute", "sums of expert rows by token")
     _moe_peers: Choice = _operation("moe_peers", "copies and sums of tokens in the memory of other ranks")
-    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation("grouped_gemm", "products by expert")
+    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation(
+        "grouped_gemm", "the matrix products of experts"
+    )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Implementations for GPUs are refused on a CPU."""
+        """Refuse implementations for GPUs if the device is the CPU."""
         if _kind(node) == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
@@ -79,30 +83,30 @@ class AutoKernels:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """The implementation that `auto` chooses for each operation on the recipe's device, and the reason."""
-        here = "cuda" if torch.cuda.is_available() else "cpu"
-        if _kind(node) == "cuda" != here:
+        """Yield the implementation that `auto` chooses for every operation on the recipe's device, and the reason."""
+        available = "cuda" if torch.cuda.is_available() else "cpu"
+        if _kind(node) == "cuda" != available:
             yield "auto: chosen on the GPU machine; this machine has no GPU to decide by"
             return
-        device = torch.device(here if _kind(node) == "auto" else _kind(node))
+        device = torch.device(available if _kind(node) == "auto" else _kind(node))
         for operation in OPERATIONS:
             if node.settings[operation] == "auto":
                 chosen = choose(operation, "auto", device)
                 yield f"{operation}: auto is {chosen.name}, for {chosen.why}"
 
     def open(self) -> None:
-        """Load the implementations; a UserError if the device can't run one."""
+        """Load the implementations. Raises UserError if the device can't run one."""
         _ = self._functions
 
     def chosen(self, operation: str) -> Chosen:
-        """The implementation of an operation, and the reason for it."""
+        """Return the implementation of an operation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     @cached_property
     def _functions(self) -> dict[str, Any]:
-        found = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
-        # Of the sum that the norm with an addition has made: its bits are those of the same implementation.
-        return found | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
+        functions = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+        # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
+        return functions | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
 
     @cached_property
     def _loss_of_part(self) -> Any:
@@ -111,7 +115,7 @@ class AutoKernels:
 
     @cached_property
     def _loss_options(self) -> Any:
-        """The last argument of the loss: which targets are ignored, and how logits are filtered."""
+        """Return the loss's options: the index of ignored targets, and for `cut` the filter of logits."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
@@ -119,29 +123,24 @@ class AutoKernels:
     embedding = staticmethod(embedding_eager)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x (..., hidden_size), weight (hidden_size,)."""
         return cheap(self._functions["rms_norm"], x, weight, eps)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """RMSNorm of x + residual, both (..., hidden_size), and the sum."""
         normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps)
-        # The sum is kept, and its terms are not.
+        # Recomputation starts from the sum, which is saved anyway, not from its terms.
         note(normed, self._functions["norm_of_sum"], summed, weight, eps)
         return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        """silu(gate) * up (..., width), times scale (...,) if given."""
         return cheap(self._functions["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x (rows, length, heads, head_dim) by cos and sin (rows, length, head_dim // 2)."""
-        # Not a cheap one: it needs no queries for its backward pass, so that to keep these would spare nothing.
+        # Not `cheap`: its backward pass does not need x, so that recomputation would save no memory.
         return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return cheap(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
@@ -153,8 +152,9 @@ class AutoKernels:
         whole_rows: bool = False,
     ) -> Any:
         """
-        The mask that `attention` takes, from document ids int64 (rows, length): of all tokens, of a `part` of each row,
-        or with a cache of one document.
+        Return the mask for `attention`, from document ids int64 (rows, length).
+
+        The queries are all tokens, a `part` of every row, or with a cache the tokens after those in the cache.
         """
         if cache is not None:
             return Cached(cache, window)
@@ -166,12 +166,11 @@ class AutoKernels:
         return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""
         if isinstance(mask, PartMask):
             k, v = torch.split(mask.part.gather(torch.cat([k, v], 2)), k.shape[2], 2)
             mask = mask.whole
         if isinstance(mask, Cached):
-            # The implementations for training take as many queries as keys.
+            # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
             return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], mask.window, q.device))
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
@@ -185,9 +184,9 @@ class AutoKernels:
         part: VocabularyPart | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
-        Losses and log sum exp, float32 (...), of logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
+        Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
-        Of a `part` of the vocabulary, they are computed by `cut`, or by its twin in plain torch.
+        A `part` of the vocabulary requires `cut`, or its equivalent in plain torch.
         """
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
@@ -196,39 +195,33 @@ class AutoKernels:
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
-        """`swiglu` of the halves of both (..., 2 * width): (..., width)."""
         return cheap(self._functions["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
-        """Routing tables of expert_indices (tokens, top_k), -1 for dropped choices."""
         return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-        """Rows (tokens * top_k, hidden_size) of x (tokens, hidden_size), and their probabilities (tokens * top_k,)."""
         return cheap(self._functions["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
-        """The sum (tokens, hidden_size) by token of rows (tokens * top_k, hidden_size), weighted if probabilities."""
         return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
 
     @property
     def moe_peers(self) -> PeerExchange:
-        """Copies and sums of tokens in the memory of other ranks."""
         return self._functions["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        """Rows x (rows, inputs) times their experts' matrices weight (experts, inputs, outputs), or transposed."""
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
 
 class PartMask(NamedTuple):
-    """The mask of this rank's queries and the whole rows' keys, and the part that the queries are of each row."""
+    """Mask for this rank's queries and the keys of whole rows, and the part of every row that the queries are."""
 
     whole: Any
     part: RowPart
 
 
 def _kind(node: NodeView) -> str:
-    """The kind of device that the recipe names: auto, cpu or cuda."""
+    """Return the kind of device that the recipe names: auto, cpu or cuda."""
     device = node.neighbour("device")
     return str((device and device.settings.get("kind")) or "auto")

@@ -1,4 +1,4 @@
-"""The implementations of each operation, and the choice of one for a device."""
+"""Implementations of every operation, and the choice of an implementation for a device."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,10 +16,10 @@ KERNELS = "drawloom.kernels"
 @attrs.frozen
 class Operation:
     """
-    The implementations of an operation: name to `module.function` below drawloom.kernels.
+    Implementations of an operation, from name to `module.function` below drawloom.kernels.
 
-    `on_gpu` are the names of which `auto` chooses the first that the GPU can run. An implementation of attention is a
-    pair of functions, of which one makes the mask.
+    On a GPU, `auto` chooses the first name in `on_gpu` that the GPU can run. An implementation of attention is an
+    object with functions for attention and for its mask.
     """
 
     implementations: Mapping[str, str]
@@ -27,9 +27,8 @@ class Operation:
 
 
 def _pair(module: str, triton_module: str, function: str) -> Operation:
-    """An operation in plain torch and in Triton."""
-    places = {"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"}
-    return Operation(places)
+    """Return an operation with an implementation in plain torch and one in Triton."""
+    return Operation({"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"})
 
 
 OPERATIONS = {
@@ -72,12 +71,12 @@ TRITON = {"triton", "cut", "cudnn", "flex"}
 """Implementations that Triton compiles."""
 
 GPU = {"varlen", "cudnn", "flex"}
-"""Implementations whose backward pass runs on GPUs alone."""
+"""Implementations whose backward pass requires a GPU."""
 
 
 @attrs.frozen
 class Chosen:
-    """The implementation that was chosen, and the reason."""
+    """Name of the chosen implementation, and the reason."""
 
     name: str
     why: str
@@ -85,9 +84,9 @@ class Chosen:
 
 def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
     """
-    The implementation of an operation on a device; UserError if the requested one can't run there.
+    Choose an implementation for a device. Raises UserError if the requested one can't run there.
 
-    On a CPU `auto` is eager, without a look at what is installed.
+    On a CPU `auto` is eager, whether or not Triton is installed.
     """
     if wanted != "auto":
         if problem := why_not(wanted, device):
@@ -102,14 +101,14 @@ def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
 
 
 def why_not(implementation: str, device: torch.device) -> str:
-    """The reason why an implementation can't run on a device; empty if it can."""
+    """Return why an implementation can't run on a device, or an empty string if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
     return why_no_triton(device) if implementation in TRITON else ""
 
 
 def load(operation: str, implementation: str) -> Any:
-    """The function of an implementation."""
-    # Imported by name here, so that a run on a CPU never imports triton.
+    """Return the function of an implementation."""
+    # Modules are imported on demand, so that a run on a CPU never imports triton.
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
     return getattr(import_module(f"{KERNELS}.{module}"), name)

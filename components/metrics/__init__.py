@@ -1,1 +1,1 @@
-"""Metrics: numbers about each step, for the trackers."""
+"""Metrics: numbers about every step, for the trackers."""

@@ -1,4 +1,4 @@
-"""The area under the ROC curve of a loss that tells two classes apart."""
+"""Area under the ROC curve of a binary classifier."""
 
 from collections.abc import Mapping
 
@@ -13,24 +13,24 @@ from drawloom.graph import between, component, setting
 @component(impact="safe")
 class Auroc:
     """
-    `auroc`, over all microbatches and replicas, right to the width of a histogram's bins.
+    `auroc`, over all microbatches and replicas, exact up to the width of a histogram's bins.
 
-    Of a named sum that the loss makes by `class_counts.score_histogram` with as many `bins`.
+    The loss must make a named sum by `class_counts.score_histogram` with the same number of `bins`.
     """
 
     bins: int = setting(default=1000, check=between(2, 1_000_001), doc="bins of the histogram of scores")
-    of: str = setting(default="score_histogram", doc="the named sum of the loss that is a histogram of scores")
+    of: str = setting(default="score_histogram", doc="name of the loss's sum that is a histogram of scores")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The histogram by label."""
+        """The histograms of both labels."""
         return {"histogram": Accumulator(shape=(2, self.bins))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """That of this rank's microbatches, float64 (2, bins); nothing on ranks without the last stage."""
+        """Return this rank's histogram, float64 (2, bins), or {} on ranks without the last stage."""
         losses = losses_of(step)
         return {} if losses is None else {"histogram": tensor_sum(losses, self.of, (2, self.bins), "bins")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None in a step without items of both labels; `histogram` is float64 (2, bins)."""
+        """Return `auroc`, None unless there are items of both labels; `histogram` is float64 (2, bins)."""
         return {"auroc": auroc(totals["histogram"])}

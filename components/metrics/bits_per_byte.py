@@ -1,4 +1,4 @@
-"""The loss by byte of text, which does not depend on the tokenizer."""
+"""Loss per byte of text, which does not depend on the tokenizer."""
 
 import math
 from collections.abc import Mapping
@@ -18,32 +18,32 @@ from drawloom.graph import component, setting
 @component(impact="safe")
 class BitsPerByte:
     """
-    `bits_per_byte`: the cross entropy of all targets in bits, divided by the bytes of text that they stand for.
+    `bits_per_byte`: the cross entropy of all targets in bits, divided by the bytes of their text.
 
-    Both are weighted by the batch's weights. The end of a document has a loss and no bytes.
+    Token weights of the batch weight both. The end of a document has a loss but no bytes.
     """
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("targets", "weights")
 
     tokenizer: Tokenizer
-    of: str = setting(default="cross_entropy", doc="the named sum of the loss that is a cross entropy in nats")
+    of: str = setting(default="cross_entropy", doc="name of the loss's sum that is a cross entropy in nats")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator(of="rows")}
     _table: Tensor = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Ask the tokenizer for the bytes of each id."""
+        """Load the number of bytes of every token id."""
         self._table = torch.from_numpy(self.tokenizer.token_bytes()).double()
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Nats and bytes of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
+        """Return nats and bytes of this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
-        # on the CPU, where batches were made: nothing waits for a device
+        # batches are on the CPU, so that nothing waits for a device
         counts = [target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
         return {"nats": total_of(losses, self.of), "bytes": sum(counts, torch.zeros((), dtype=torch.float64))}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None in a step whose targets have no bytes, or where the loss is not finite."""
+        """Return the value, None if targets have no bytes or the loss is not finite."""
         value = float(totals["nats"] / totals["bytes"]) / math.log(2)
         return {"bits_per_byte": value if math.isfinite(value) else None}

@@ -1,4 +1,4 @@
-"""Accuracy, precision, recall and F-beta of a loss that classifies."""
+"""Accuracy, precision, recall and F-beta of a classifier."""
 
 from collections.abc import Mapping
 
@@ -15,28 +15,26 @@ class Classification:
     """
     `accuracy`, and `precision`, `recall` and `f1` by class and on average, over all microbatches and replicas.
 
-    Of a named sum that the loss makes by `class_counts.confusion_matrix`; with predictions by
-    `class_counts.top_k_predictions`, the accuracy is top-k accuracy. Averages are called `f1/macro`, say, and classes
-    by their numbers, `f1/0`; a class that is the target of no item has no values and is in no average. With another
-    `beta` the F-score is `f2`, say.
+    The loss must make a named sum by `class_counts.confusion_matrix`; with predictions by
+    `class_counts.top_k_predictions`, the accuracy is the top-k accuracy. Names of averages are like `f1/macro`, names
+    of classes like `f1/0`; with `beta = 2` the F-score is `f2`. Averages ignore classes without items.
     """
 
-    classes: int = setting(check=between(2, 10_001), doc="how many classes there are")
-    of: str = setting(default="confusion", doc="the named sum of the loss that is a confusion matrix")
-    averages: tuple[Average, ...] = setting(default=("macro",), doc="what to write down: averages, or each class")
+    classes: int = setting(check=between(2, 10_001), doc="number of classes")
+    of: str = setting(default="confusion", doc="name of the loss's sum that is a confusion matrix")
+    averages: tuple[Average, ...] = setting(default=("macro",), doc="averages to report, or per_class for every class")
     beta: float = setting(default=1.0, check=above(0), doc="weight of recall relative to precision in the F-score")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The confusion matrix."""
         return {"confusion": Accumulator(shape=(self.classes, self.classes))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """That of this rank's microbatches, float64 (classes, classes); nothing on ranks without the last stage."""
+        """Return this rank's matrix, float64 (classes, classes), or {} on ranks without the last stage."""
         losses = losses_of(step)
         shape = (self.classes, self.classes)
         return {} if losses is None else {"confusion": tensor_sum(losses, self.of, shape, "classes")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Numbers from 0 to 1; None where there is no item. `confusion` is float64 (classes, classes)."""
+        """Return numbers from 0 to 1, None without items; `confusion` is float64 (classes, classes)."""
         return scores(totals["confusion"], self.averages, self.beta)

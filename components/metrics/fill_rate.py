@@ -1,4 +1,4 @@
-"""How full the rows of training are."""
+"""Fraction of training rows without padding."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -12,15 +12,15 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class FillRate:
-    """`fill_rate`: the fraction of all training rows that is tokens of documents, and no padding."""
+    """`fill_rate`: the fraction of tokens in training rows that are not padding."""
 
     rows: PackedDataset
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Nothing: the data set knows it."""
+        """Return {}, because the data set knows its fill rate."""
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """The same in every step."""
+        """Return the fill rate, the same in every step."""
         return {"fill_rate": self.rows.fill_rate("train")}

@@ -1,4 +1,4 @@
-"""Several metrics as one."""
+"""Groups of metrics."""
 
 from collections.abc import Mapping
 
@@ -12,30 +12,29 @@ from drawloom.graph import component, setting
 
 @component(impact="safe")
 class MetricGroup:
-    """Its members' values, all of them with `prefix` before their names."""
+    """Values of all members, with `prefix` before their names."""
 
     members: list[Metric] = attrs.field(factory=list)
-    prefix: str = setting(default="", doc="what stands before each name: 'train/' makes loss train/loss")
+    prefix: str = setting(default="", doc="prefix of every name: 'train/' makes loss train/loss")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Those of all members, numbered."""
+        """The accumulators of all members, with the member's index in the name."""
         return {
-            f"{number}/{name}": each
+            f"{number}/{name}": accumulator
             for number, member in enumerate(self.members)
-            for name, each in member.accumulators.items()
+            for name, accumulator in member.accumulators.items()
         }
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """What each member gives."""
         return {
-            f"{number}/{name}": each
+            f"{number}/{name}": tensor
             for number, member in enumerate(self.members)
-            for name, each in member.update(step).items()
+            for name, tensor in member.update(step).items()
         }
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Each member's values, from its own totals."""
+        """Return every member's values, from the member's totals."""
         values: dict[str, Value] = {}
         for number, member in enumerate(self.members):
             own = {name: totals[f"{number}/{name}"] for name in member.accumulators}
@@ -43,10 +42,11 @@ class MetricGroup:
         return values
 
     def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
-        """Return the histograms of the members that measure distributions, from their own totals."""
-        found: dict[str, Histogram] = {}
+        """Return the histograms of the members that measure distributions."""
+        histograms: dict[str, Histogram] = {}
         for number, member in enumerate(self.members):
             if isinstance(member, DistributionMetric):
                 own = {name: totals[f"{number}/{name}"] for name in member.accumulators}
-                found |= {self.prefix + name: each for name, each in member.distributions(own, step).items()}
-        return found
+                named = member.distributions(own, step)
+                histograms |= {self.prefix + name: histogram for name, histogram in named.items()}
+        return histograms

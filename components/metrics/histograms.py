@@ -15,7 +15,7 @@ from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError, at_least, component, setting
 
 MAX_BINS = 512
-"""The most that trackers accept (Aim, Weights & Biases)."""
+"""Maximum that trackers accept (Aim, Weights & Biases)."""
 
 CHUNK = 2**22
 """Elements that are counted at once, which bounds memory: 64 MB for their bins and bounds."""
@@ -38,9 +38,9 @@ class Histograms:
     """
     Histograms `gradients/<name>` and `weights/<name>` of parameters by name, for trackers that take distributions.
 
-    A phase, to stand behind clipping and before the optimizer, and a metric. A histogram is of a whole parameter of the
-    model, or of all parameters that match a pattern, on every mesh the same: its bins lie between the least and the
-    greatest element on any rank, and each element is counted on one. Elements that are not finite are left out.
+    A phase, between clipping and the optimizer, and a metric. A histogram counts a whole parameter of the model, or all
+    parameters that match a pattern, with the same result on every mesh: its bins lie between the minimum and the
+    maximum over all ranks, and one rank counts an element. Elements that are not finite are ignored.
     """
 
     parameters: SpreadParameters
@@ -48,7 +48,7 @@ class Histograms:
     device: Device
     targets: list[str] = setting(check=check_targets, doc="patterns (fnmatch) of parameter names")
     of: tuple[Literal["gradients", "weights"], ...] = setting(
-        default=("gradients", "weights"), doc="which tensors of a parameter are counted"
+        default=("gradients", "weights"), doc="tensors of a parameter to count"
     )
     per: Literal["parameter", "pattern"] = setting(
         default="parameter", doc="one histogram per parameter, or per pattern for all parameters that match it"
@@ -60,7 +60,7 @@ class Histograms:
     _measured: dict[str, Tensor] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
-        """Gather the names of the model's parameters; UserError for a pattern that matches none of them."""
+        """Gather the names of the model's parameters. Raises UserError for a pattern that matches no parameter."""
         local = [name for name, _ in self.parameters.named()]
         names = sorted({name for names in self.mesh.pipeline_group.gather_json(local) for name in names})
         for pattern in self.targets:
@@ -90,16 +90,16 @@ class Histograms:
         }
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return the bounds, float64 (histograms,), and this rank's counts, (histograms, bins); nothing between."""
+        """Return the bounds, float64 (histograms,), and this rank's counts (histograms, bins), or {} between steps."""
         measured, self._measured = self._measured, {}
         return measured
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return nothing: a distribution is not a number."""
+        """Return {}, because distributions are not numbers."""
         return {}
 
     def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
-        """Return the histograms of a step that was measured; none of tensors without a finite element."""
+        """Return the histograms of a measured step, without tensors that have no finite element."""
         bounds = zip(self._series, totals["low"].tolist(), totals["high"].tolist(), strict=True)
         return {
             name: Histogram(low, high, tuple(counts))
@@ -108,7 +108,7 @@ class Histograms:
         }
 
     def _parts(self) -> Iterator[tuple[int, Tensor]]:
-        """The tensors that this rank counts, in chunks of flat tensors, each with the index of its histogram."""
+        """Yield this rank's tensors in flat chunks, each with the index of its histogram."""
         for name, parameter in self.parameters.counted():
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad
@@ -116,29 +116,29 @@ class Histograms:
                 yield from ((index, chunk) for index in self._indices(kind, name) for chunk in chunks)
 
     def _indices(self, kind: str, name: str) -> list[int]:
-        """The histograms that a tensor is counted in."""
+        """Return the indices of the histograms that count a tensor."""
         matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
         names = matching if self.per == "pattern" else [name] if matching else []
-        return [self._series.index(f"{kind}/{each}") for each in names]
+        return [self._series.index(f"{kind}/{label}") for label in names]
 
     def _bounds(self, parts: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The least and greatest finite elements over all ranks, float64 (histograms,); a single value is widened."""
+        """Return the finite minimum and maximum over all ranks, float64 (histograms,), widened if they are equal."""
         size, device = len(self._series), self.device.device
         bounds = torch.full((2, size), float("-inf"), dtype=torch.float64, device=device)
         for index, chunk in parts:
             if chunk.numel():
                 finite = chunk.isfinite()
-                greatest = torch.stack(
+                chunk_bounds = torch.stack(
                     [torch.where(finite, -chunk, float("-inf")).max(), torch.where(finite, chunk, float("-inf")).max()]
                 )
-                bounds[:, index] = torch.maximum(bounds[:, index], greatest.double())
+                bounds[:, index] = torch.maximum(bounds[:, index], chunk_bounds.double())
         self.mesh.world.max(bounds)
         low, high = -bounds[0], bounds[1]
         margin = 0.5 * (low == high)
         return low - margin, high + margin
 
     def _counts(self, parts: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
-        """This rank's elements by histogram and bin, float64 (histograms, bins)."""
+        """Count this rank's elements by histogram and bin: float64 (histograms, bins)."""
         counts = torch.zeros(len(self._series), self.bins, dtype=torch.float64, device=low.device)
         for index, chunk in parts:
             scaled = (chunk.double() - low[index]) * (self.bins / (high[index] - low[index]))

@@ -1,4 +1,4 @@
-"""How the learning goes: what the phases of a step left behind."""
+"""Progress of training, from the values that phases write to a step."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -13,15 +13,15 @@ NAMES = ("loss", "grad_norm", "lr", "validation_loss")
 
 @component(impact="safe")
 class Learning:
-    """`loss`, `grad_norm`, `lr` and `validation_loss`, as far as the step has them."""
+    """`loss`, `grad_norm`, `lr` and `validation_loss`, if the step has them."""
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Nothing: the phases that left these values combined them."""
+        """Return {}, because the phases combine these values over ranks."""
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Floats; a skipped step has no loss, and says `skipped`."""
+        """Return the values; a skipped step has `skipped` and no loss."""
         values: dict[str, Value] = {name: step.state.number(name) for name in NAMES if name in step.state}
         return {"loss": None, **values} | {"loss": None, "skipped": True} if step.skip_reason else values

@@ -1,4 +1,4 @@
-"""How much memory the run needs."""
+"""Memory of the run."""
 
 from collections.abc import Mapping
 
@@ -14,16 +14,15 @@ from drawloom.graph import Every, component, setting
 @component(impact="safe")
 class Memory:
     """
-    `memory`: the most bytes in use so far on any rank.
+    `memory`: the peak of bytes in use so far, the maximum over ranks.
 
-    With `by_kind` also `memory/<kind>`, such as `memory/optimizer_state`, of the rank that has most of the kind.
-    `memory/workspace` is what the peak has besides the others: activations and temporary tensors, and on a CPU the
-    process itself.
+    With `by_kind` also `memory/<kind>`, such as `memory/optimizer_state`, the maximum of the kind over ranks.
+    `memory/workspace` is the rest of the peak: activations and temporary tensors, and on a CPU the process itself.
     """
 
     device: Device
     users: Every[MemoryUser]
-    by_kind: bool = setting(default=False, doc="whether to write down memory by kind, too")
+    by_kind: bool = setting(default=False, doc="report memory by kind, too")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -32,17 +31,17 @@ class Memory:
         return {"bytes": Accumulator("max"), **kinds}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """The most bytes that this rank's device has had in use, 0-dimensional, and by kind (kinds,), both float64."""
+        """Return the peak bytes of this rank's device, 0-dimensional, and bytes by kind (kinds,), both float64."""
         peak = self.device.memory()
-        given = {"bytes": torch.tensor(peak, dtype=torch.float64)}
+        measured = {"bytes": torch.tensor(peak, dtype=torch.float64)}
         if self.by_kind:
-            held = memory_by_kind(self.users.values(), peak)
-            given["kinds"] = torch.tensor([held.get(kind, 0) for kind in MEMORY_KINDS], dtype=torch.float64)
-        return given
+            sizes = memory_by_kind(self.users.values(), peak)
+            measured["kinds"] = torch.tensor([sizes.get(kind, 0) for kind in MEMORY_KINDS], dtype=torch.float64)
+        return measured
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """The greatest of the ranks: `bytes` 0-dimensional, `kinds` (kinds,)."""
+        """Return the maxima over ranks: `bytes` is 0-dimensional, `kinds` (kinds,)."""
         values: dict[str, Value] = {"memory": int(totals["bytes"])}
         if self.by_kind:
-            values |= {f"memory/{kind}": int(totals["kinds"][place]) for place, kind in enumerate(MEMORY_KINDS)}
+            values |= {f"memory/{kind}": int(totals["kinds"][index]) for index, kind in enumerate(MEMORY_KINDS)}
         return values

@@ -1,4 +1,4 @@
-"""Accuracy, precision, recall and F-beta of a loss that gives items several labels."""
+"""Accuracy, precision, recall and F-beta of a multi-label classifier."""
 
 from collections.abc import Mapping
 
@@ -15,26 +15,28 @@ class Multilabel:
     """
     `label_accuracy`, and `precision`, `recall` and `f1` by label and on average, over all microbatches and replicas.
 
-    Of a named sum that the loss makes by `class_counts.label_counts`. Names are as in `metrics.classification`; beside
-    it, put one of the two into a `metrics.group` with a prefix. The accuracy is the share of right decisions over all
-    labels of all items; a label that no item has has no values and is in no average but "micro".
+    The loss must make a named sum by `class_counts.label_counts`. Names are as in `metrics.classification`; to use
+    both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all labels
+    of all items. Averages except "micro" ignore labels without items.
     """
 
     labels: int = setting(check=between(1, 1_000_001), doc="number of labels")
-    of: str = setting(default="labels", doc="the named sum of the loss that has a confusion matrix per label")
-    averages: tuple[Average, ...] = setting(default=("micro", "macro"), doc="averages to report, or each label")
+    of: str = setting(default="labels", doc="name of the loss's sum with a confusion matrix per label")
+    averages: tuple[Average, ...] = setting(
+        default=("micro", "macro"), doc="averages to report, or per_class for every label"
+    )
     beta: float = setting(default=1.0, check=above(0), doc="weight of recall relative to precision in the F-score")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The confusion matrix of each label."""
+        """The confusion matrix of every label."""
         return {"counts": Accumulator(shape=(self.labels, 2, 2))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return this rank's counts, float64 (labels, 2, 2); nothing on ranks without the last stage."""
+        """Return this rank's counts, float64 (labels, 2, 2), or {} on ranks without the last stage."""
         losses = losses_of(step)
         return {} if losses is None else {"counts": tensor_sum(losses, self.of, (self.labels, 2, 2), "labels")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return numbers from 0 to 1, None where there is no item; `counts` are float64 (labels, 2, 2)."""
+        """Return numbers from 0 to 1, None without items; `counts` are float64 (labels, 2, 2)."""
         return label_scores(totals["counts"], self.averages, self.beta)

@@ -1,4 +1,4 @@
-"""Named sums of the loss in the state of a step: for the whole step, and by microbatch."""
+"""Named sums of the loss in the state of a step, in total and by microbatch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from drawloom.graph import UserError
 
 
 def losses_of(step: Step) -> Mapping[str, Any] | None:
-    """Return the losses by microbatch, as the value `losses` of a step has them; None without the last stage."""
+    """Return the step's value `losses`, the losses by microbatch, or None on ranks without the last stage."""
     losses: Mapping[str, Any] | None = step.state.get(LOSSES)
     return None if losses is None or not len(losses["weight"]) else losses
 
@@ -44,7 +44,7 @@ def tensor_sum(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], set
 
 def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:
     """
-    Return a named sum of each microbatch divided by its weights: float64 (microbatches,), NaN where all weights are 0.
+    Return a named sum of each microbatch divided by its weights: float64 (microbatches,), NaN if all weights are 0.
 
     Collective along `context`: ranks that have parts of the same rows return the mean of the whole rows.
     """

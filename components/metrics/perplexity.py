@@ -1,4 +1,4 @@
-"""The loss as a number of choices."""
+"""Perplexity, the exponential of the loss."""
 
 import math
 from collections.abc import Mapping
@@ -10,24 +10,24 @@ from drawloom.components.metrics.named_sums import losses_of, total_of, weight_o
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
-LARGEST = 700.0  # nats; exp of more is no float64
+MAX_NATS = 700.0  # exp of more overflows float64
 
 
 @component(impact="safe")
 class Perplexity:
-    """`perplexity`, exp of the mean cross entropy by token; and `validation_perplexity` where a step evaluates."""
+    """`perplexity`, exp of the mean cross entropy per token, and `validation_perplexity` if a step evaluates."""
 
-    of: str = setting(default="cross_entropy", doc="the named sum of the loss that is a cross entropy in nats")
+    of: str = setting(default="cross_entropy", doc="name of the loss's sum that is a cross entropy in nats")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "weight": Accumulator()}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Nats and weights of this rank's microbatches, 0-dimensional; nothing on ranks without the last stage."""
+        """Return nats and weights of this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
         losses = losses_of(step)
         return {} if losses is None else {"total": total_of(losses, self.of), "weight": weight_of(losses)}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None where there was no token; infinite ones are None, too."""
+        """Return the values, None without tokens or if infinite."""
         values: dict[str, Value] = {"perplexity": _exp(float(totals["total"] / totals["weight"]))}
         if "validation_loss" in step.state:
             values["validation_perplexity"] = _exp(step.state.number("validation_loss"))
@@ -35,4 +35,4 @@ class Perplexity:
 
 
 def _exp(nats: float) -> float | None:
-    return math.exp(nats) if nats < LARGEST else None  # NaN is not less
+    return math.exp(nats) if nats < MAX_NATS else None  # NaN is not less

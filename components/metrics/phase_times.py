@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Time of the phases of a step."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,11 +20,12 @@ DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
 @component(impact="safe")
 class PhaseTimes:
     """
-    `seconds/data`, `seconds/forward_backward`, `seconds/sync` and `seconds/update`, and those of every other phase.
+    `seconds/data`, `seconds/forward_backward`, `seconds/sync`, `seconds/update`, and seconds of every other phase.
 
-    The phase that makes gradients waits for its `data` first; `sync` is the phase that sums gradients, `update` is all
-    that changes gradients or weights after it. Phases after the one that measures are left out. The times are those of
-    rank 0; on a GPU they are measured there, without a wait of the host, and `data` is how long the GPU was kept idle.
+    `data` is the time for which the phase that computes gradients waits for data, `sync` the phase that sums gradients
+    over ranks, and `update` all later phases that change gradients or weights. Phases after the measuring phase are
+    left out. The times are measured on rank 0; on a GPU by events, without a wait of the host, so that `data` is the
+    time for which the GPU was idle.
     """
 
     device: Device
@@ -33,12 +34,12 @@ class PhaseTimes:
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    # names of what ended at a mark, and the mark; the first has none
+    # marks with the name of the part that ended there; the first mark has no name
     _marks: list[tuple[str, Any]] = attrs.field(init=False, factory=list)
     _measured: list[tuple[str, Any]] = attrs.field(init=False, factory=list)
 
     def on_event(self, event: Event) -> None:
-        """Mark the beginning and the end of phases, and where data is loaded."""
+        """Mark the beginning and end of phases, and the end of loading data."""
         if event.kind == "step_started":
             self._marks = []
         elif event.kind == "data_loaded":
@@ -49,12 +50,12 @@ class PhaseTimes:
             self._mark(self._kind(event.phase))
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Keep the marks of this step until they are read, which on a GPU is a step later."""
+        """Keep the marks of this step until `compute`, which on a GPU is a step later."""
         self._measured = [*self._marks]
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """The seconds between marks, by what ended at the second one."""
+        """Return the seconds between consecutive marks, by the name of the second mark."""
         times: dict[str, float] = {}
         for (_, start), (name, end) in pairwise(self._measured):
             if name:
@@ -70,7 +71,7 @@ class PhaseTimes:
         self._marks.append((name, mark))
 
     def _kind(self, phase: str) -> str:
-        """What a phase is, by what it declares to write and to change."""
+        """Return the kind of a phase, by the values that it declares to write and change."""
         if phase not in self.phases:
             return phase
         flow = flow_of(self.phases[phase])
@@ -84,6 +85,6 @@ class PhaseTimes:
 
 def _seconds(start: Any, end: Any) -> float:
     if not isinstance(start, float):
-        end.synchronize()  # it is over, since the totals of its step have arrived
+        end.synchronize()  # does not block, because the totals of the step have arrived
         return float(start.elapsed_time(end)) / 1000
     return float(end - start)

@@ -1,4 +1,4 @@
-"""How much of each source of a mixture was trained on."""
+"""Tokens and epochs of every source of a mixture."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -13,9 +13,9 @@ from drawloom.graph import component
 @component(impact="safe")
 class SourceTokens:
     """
-    `tokens/<source>`: the tokens of a source so far, and `epochs/<source>`: how often its tokens have come.
+    `tokens/<source>`, the tokens of a source so far, and `epochs/<source>`, the passes over the source.
 
-    They follow from the position in the order of rows, so they are the same however often a run was resumed.
+    The values follow from the position in the order of rows, so that they do not depend on restarts of the run.
     """
 
     progress: SourceProgress
@@ -23,14 +23,14 @@ class SourceTokens:
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Nothing: the loader knows it."""
+        """Return {}, because the loader knows the tokens."""
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Those of all steps up to this one."""
-        found = self.progress.tokens_by_source(step.index)
+        """Return the tokens and epochs of all steps up to this one."""
+        tokens = self.progress.tokens_by_source(step.index)
         sources = {source.name: source for source in self.rows.row_sources("train") if source.tokens}
         return {
-            **{f"tokens/{name or 'all'}": found[name] for name in sources},
-            **{f"epochs/{name or 'all'}": found[name] / source.tokens for name, source in sources.items()},
+            **{f"tokens/{name or 'all'}": tokens[name] for name in sources},
+            **{f"epochs/{name or 'all'}": tokens[name] / source.tokens for name, source in sources.items()},
         }

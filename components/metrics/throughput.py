@@ -1,4 +1,4 @@
-"""Tokens, and tokens per second."""
+"""Number of tokens, and tokens per second."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ from torch import Tensor
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component
 
-SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice
+MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice
 
 
 @component(impact="safe")
 class Throughput:
     """
-    `tokens` since the beginning of the run, those of skipped steps included, and `tokens_per_second` of the step.
+    `tokens` since the beginning of the run, including skipped steps, and `tokens_per_second` of the step.
 
-    Padding is no token. Seconds that are excluded from a step, such as evaluations, don't count.
+    Padding does not count as tokens. Seconds that are excluded from a step, such as evaluations, do not count.
     """
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
@@ -28,25 +28,25 @@ class Throughput:
     _seconds: float = attrs.field(init=False, default=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens so far."""
-        return {"tokens": self._counted()}
+        """Return the number of tokens so far."""
+        return {"tokens": self._count()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved count."""
         self._tokens, self._measured = int(state["tokens"]), None
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Read the clock; on a GPU the host learns the tokens of all ranks later."""
-        self._counted()
+        """Read the clock. On a GPU, the host learns the tokens of all ranks later."""
+        self._count()
         self._measured, self._seconds = step, self.clock() - step.started - step.excluded_seconds
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Count the step's tokens, which are those of all ranks already."""
-        return {"tokens": self._counted(), "tokens_per_second": step.tokens / max(self._seconds, SHORTEST)}
+        """Return the values; `step.tokens` is a sum over ranks already."""
+        return {"tokens": self._count(), "tokens_per_second": step.tokens / max(self._seconds, MIN_SECONDS)}
 
-    def _counted(self) -> int:
-        """The tokens so far, those of the step that was measured last included."""
+    def _count(self) -> int:
+        """Return the number of tokens so far, including the step that was measured last."""
         measured, self._measured = self._measured, None
         if measured is not None:
             self._tokens += measured.tokens

@@ -1,4 +1,4 @@
-"""How much of what its device can do a run uses."""
+"""Model FLOPs utilization (MFU) of a run."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,19 +16,19 @@ from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, above, component, setting
 
-SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice
+MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice
 
 
 @component(impact="safe")
 class Utilization:
     """
-    `tflops`, the TFLOP/s of a step by device, and `mfu`, what part of the device's peak that is.
+    `tflops`, the TFLOP/s per device in a step, and `mfu`, their fraction of the device's peak.
 
-    With several devices there is `device_tokens_per_second`, too. Operations are those of matrix products in a forward
-    and a backward pass: attention causal and inside of documents, nothing that is computed again, and no gradients of
-    frozen weights. Seconds are those of `tokens_per_second`. The peak, of dense products in the dtype in which layers
-    compute, is from `distributed/devices.toml`; without one there is no `mfu`. On a CPU there is nothing of these
-    unless `peak_tflops` is set.
+    With several devices also `device_tokens_per_second`. Only matrix products of a forward and a backward pass count:
+    causal attention within documents, no recomputation by activation checkpointing, and no gradients of frozen weights.
+    The seconds are those of `tokens_per_second`. The peak of dense products in the compute dtype comes from
+    `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no values unless
+    `peak_tflops` is set.
     """
 
     device: Device
@@ -37,7 +37,7 @@ class Utilization:
     stages: Stages
     models: Every[CountsFlops]
     peak_tflops: float | None = setting(
-        default=None, check=above(0), doc="TFLOP/s that a device reaches at most; that of a table if left out"
+        default=None, check=above(0), doc="peak TFLOP/s of the device; default: a table of known devices"
     )
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
@@ -47,7 +47,7 @@ class Utilization:
     _seconds: float = attrs.field(init=False, default=0.0)
 
     def open(self) -> None:
-        """Learn the operations of the model, if there is one that counts them, and the peak of the device."""
+        """Look up the FLOPs of the model, if a model counts them, and the peak of the device."""
         device = self.device.device
         if len(self.models) != 1 or (device.type == "cpu" and self.peak_tflops is None):
             return
@@ -56,15 +56,15 @@ class Utilization:
         self._peak = self.peak_tflops
         if self._peak is None:
             self._peak = peak_of(torch.cuda.get_device_name(device), products_in(self.precision.compute))
-        mine = [
-            name for stage in self.stages.local for name, each in stage.named_parameters() if not each.requires_grad
+        frozen = [
+            name for stage in self.stages.local for name, param in stage.named_parameters() if not param.requires_grad
         ]
-        everywhere = self.mesh.pipeline_group.gather_json(mine)
-        self._frozen = {name for names in everywhere for name in names if not name.startswith(f"{LOSS}.")}
+        frozen_by_rank = self.mesh.pipeline_group.gather_json(frozen)
+        self._frozen = {name for names in frozen_by_rank for name in names if not name.startswith(f"{LOSS}.")}
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The positions, and the pairs of queries and keys of each window: padding is computed, too."""
+        """The positions, including padding, and the query-key pairs of each window."""
         if self._flops is None:
             return {}
         return {
@@ -74,11 +74,11 @@ class Utilization:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """
-        Read the clock, and count what this rank's microbatches have computed, which pipeline ranks have alike.
+        Read the clock, and count positions, 0-dimensional, and query-key pairs (windows,), both float64.
 
-        `positions` are 0-dimensional, `pairs` (windows,), both float64.
+        Only the first pipeline rank counts, because all pipeline ranks have the same microbatches.
         """
-        self._seconds = max(self.clock() - step.started - step.excluded_seconds, SHORTEST)
+        self._seconds = max(self.clock() - step.started - step.excluded_seconds, MIN_SECONDS)
         if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
@@ -90,7 +90,7 @@ class Utilization:
         }
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """By device: a mean over the ranks."""
+        """Return the values per device, as means over ranks."""
         if self._flops is None:
             return {}
         ranks = self.mesh.world.size

@@ -20,10 +20,10 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
 PART = 2**14
-"""Number of elements that a program updates."""
+"""Number of elements per program."""
 
 BLOCK = 512
-"""Elements that a program processes at once: 4 per thread, 8 bytes of bfloat16; larger ones lower the occupancy."""
+"""Elements per iteration of a program: 4 per thread, 8 bytes of bfloat16; larger ones lower the occupancy."""
 
 ALIGNMENT = 16
 """Bytes of a vectorized load; the kernel reads other tensors element by element."""
@@ -55,7 +55,7 @@ class AdamwTriton:
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
-    """Return the dtypes, device and compile-time constants that weights of one launch share."""
+    """Return the dtypes, device and compile-time constants shared by the weights of a launch."""
     kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
     return tuple(map(str, kind))
 

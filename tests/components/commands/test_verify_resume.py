@@ -48,8 +48,8 @@ def _runs(place: Path, steps: int, pause: float, how: str = "") -> Runs:
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
     """The second run is killed when half of its steps are committed, and resumes from there."""
     runs = _runs(tmp_path, 10, 0.05)
-    runs.straight()
-    assert 5 <= runs.killed_and_resumed() < 10
+    runs.run_straight()
+    assert 5 <= runs.kill_and_resume() < 10
     for name in ("straight", "resumed"):
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 11))
@@ -58,8 +58,8 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
     """Hashes that are missing since the kill came between a commit and them would look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
-    runs.straight()
-    runs.killed_and_resumed()
+    runs.run_straight()
+    runs.kill_and_resume()
     rows = (tmp_path / "resumed" / "digests" / "rank-0.jsonl").read_text().splitlines()
     assert 5 in [json.loads(row)["step"] for row in rows]
 
@@ -67,12 +67,12 @@ def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Pat
 def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> None:
     """Comparing a run with itself would show nothing."""
     with pytest.raises(UserError, match="ends before it can be killed; take more steps than 4"):
-        _runs(tmp_path, 4, 0.0, "short").killed_and_resumed()
+        _runs(tmp_path, 4, 0.0, "short").kill_and_resume()
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
     """The error shows the end of the run's output, and does not blame resuming."""
-    for run in (Runs.straight, Runs.killed_and_resumed):
+    for run in (Runs.run_straight, Runs.kill_and_resume):
         with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
@@ -92,7 +92,7 @@ def test_output_of_torchrun_about_a_failed_run_is_left_out(tmp_path: Path) -> No
     for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
         command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
         with pytest.raises(UserError, match=words):
-            Runs(tmp_path, command, 4).straight()
+            Runs(tmp_path, command, 4).run_straight()
 
 
 def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Path:
@@ -155,11 +155,11 @@ def test_other_causes_than_resuming_are_reported(
     def run(runs: Runs) -> int:
         for name, loss in (("straight", 1.0), ("resumed", 2.0)):
             rows = [{"step": number, "loss": loss if number == step else 0.5} for number in range(1, 21)]
-            _write(runs.place / name, rows, [])
+            _write(runs.folder / name, rows, [])
         return 12
 
-    monkeypatch.setattr(Runs, "straight", lambda _: None)
-    monkeypatch.setattr(Runs, "killed_and_resumed", run)
+    monkeypatch.setattr(Runs, "run_straight", lambda _: None)
+    monkeypatch.setattr(Runs, "kill_and_resume", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(varies))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

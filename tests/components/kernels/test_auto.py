@@ -102,6 +102,7 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
 
 def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     """Its filter is the recipe's, and without one it is exact."""
+    torch.manual_seed(0)  # in about one of 75 draws, every tile has a gradient above the threshold
     hidden = torch.randn(9, 16, device=DEVICE, requires_grad=True)
     weight = torch.randn(300, 16, device=DEVICE)
     targets = torch.zeros(9, dtype=torch.int64, device=DEVICE)  # in one of three tiles of words
