@@ -49,7 +49,7 @@ class StageWatcher(Protocol):
 
 @runtime_checkable
 class MachineUser(Protocol):
-    """A user of a file or device, which this machine may lack."""
+    """A user of a file or device that this machine may lack."""
 
     def check_machine(self) -> None:
         """
@@ -66,7 +66,7 @@ class Previewable(Protocol):
     """A component with a description of the run before its first step."""
 
     def preview(self) -> str:
-        """Return a text for `run --dry-run`, which opens the component for it."""
+        """Return a text for `run --dry-run`; the component is open."""
         ...
 
 

@@ -1,5 +1,5 @@
 """
-AdamW that rounds to bfloat16, to the nearest or stochastically, so that small updates are not lost.
+AdamW for bfloat16 weights, rounded to the nearest or stochastically: small updates are not lost then.
 
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2. Every operation is in float32 and
 rounded separately, so that the eager and the Triton implementation agree bitwise.
@@ -111,7 +111,7 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
             results = [_round(*args) for args in zip(results, noise, values, strict=False)]
         if param.max_exp_avg_sq is not None:
-            # The maximum is one of two values that are already in the stored dtype, so it needs no rounding.
+            # The maximum is one of two values in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
@@ -141,7 +141,7 @@ def _noise(param: ParamState, elements: Tensor, counter: int) -> Iterator[Tensor
     """
     Yield 16 random bits per element, int64 (n,): first for the weight, then for exp_avg, then for exp_avg_sq.
 
-    `elements`, int64 (n,), are consecutive indices in the weight that begin with an even one.
+    `elements`, int64 (n,), are consecutive indices in the weight, beginning with an even one.
     """
     offset = elements if param.is_contiguous else elements // param.width * param.stride + elements % param.width
     index = param.first + offset

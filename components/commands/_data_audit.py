@@ -80,7 +80,11 @@ def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_counts(source, seen) for source in row_sources(rows))
-    before = f" (of which the first {loader.last_resized_step}, of another size, are not compared)" if loader.last_resized_step else ""
+    before = (
+        f" (of which the first {loader.last_resized_step}, of another size, are not compared)"
+        if loader.last_resized_step
+        else ""
+    )
     return faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
 
 

@@ -234,7 +234,7 @@ def _update(
     if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
         maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_sq + element, maximum.to(max_sq.dtype.element_ty), mask=mask)
-    # These casts round float32 values that have no noise to the nearest.
+    # These casts round float32 values without noise to the nearest.
     tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
     tl.store(exp_avg + element, m.to(exp_avg.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq + element, s.to(exp_avg_sq.dtype.element_ty), mask=mask)

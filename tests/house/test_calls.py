@@ -20,7 +20,7 @@ CHECKED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "kerne
 """Kernels are launched with the strides and sizes of tensors."""
 
 
-def unpacked(path: Path) -> Iterator[ast.Call]:
+def find_unpacked(path: Path) -> Iterator[ast.Call]:
     """Yield the calls in a file that unpack into positional parameters of a function or class of the project."""
     for call in calls(path):
         if any(isinstance(argument, ast.Starred) for argument in call.args) and is_variadic(path, call) is False:
@@ -49,8 +49,8 @@ def is_variadic(path: Path, call: ast.Call) -> bool | None:
     """Return whether the callee has a parameter `*args`; None for a callee outside of the project, or unknown."""
     match call.func:
         case ast.Name(name):
-            callees = defined(path).get(name) or [
-                callee for source in imported(path, name) for callee in defined(source).get(name, ())
+            callees = find_definitions(path).get(name) or [
+                callee for source in imported(path, name) for callee in find_definitions(source).get(name, ())
             ]
         case ast.Attribute(attr=name):
             # The type of an object is unknown: its method is one of this name, if all of them are alike.
@@ -73,7 +73,7 @@ def imported(path: Path, name: str) -> list[Path]:
 
 
 @cache
-def defined(path: Path) -> dict[str, list[bool]]:
+def find_definitions(path: Path) -> dict[str, list[bool]]:
     """Return whether functions and classes take any number of arguments, by name."""
     found: dict[str, list[bool]] = {}
     for node in ast.walk(tree(path)):
@@ -102,7 +102,7 @@ def test_no_tuple_is_unpacked_into_positional_parameters() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)[:100]}"
         for path in CHECKED
-        for call in unpacked(path)
+        for call in find_unpacked(path)
         if not is_excepted(path)
     ]
     assert not wrong, "\n".join(wrong)
@@ -132,5 +132,5 @@ def test_calls_of_each_kind_are_told_apart(tmp_path: Path) -> None:
         "class Pair: ...\ndef few(a, b): ...\ndef any_of(*parts): ...\n"
         "few(*x)\nany_of(*x)\nPair(*x)\nzip(*x)\nfew(1, 2, 3, 4, 5, 6, 7)\nany_of(1, 2, 3, 4, 5, 6, 7)\n"
     )
-    assert [ast.unparse(call) for call in unpacked(path)] == ["few(*x)", "Pair(*x)"]
+    assert [ast.unparse(call) for call in find_unpacked(path)] == ["few(*x)", "Pair(*x)"]
     assert [ast.unparse(call) for call in many(path)] == ["few(1, 2, 3, 4, 5, 6, 7)"]

@@ -20,7 +20,7 @@ LIFECYCLE = {
 }  # fmt: skip
 
 
-def undeclared(source: str) -> Iterator[tuple[int, str]]:
+def find_undeclared(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each attribute that is read by a constant name, which may be absent."""
     tree = ast.parse(source)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -67,12 +67,12 @@ def test_each_capability_is_asked_for() -> None:
 def test_constant_names_are_found() -> None:
     """Only names that are written out count, of objects that are not modules, and are not the language's."""
     source = 'import os\ngetattr(a, "b", 1)\nhasattr(os, "c")\nhasattr(a.d, "e")\ngetattr(a, f)\nhasattr(a, "__g__")\n'
-    assert list(undeclared(source)) == [(2, "b"), (4, "e")]
+    assert list(find_undeclared(source)) == [(2, "b"), (4, "e")]
 
 
 def _reads(folder: str) -> Iterator[tuple[str, int, str]]:
     for path in SOURCES:
         relative = path.relative_to(ROOT)
         if relative.parts[0] == folder:
-            for line, name in undeclared(path.read_text("utf-8")):
+            for line, name in find_undeclared(path.read_text("utf-8")):
                 yield relative.as_posix(), line, name

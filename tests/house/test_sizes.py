@@ -31,14 +31,14 @@ UNBOUNDED = {
 """Why settings of these names have no upper bound."""
 
 
-def unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
+def find_unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
     """The names of the integers of a setting, and of the tables in it, that accept a huge value."""
     if (kind is int or int in typing.get_args(kind)) and not (check and check(HUGE)):
         yield name
     for table in filter(attrs.has, (kind, *typing.get_args(kind))):
         types = typing.get_type_hints(table)
         for field in attrs.fields(table):
-            yield from unbounded(field.name, types.get(field.name, field.type), field.metadata.get("check"))
+            yield from find_unbounded(field.name, types.get(field.name, field.type), field.metadata.get("check"))
 
 
 def test_every_size_has_an_upper_bound() -> None:
@@ -48,7 +48,7 @@ def test_every_size_has_an_upper_bound() -> None:
         spec = registry.find(use)
         assert not isinstance(spec, Problem), spec
         for field in (field for field in spec.fields.values() if field.kind == "setting"):
-            found.update(unbounded(field.name, field.type, field.check))
+            found.update(find_unbounded(field.name, field.type, field.check))
     assert found == set.union(*UNBOUNDED.values())
 
 

@@ -60,8 +60,8 @@ if is_possible():
             node.save(Step(6, 99))
             fresh = StateNode()
             again = checkpointer(disk, {"memory": fresh})
-            assert set(fresh.state) == set() and again._find() is not None
-            found = again._find()
+            assert set(fresh.state) == set() and again._load_newest() is not None
+            found = again._load_newest()
             assert found is not None and found.manifest.step == 6
             assert set(found.states["memory"]["weight"].tolist()) == {6.0}
 

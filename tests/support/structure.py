@@ -43,7 +43,7 @@ def undeclared_attributes(trees: Mapping[Path, ast.Module]) -> list[str]:
     declared = {name for protocol in protocols for name in _members(protocol)}
     sites = []
     for path, tree in trees.items():
-        modules = _imported_modules(tree)
+        modules = _list_imports(tree)
         for node in ast.walk(tree):
             read = _optional_read(node)
             if read is not None and read[0] not in modules and read[1] not in declared:
@@ -61,7 +61,7 @@ def unpacked_tuples(trees: Mapping[Path, ast.Module]) -> list[str]:
         f"{_site(path, node)} *{ast.unparse(argument.value)}"
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and variadic.get(_called(node)) == {False}
+        if isinstance(node, ast.Call) and variadic.get(_name_of_call(node)) == {False}
         for argument in node.args
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name | ast.Attribute)
     ]
@@ -106,7 +106,7 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
             yield ast.unparse(part.target)
 
 
-def _imported_modules(tree: ast.Module) -> set[str]:
+def _list_imports(tree: ast.Module) -> set[str]:
     """Return the names that plain imports bind, such as `os`: their members differ by release or platform."""
     aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     return {alias.asname or alias.name.split(".")[0] for alias in aliases}
@@ -133,5 +133,5 @@ def _callables(tree: ast.Module) -> Iterator[tuple[str, bool]]:
             yield node.name, False
 
 
-def _called(node: ast.Call) -> str:
+def _name_of_call(node: ast.Call) -> str:
     return ast.unparse(node.func).split(".")[-1]
