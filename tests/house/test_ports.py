@@ -21,7 +21,7 @@ LIFECYCLE = {
 
 
 def find_undeclared(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of each attribute that is read by a constant name, which may be absent."""
+    """Yield the line and the name of each attribute read by a constant name, with or without a default."""
     tree = ast.parse(source)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {name.asname or name.name for node in imports for name in node.names}
@@ -65,7 +65,7 @@ def test_each_capability_is_asked_for() -> None:
 
 
 def test_constant_names_are_found() -> None:
-    """Only names that are written out count, of objects that are not modules, and are not the language's."""
+    """Only constant names count, of objects other than modules, without those of the language."""
     source = 'import os\ngetattr(a, "b", 1)\nhasattr(os, "c")\nhasattr(a.d, "e")\ngetattr(a, f)\nhasattr(a, "__g__")\n'
     assert list(find_undeclared(source)) == [(2, "b"), (4, "e")]
 

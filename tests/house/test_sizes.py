@@ -32,7 +32,7 @@ UNBOUNDED = {
 
 
 def find_unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
-    """The names of the integers of a setting, and of the tables in it, that accept a huge value."""
+    """Yield the names of a setting's integers, also in its tables, without an upper bound."""
     if (kind is int or int in typing.get_args(kind)) and not (check and check(HUGE)):
         yield name
     for table in filter(attrs.has, (kind, *typing.get_args(kind))):
@@ -65,6 +65,6 @@ def test_every_size_has_an_upper_bound() -> None:
     ],
 )
 def test_check_refuses_a_size_that_no_machine_holds(words: list[str]) -> None:
-    """With the setting, its value and the greatest that is accepted."""
+    """The message has the setting, its value and the greatest value."""
     with pytest.raises(RecipeError, match=r"1000000000000 is more than \d+ \(DL303\)"):
         Recipe.load("first_run", *words).check(elsewhere=True)
