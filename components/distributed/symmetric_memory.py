@@ -52,6 +52,9 @@ def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
 
     try:
         own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        # torch zeroes the memory and the signals of its barrier in the default stream, for which other streams do not
+        # wait: on a busy GPU a late zero would erase the signal of a rank that is already there.
+        torch.cuda.synchronize(device)
         handle = symmetric.rendezvous(own, group)
         parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
     except RuntimeError as error:
