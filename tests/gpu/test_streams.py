@@ -23,15 +23,11 @@ def _steps(sizes: dict[str, int], cases: list[pipelines.Case], streams: bool, ho
     return pipelines.steps(cases, sizes, "cuda", **how, settings={"streams": streams})
 
 
-# Ranks that share a GPU with other tests wait for each other in kernels, for as long as the others compute.
-SECONDS = 400
-
-
 def assert_same(sizes: dict[str, int], ranks: int, cases: list[pipelines.Case], how: dict[str, Any]) -> None:
     """Three times, with streams and without, on every rank."""
-    plain = run_ranks(_steps, ranks, sizes, cases, False, how, timeout=SECONDS)
+    plain = run_ranks(_steps, ranks, sizes, cases, False, how, timeout=120)
     for _ in range(3):
-        for found, other in zip(run_ranks(_steps, ranks, sizes, cases, True, how, timeout=SECONDS), plain, strict=True):
+        for found, other in zip(run_ranks(_steps, ranks, sizes, cases, True, how, timeout=120), plain, strict=True):
             for case, mine, theirs in zip(cases, found, other, strict=True):
                 assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-12), case
                 for what in ("grads", "weights"):
