@@ -27,7 +27,7 @@ docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 figures:
-	PYTHONPATH=tests $(PYTHON) tests/house/figures.py
+	PYTHONPATH=tests $(PYTHON) tests/house/figures.py $(ONLY)
 
 journeys: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/house/journeys.py $(ONLY)

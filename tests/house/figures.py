@@ -1,6 +1,7 @@
 """
 Figures of the source, `make figures`: how long functions and files are, how much of them is said in words, and what is
-hard to follow. `python tests/house/figures.py --sites` prints where.
+hard to follow. `python tests/house/figures.py --sites` prints where. `make figures ONLY=prose` lists the worst sentences
+and names per file, `ONLY="prose components/loss"` in a folder.
 
 "Code lines" are neither blank nor comments nor docstrings. "Files per 1000 lines" leaves out __init__.py and files that
 hold a component, whose name is its path. Docstrings count for public classes and functions; shapes are looked for in
@@ -13,7 +14,7 @@ import re
 import statistics
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from support import prose, structure
@@ -27,7 +28,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main() -> None:
-    """Print a line for each folder, and one for all."""
+    """Print a line for each folder, and one for all; with `prose`, the worst sentences per file."""
+    if sys.argv[1:2] == ["prose"]:
+        return _print_worst_sentences(sys.argv[2:] or prose.ROOMS)
     print(f"{'':<12}" + "".join(f"{head:>22}" for head in HEADS))
     for folders in (*((name,) for name in FOLDERS), FOLDERS):
         files = [path for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
@@ -43,6 +46,12 @@ def main() -> None:
     print(f"{'per 1000':<22}" + "".join(f"{room:>12}" for room in counts))
     for word in counts["graph"]:
         print(f"{word:<22}" + "".join(f"{count[word]:>12.1f}" for count in counts.values()))
+
+
+def _print_worst_sentences(folders: Sequence[str]) -> None:
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        for sentence in prose.worst_sentences(ast.parse(path.read_bytes())):
+            print(f"{path.relative_to(ROOT)}:{sentence}")
 
 
 SITES = {

@@ -47,13 +47,35 @@ def measure(modules: Iterable[ast.Module]) -> dict[str, float]:
     }
 
 
+def worst_sentences(module: ast.Module, most: int = 5) -> list[str]:
+    """Return a module's worst sentences by counted words, then its counted names, as `line: text`."""
+    sentences = [
+        (len(re.findall(rf"\b({'|'.join(WORDS)})\b", sentence.lower())) ** 2 / len(sentence.split()), line, sentence)
+        for line, text in _lines_of_texts(ast.walk(module))
+        for sentence in re.split(r"(?<=[.;:])\s+", " ".join(text.split()))
+        if sentence
+    ]
+    names = [
+        f"{node.lineno}: {name}"
+        for node in ast.walk(module)
+        for name in ((node.name,) if isinstance(node, Function) else _bindings(node))
+        if name in IDENTIFIERS or (isinstance(node, Function) and PARTICIPLE.fullmatch(name))
+    ]
+    worst = sorted(sentences, key=lambda scored: -scored[0])[:most]
+    return [f"{line}: {sentence}" for score, line, sentence in worst if score > 0.25] + names
+
+
 def _texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    return (text for _, text in _lines_of_texts(nodes))
+
+
+def _lines_of_texts(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     for node in nodes:
         if isinstance(node, Function | ast.ClassDef | ast.Module):
-            yield ast.get_docstring(node) or ""
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
         if isinstance(node, ast.Call):
             values = [keyword.value for keyword in node.keywords if keyword.arg == "doc"]
-            yield from (str(value.value) for value in values if isinstance(value, ast.Constant))
+            yield from ((value.lineno, str(value.value)) for value in values if isinstance(value, ast.Constant))
 
 
 def _bindings(node: ast.AST) -> Iterator[str]:
