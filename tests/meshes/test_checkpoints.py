@@ -27,7 +27,7 @@ from drawloom.components.ports.stages import gradient_of
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.checkpoints import checkpointer
-from support.joined import joined
+from support.joined import join_processes
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -108,7 +108,7 @@ def _stepped(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, An
 def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[dict[str, Any]]:
     """Of each folder, on its mesh: take a step and save, or restore; this rank's state afterwards."""
     found = []
-    with joined() as (processes, device):
+    with join_processes() as (processes, device):
         for folder, sizes, saves in folders:
             mesh = RankMesh(processes=processes, **{"data_replicate": 1, **sizes})
             mesh.open()

@@ -32,7 +32,7 @@ from drawloom.graph.project import Project
 from support import cgroups
 from support.audit import Audit
 from support.crashes import is_valid
-from support.disk import Call, watched
+from support.disk import Call, watch_calls
 from support.mutations import put
 from support.power import is_possible
 from support.processes import RanksFailed, run_ranks
@@ -79,7 +79,7 @@ def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
         if call.name == "write" and call.path.endswith("metrics.jsonl") and now[0] in (3, 4, 5):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with watched(full):
+    with watch_calls(full):
         return command(folder, arguments, None)
 
 
@@ -110,7 +110,7 @@ def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
         if call.name == "fsync" and "export" in call.path.partition("runs/tiny")[2]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
 
-    with watched(full):
+    with watch_calls(full):
         return command(folder, arguments, None)
 
 

@@ -13,7 +13,7 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import load_folder, persistent_tensors
 from support.adapted import OneStage
-from support.qwen3 import SIZES, cpu_kernels, logits_of, losses_of, one_document, packed, twin, whole
+from support.qwen3 import SIZES, cpu_kernels, logits_of, losses_of, one_document, pack_documents, twin, whole
 
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -35,7 +35,7 @@ def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> Non
     lengths = [[length], [7, length - 7]]
     rows = [theirs(part[None]).logits[0] for row, ends in zip(tokens, lengths, strict=True) for part in row.split(ends)]
     wanted = F.cross_entropy(torch.cat(rows), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-    losses = losses_of(module, tokens, packed(lengths), targets)
+    losses = losses_of(module, tokens, pack_documents(lengths), targets)
     torch.testing.assert_close(losses.flatten(), wanted, **CLOSE)
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
     assert ours.keys() == others.keys()

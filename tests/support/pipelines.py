@@ -40,7 +40,7 @@ from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
-from support.joined import joined
+from support.joined import join_processes
 from support.qwen3 import cpu_kernels
 from support.steps import evaluate, train
 
@@ -240,7 +240,7 @@ def steps_on_meshes(
     second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
     `streams` among them is the executor's.
     """
-    with joined(kind) as (processes, device):
+    with join_processes(kind) as (processes, device):
         found = []
         for cases, sizes, lengths in meshes:
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")

@@ -80,7 +80,7 @@ def one_document(rows: int, length: int) -> TokenContext:
     return TokenContext(positions, torch.zeros_like(positions))
 
 
-def packed(lengths: list[list[int]]) -> TokenContext:
+def pack_documents(lengths: list[list[int]]) -> TokenContext:
     """Rows of documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]

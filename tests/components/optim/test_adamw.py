@@ -8,7 +8,7 @@ import torch
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
-from support.steps import skipped
+from support.steps import make_skipped_step
 from support.weights import Weights
 
 
@@ -60,7 +60,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
     before = matrix.detach().clone()
     optimizer = made(weights)
     weights.give_gradients(1)
-    optimizer.run_phase(skipped(1, 1))
+    optimizer.run_phase(make_skipped_step(1, 1))
     assert torch.equal(matrix, before) and matrix.grad is None
     assert optimizer.state_dict() == {"vector": {}, "matrix": {}}
 

@@ -22,7 +22,7 @@ from drawloom.graph import UserError, component
 from drawloom.graph.wiring.node import NodeView
 from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
-from support.steps import skipped
+from support.steps import make_skipped_step
 from support.weights import Weights
 
 SHAPES = {"embed.weight": (5, 4), "layers.0.up.weight": (6, 4), "layers.1.up.weight": (6, 4), "layers.0.norm": (4,)}
@@ -48,7 +48,7 @@ def opened(kind: Any, weights: Weights, **settings: Any) -> Any:
 def steps(optimizer: Any, weights: Weights, *numbers: int) -> None:
     for number in numbers:
         weights.give_gradients(number)
-        make = skipped if number == 3 else Step
+        make = make_skipped_step if number == 3 else Step
         optimizer.run_phase(make(number, 9, state={"lr_factor": 1 / number}))
 
 

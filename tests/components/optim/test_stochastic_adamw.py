@@ -19,7 +19,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
-from support.steps import skipped
+from support.steps import make_skipped_step
 from support.weights import Weights
 
 SHAPES = {"matrix": (4, 6), "vector": (6,)}
@@ -149,7 +149,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
     weights, optimizer = after(1)
     before, state = copy.deepcopy(weights), copy.deepcopy(optimizer.state_dict())
     weights.give_gradients(2)
-    optimizer.run_phase(skipped(2, 2))
+    optimizer.run_phase(make_skipped_step(2, 2))
     assert same(weights, before)
     assert all(parameter.grad is None for _, parameter in weights.named())
     assert optimizer.state_dict()["matrix"]["steps"] == state["matrix"]["steps"] == 1

@@ -19,7 +19,7 @@ from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 from support.host_reads import NoHostReads
 from support.kernels import DEVICE
-from support.steps import LateState, skipped
+from support.steps import LateState, make_skipped_step
 from support.weights import Weights
 
 
@@ -99,7 +99,7 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
             ours.state_dict()  # the state of a checkpoint reads whether the last step was skipped
             with NoHostReads():
                 ours.run_phase(step)
-            theirs.run_phase(skipped(index, 5, reason) if reason else Step(index, 5))
+            theirs.run_phase(make_skipped_step(index, 5, reason) if reason else Step(index, 5))
             assert all(parameter.grad is None for _, parameter in late.named())
             assert_equal(dict(late.named()), dict(known.named()))
         assert_equal(ours.state_dict(), theirs.state_dict())

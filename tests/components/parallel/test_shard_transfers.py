@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, sent_dtype
-from support.joined import joined
+from support.joined import join_processes
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
 
@@ -46,7 +46,7 @@ def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
     shard_transfers.PACKED_BELOW_BYTES = small
-    with joined() as (processes, _):
+    with join_processes() as (processes, _):
         ranks, scatter = processes.world_size, DirectReduceScatter()
         how: Any = {"dtype": dtype, "device": torch.device("cpu")}
         gradients = _gradients(processes.rank, dtype)

@@ -13,7 +13,7 @@ from drawloom.components.weights.adapted import (
     merge_error,
     merge_mapper,
 )
-from support.adapted import filled_from, lora
+from support.adapted import fill_from_seed, lora
 from support.qwen3 import dense, whole
 
 
@@ -29,7 +29,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 
     def factor(seed: int, *targets: str) -> torch.Tensor:
         module = adapted_model(dense(), [lora(*targets)]).to_empty(device="cpu")
-        fill_adapters(module, torch.device("cpu"), filled_from(seed))
+        fill_adapters(module, torch.device("cpu"), fill_from_seed(seed))
         return dict(module.named_parameters())["model.layers.1.self_attn.q_proj.lora_A"].detach()
 
     assert torch.equal(factor(1, "q_proj"), factor(1, "*_proj"))
