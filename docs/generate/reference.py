@@ -13,14 +13,6 @@ from generate.source import ROOT
 WIDTH = "100"
 """Columns of the help texts."""
 
-COMMANDS_HEAD = """\
-# Commands
-
-Words such as `optimizer.lr=1e-3` set a value of a recipe in every command that takes one. A command exits with 0 if all
-went well, 1 if it failed, and 2 if the command line or a recipe is wrong; [a run that is stopped](../clusters.md) has
-the exit code of its signal.
-"""
-
 RECIPES_HEAD = """\
 # Recipes
 
@@ -47,11 +39,17 @@ HOMES = {
 """Where public classes are defined; the other names are of `graph.component`."""
 
 
-def commands_page() -> str:
-    """The help of every command."""
+def command_names() -> list[str]:
+    """Return the names of all commands, in the order of `drawloom --help`."""
     modules = sorted((ROOT / "components" / "commands").glob("[a-z]*.py"))
-    names = [*COMMANDS, *(path.stem.replace("_", "-") for path in modules)]
-    return "\n".join([COMMANDS_HEAD, *(f"## {name}\n\n```text\n{_help(name)}\n```\n" for name in names)])
+    return [*COMMANDS, *(path.stem.replace("_", "-") for path in modules)]
+
+
+def with_help(page: str) -> str:
+    """Add the help text of each command below its heading and sentence on the page of commands."""
+    for name in command_names():
+        page = page.replace(f"## {name}\n", f"## {name}\n\n```text\n{_help(name)}\n```\n", 1)
+    return page
 
 
 def _help(command: str) -> str:
