@@ -17,6 +17,7 @@ from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -183,17 +184,24 @@ class AutoKernels:
             return chosen.mask(documents, window)
         return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None = None) -> Tensor:
-        if scale is not None and scale != (default := q.shape[-1] ** -0.5):
-            q = q * (scale / default)
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(mask, PartMask):
-            k, v = torch.split(mask.part.gather(torch.cat([k, v], 2)), k.shape[2], 2)
+            k, v = _gather_keys_and_values(mask.part, k, v)
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
-            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], mask.window, q.device))
-        return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
+            visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            return attention_eager(q, k, v, visible, options, sinks)
+        return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,
@@ -239,6 +247,14 @@ class PartMask(NamedTuple):
 
     whole: Any
     part: RowPart
+
+
+def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
+    both = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
+    whole_k, whole_v = torch.split(both, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
+    rows, length = both.shape[:2]
+    return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
 
 
 def _kind(node: NodeView) -> str:

@@ -12,6 +12,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 
 @attrs.frozen
@@ -381,14 +382,21 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None = None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """
         Compute causal attention inside documents (flash attention, if the implementation has it).
 
-        `scale` multiplies the scores; default: head_dim ** -0.5.
-
-        q: (rows, length, heads, head_dim); k and v: (rows, length, kv_heads, head_dim); mask from `attention_mask`;
-        result (rows, length, heads, head_dim).
+        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); v: (rows, length, kv_heads, v_dim);
+        mask from `attention_mask`; result (rows, length, heads, v_dim). `sinks` (heads,) are scores for one more
+        key, whose value is 0.
         """
         ...
 

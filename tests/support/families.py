@@ -17,7 +17,7 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.load import load_folder, persistent_tensors
-from support.adapted import OneStage, adapted, lora
+from support.adapted import OneStage, adapt, lora
 from support.qwen3 import (
     SIZES,
     as_in_transformers,
@@ -100,7 +100,7 @@ def assert_all_projections_are_adapted(model: DecoderBuilder) -> None:
     module = whole(model)
     theirs = twin(model, persistent_tensors(module))
     names = {name for name, layer in theirs.named_modules() if isinstance(layer, nn.Linear) and name.endswith("_proj")}
-    trained = {name for name, part in adapted(model, lora("*_proj")).named_parameters() if part.requires_grad}
+    trained = {name for name, part in adapt(model, lora("*_proj")).named_parameters() if part.requires_grad}
     assert trained >= {f"{name}.lora_{factor}" for name in names for factor in "AB"}
 
 

@@ -44,7 +44,7 @@ class Attention(TensorParallel):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
         q, k = self._norm_and_rotate(q, k, context)
-        mixed = self.kernels.attention(q, k, v, context.mask, scale=self.spec.scale)
+        mixed = self.kernels.attention(q, k, v, context.mask, self.spec.options)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:

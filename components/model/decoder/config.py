@@ -18,6 +18,7 @@ from drawloom.components.model.decoder.specs import (
 from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, names
 from drawloom.graph import between
 from drawloom.graph.component import Bound
+from drawloom.kernels.attention_options import AttentionOptions
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -128,7 +129,7 @@ class DecoderConfig:
             rope=self.rope_of(layer),
             window=self.window_of(layer),
             qk_norm=self.qk_norm,
-            scale=self.score_scale,
+            options=AttentionOptions(scale=self.score_scale),
         )
 
     def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:

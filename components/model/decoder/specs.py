@@ -6,6 +6,7 @@ import attrs
 
 from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.router import Routing
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
@@ -18,7 +19,7 @@ class AttentionSpec:
 
     `rope` rotates queries and keys; None: they are not rotated. A token attends to the last `window` tokens, itself
     included; None: to all before it. `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection.
-    `scale` multiplies the scores; None: head_dim ** -0.5.
+    `options` are those of the kernels: the scale and the cap of scores.
     """
 
     heads: int
@@ -27,7 +28,7 @@ class AttentionSpec:
     rope: Rope | None
     window: int | None = None
     qk_norm: Literal["none", "head", "projection"] = "none"
-    scale: float | None = None
+    options: AttentionOptions = PLAIN_ATTENTION
 
     @property
     def pair_flops(self) -> int:
