@@ -112,6 +112,8 @@ class LoraLinear(Linear, AdaptedLayer):
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Split the factor that has the split dimension of the weight."""
         dims = super().split_dims()
+        if not dims:
+            return {}
         if self.style == "rowwise":
             return {**dims, "lora_A": dims["weight"]}
         return {**dims, **dict.fromkeys(self.adapter_names[1:], dims["weight"])}

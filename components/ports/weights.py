@@ -38,10 +38,11 @@ class Mapper:
     Independent conversions of tensors: no two groups share an input or an output.
 
     The order of groups is the same in every process: a group may contain collectives, which all ranks must run in one
-    order.
+    order. `ignored` are patterns (fnmatch) of tensors in files that are not read.
     """
 
     groups: tuple[TensorGroup, ...]
+    ignored: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> list[str]:
@@ -55,4 +56,4 @@ class Mapper:
 
     def inverse(self) -> "Mapper":
         """Return the mapper of the inverse groups. Raises ValueError if a group has no inverse."""
-        return Mapper(tuple(group.inverse() for group in self.groups))
+        return Mapper(tuple(group.inverse() for group in self.groups), self.ignored)

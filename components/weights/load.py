@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -168,7 +169,7 @@ def _find_mismatches(
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    extra = [name for name in specs if name not in used]
+    extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in mapper.ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
     shapes = {name: places[name].shape if name in places else tuple(p.shape) for name, p in parameters.items()}

@@ -81,6 +81,14 @@ def with_experts(use: str) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, **sizes}}
 
 
+def with_latent(use: str) -> Mapping[str, Any]:
+    """A small model with experts and latent attention."""
+    model: dict[str, Any] = dict(with_experts(use)["model"])
+    return {
+        "model": {**model, "num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
+    }
+
+
 def dispatching(use: str) -> Mapping[str, Any]:
     """A small model with experts, and what brings tokens to them."""
     return {**with_experts("model.qwen3.moe"), "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
@@ -233,6 +241,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
+    "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
+    "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
+    "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {
         **with_experts("model.qwen3.moe"),
         "metrics": {"experts": {"use": "metrics.expert_load"}},

@@ -93,6 +93,10 @@ MESHES = [
 ]
 
 
+WHOLE_ON_TENSOR_RANKS = {"dora", "glm4_moe", "deepseek_v3"}
+"""Cases whose adapters or experts every tensor-parallel rank has."""
+
+
 @cache
 def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
     """Three steps of a case in one process; its schedule makes no difference there."""
@@ -120,7 +124,7 @@ def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
         found, expected = [each[number] for each in ranks], whole(("gpipe", *case[1:]), mesh.lengths)
         pipelines.assert_same_steps(found, expected)
         most = 1.1 * mesh.sizes.get("data_replicate", 1) * held(expected)
-        assert case[4] == "dora" or sum(map(held, found)) < most
+        assert case[4] in WHOLE_ON_TENSOR_RANKS or sum(map(held, found)) < most
 
 
 OUTER = pipelines.schedule("circular", stages_per_rank=1, pipeline_parallel_layers=4)

@@ -21,7 +21,9 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -202,6 +204,14 @@ EXPERTS: dict[str, Any] = {
     "initializer_range": 0.2,  # or all experts would give next to nothing
 }
 
+GROUPED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "router_aux_loss_coef": 0.5,
+    "initializer_range": 0.2,
+}
+
 FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     "gemma3": (
         Gemma3,
@@ -225,6 +235,22 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
         },
     ),
     "smollm3": (SmolLm3, {}),
+    # No biases: the gradient of a key's bias is 0 in channels that are not rotated, and Adam divides noise by noise.
+    "glm4_moe": (Glm4Moe, GROUPED | {"first_k_dense_replace": 1, "use_qk_norm": True}),
+    # latent attention, alone and with DeepSeek-V3's experts
+    "deepseek_v3": (
+        DeepseekV3,
+        GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "qk_nope_head_dim": 10,
+            "v_head_dim": 7,
+            "kv_lora_rank": 9,
+            "q_lora_rank": 11,
+            "attention_bias": True,
+        },
+    ),
 }
 """Families of models by the last part of a case, with their settings."""
 

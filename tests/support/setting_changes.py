@@ -102,6 +102,8 @@ ROPE = {
     "beta_fast": (YARN, YARN | {"beta_fast": 15.0}),
     "beta_slow": (YARN, YARN | {"beta_slow": 2.0}),
     "truncate": (YARN, YARN | {"truncate": False}),
+    "mscale": (YARN | {"mscale_all_dim": 0.5, "mscale": 1.0}, YARN | {"mscale_all_dim": 0.5, "mscale": 0.1}),
+    "mscale_all_dim": (YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}, YARN | {"mscale": 0.5, "mscale_all_dim": 0.1}),
     "attention_factor": (YARN, YARN | {"attention_factor": 3.0}),
     "low_freq_factor": (LLAMA, LLAMA | {"low_freq_factor": 0.2}),
     "high_freq_factor": (LLAMA, LLAMA | {"high_freq_factor": 40.0}),
@@ -137,6 +139,26 @@ SHARED_EXPERTS |= {
     "sliding_window": Change(3, {"max_window_layers": 1}),
     "max_window_layers": Change(1, {"sliding_window": 3}),
 }
+GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
+GROUPED = {
+    key: change
+    for key, change in SHARED_EXPERTS.items()
+    if key not in ("sliding_window", "max_window_layers", "config")
+}
+LATENT = (
+    MODEL
+    | GROUPED
+    | {
+        "num_attention_heads": Change(2, {"num_key_value_heads": None}),
+        "num_key_value_heads": Change(2, refused=True),
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 6,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 0,
+        "rope_interleave": False,
+        "attention_bias": True,
+    }
+)
 WARMUP = {
     "start": 0.5,
     "warmup_steps": 3,
@@ -383,6 +405,20 @@ ROWS: dict[str, Row] = {
         },
     ),
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
+    "model.deepseek_v3": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("deepseek_v3")}),
+    "model.glm4_moe": Row(
+        parts.model_of,
+        SPARSE_SIZES | {"partial_rotary_factor": 1.0},
+        MODEL
+        | GROUPED
+        | {
+            "config": config("glm4_moe"),
+            "partial_rotary_factor": 0.25,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "model.glm4_moe_lite": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(
         parts.model_of,
         TYPED_SIZES,

@@ -13,6 +13,7 @@ from drawloom.components.model.decoder.specs import (
     AttentionSpec,
     Branch,
     ExpertSpec,
+    MixerSpec,
     MlpSpec,
 )
 from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, names
@@ -120,7 +121,7 @@ class DecoderConfig:
         """Return the rotary positions of a layer; None: it has none."""
         return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
 
-    def attention_of(self, layer: int) -> AttentionSpec:
+    def attention_of(self, layer: int) -> MixerSpec:
         """Return the attention of a layer."""
         return AttentionSpec(
             heads=self.num_attention_heads,
@@ -312,6 +313,16 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
+
+
+def rotary_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault of a rotated part of each head that does not consist of pairs of channels."""
+    if "head_dim" in given:
+        channels = int(given["head_dim"] * given["partial_rotary_factor"])
+        if channels < 2 or channels % 2:
+            head = f"head_dim = {given['head_dim']}"
+            why = f"partial_rotary_factor = {given['partial_rotary_factor']} rotates {channels} channels of {head}"
+            yield InvalidSetting("partial_rotary_factor", why, "write a factor that rotates pairs of channels")
 
 
 def num_experts(architecture: DecoderConfig) -> int:

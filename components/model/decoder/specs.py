@@ -13,27 +13,61 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @attrs.frozen(kw_only=True)
-class AttentionSpec:
+class MixerSpec:
     """
-    Specification of causal self-attention.
+    Specification of causal attention.
 
     `rope` rotates queries and keys; None: they are not rotated. A token attends to the last `window` tokens, itself
-    included; None: to all before it. `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection.
-    `options` are those of the kernels: the scale and the cap of scores.
+    included; None: to all before it. `options` are those of the kernels: the scale and the cap of scores.
     """
 
     heads: int
-    kv_heads: int
-    head_dim: int
     rope: Rope | None
     window: int | None = None
-    qk_norm: Literal["none", "head", "projection"] = "none"
     options: AttentionOptions = PLAIN_ATTENTION
 
     @property
     def pair_flops(self) -> int:
         """FLOPs for a query and a key: a product with the key, and one with the value."""
+        raise NotImplementedError
+
+
+@attrs.frozen(kw_only=True)
+class AttentionSpec(MixerSpec):
+    """
+    Specification of attention with grouped queries.
+
+    `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection.
+    """
+
+    kv_heads: int
+    head_dim: int
+    qk_norm: Literal["none", "head", "projection"] = "none"
+
+    @property
+    def pair_flops(self) -> int:
         return 4 * self.heads * self.head_dim
+
+
+@attrs.frozen(kw_only=True)
+class LatentSpec(MixerSpec):
+    """
+    Specification of multi-head latent attention.
+
+    A head of queries and keys has `nope_dim` channels, and `rope_dim` channels that are rotated and, in keys, shared by
+    all heads. Keys and values are projected from a latent of width `kv_rank`, queries from one of width `query_rank`;
+    None: from hidden states.
+    """
+
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    kv_rank: int
+    query_rank: int | None
+
+    @property
+    def pair_flops(self) -> int:
+        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +96,7 @@ class ExpertSpec:
     z_loss_coef: float = 0.0
 
 
-PartSpec = AttentionSpec | MlpSpec | ExpertSpec
+PartSpec = MixerSpec | MlpSpec | ExpertSpec
 
 
 @attrs.frozen
