@@ -83,7 +83,7 @@ FUSED = {"cuda"}
 
 
 @contextmanager
-def fused_on_meta() -> Iterator[None]:
+def fuse_on_meta() -> Iterator[None]:
     """Add meta tensors' gradients as on GPUs, within this context; plans for GPUs use it."""
     FUSED.add("meta")
     try:

@@ -65,10 +65,10 @@ class Lora:
                 setattr(module.get_submodule(owner), leaf, self._adapt(name, layer, adapted))
         if isinstance(module, CausalLM) and module.tied and module.span.head and matching("lm_head", self.targets):
             matched.update(matching("lm_head", self.targets))
-            module.add_module("lm_head", self._tied_head(module))
+            module.add_module("lm_head", self._adapt_tied_head(module))
         return matched
 
-    def _tied_head(self, module: CausalLM) -> LoraTiedHead:
+    def _adapt_tied_head(self, module: CausalLM) -> LoraTiedHead:
         """Return the adapter of a head that shares the embedding's weight."""
         table = module.model.embed_tokens
         if module.lm_head is not None:

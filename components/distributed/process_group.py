@@ -206,7 +206,7 @@ def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence
     """
     Mark this rank as blocked in an operation of a group, and convert torch's errors to a UserError with a diagnosis.
     """
-    with monitor.blocked(operation, name):
+    with monitor.mark_blocked(operation, name):
         try:
             yield
         except RuntimeError as error:

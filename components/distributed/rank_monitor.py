@@ -93,7 +93,7 @@ class RankMonitor:
             os.close(self._watched.popitem()[0])
 
     @contextmanager
-    def blocked(self, operation: str, group: str) -> Iterator[None]:
+    def mark_blocked(self, operation: str, group: str) -> Iterator[None]:
         """Mark this thread as blocked in an operation of a group."""
         self._blocked[threading.get_ident()] = f"waits for {operation} in group {group}"
         try:

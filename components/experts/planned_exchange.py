@@ -22,10 +22,10 @@ def without_exchange(
     """
     if ranks == 1:
         return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
-    return planned_dispatch(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
+    return plan_dispatch(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
 
 
-def planned_dispatch(
+def plan_dispatch(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched:
     """

@@ -54,7 +54,7 @@ def token_counts(batching: Batching | None, rows: PackedDataset | None) -> Token
     return TokenCounts(tokens_after)
 
 
-def declared_token_counts(node: Any) -> TokenCounts | None:
+def token_counts_from_settings(node: Any) -> TokenCounts | None:
     """Return the token counts that follow from settings; None if they depend on the run, as with a batch-size ramp."""
     batch, rows = (node.neighbour(edge) for edge in SIZES)
     if not batch or not rows or batch.settings.get("ramp"):
@@ -70,10 +70,10 @@ def several_given(node: Any, name: str) -> Iterator[Problem]:
         yield node.problem(keys[-1], f"both {keys[0]} and {keys[-1]} are given", "leave one of them out")
 
 
-def declared_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
+def steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> int:
     """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
     steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
-    sizes = declared_token_counts(node)
+    sizes = token_counts_from_settings(node)
     if sizes is None and tokens is not None:
         return 0
     return steps_of(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)

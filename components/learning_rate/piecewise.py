@@ -9,8 +9,8 @@ import attrs
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    declared_token_counts,
     token_counts,
+    token_counts_from_settings,
     tokens_without_sizes,
 )
 from drawloom.components.ports.data import PackedDataset
@@ -109,7 +109,7 @@ class Piecewise:
         """Report the first phase that ends before it begins, or after the run."""
         if any(cls.constraints(node)):
             return
-        begin, sizes = 0, declared_token_counts(node)
+        begin, sizes = 0, token_counts_from_settings(node)
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
                 return  # the last steps of this phase and all later ones are known only in the run

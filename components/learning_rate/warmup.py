@@ -6,8 +6,8 @@ from typing import Any
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    declared_steps,
     several_given,
+    steps_from_settings,
     steps_of,
     token_counts,
     tokens_without_sizes,
@@ -79,7 +79,7 @@ class AfterWarmup:
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
         """Report a warm-up that is longer than the run, and a decay that is longer than the rest of the run."""
         names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
-        steps = {name: declared_steps(node, name, total, at_end=name == "decay") for name in names}
+        steps = {name: steps_from_settings(node, name, total, at_end=name == "decay") for name in names}
         if steps["warmup"] > total:
             text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
             yield node.problem(unit_given(node, "warmup"), text, SHORTEN.format(name="warmup"))

@@ -86,7 +86,7 @@ def param_groups(
     return torch_groups
 
 
-def unmatched(node: NodeView) -> Iterator[Problem]:
+def check_patterns(node: NodeView) -> Iterator[Problem]:
     """
     Yield a warning for every pattern, in groups or the optimizer's `targets`, that selects no parameter of the model.
 
@@ -99,14 +99,14 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
-    parameters = _declared_parameters(stages) if stages else {}
+    parameters = _model_parameters(stages) if stages else {}
     for kind, targets, paths in kinds:
         names = [name for name, part in parameters.items() if kind == "parameter" or decays(part)]
         for index, pattern, text in _faults(_pair_with_index(names, targets), targets, kind):
             yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 
 
-def _declared_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
+def _model_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
     """Return the parameters that the stages' model declares; {} if another part of the stages changes them."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
     trains_loss = loss and loss.implements(TrainableLoss)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups, unmatched
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_patterns, param_groups
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import RunInfo, Step
@@ -81,7 +81,7 @@ class StochasticAdamW:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warn of groups without a parameter, and require a GPU for Triton."""
-        yield from unmatched(node)
+        yield from check_patterns(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")

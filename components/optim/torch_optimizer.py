@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
-from drawloom.components.optim.parameter_groups import ParameterGroup, param_groups, unmatched
+from drawloom.components.optim.parameter_groups import ParameterGroup, check_patterns, param_groups
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
@@ -26,7 +26,7 @@ KEEP_UPDATES = (
 )
 
 
-def named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
+def state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
     """Return the optimizer state of each parameter by name; {} before the parameter's first gradient."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     return {name: dict(states.get(parameter, {})) for name, parameter in named}
@@ -93,7 +93,7 @@ class TorchOptimizer:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warn of groups without a parameter, and of weights that lose small updates by rounding."""
-        yield from unmatched(node)
+        yield from check_patterns(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
         if precision and precision.settings.get("parameter") == "bfloat16":
@@ -145,7 +145,7 @@ class TorchOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name; tensors of any shape."""
-        return named_state(self._optimizers, self.parameters.named())
+        return state_by_name(self._optimizers, self.parameters.named())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""

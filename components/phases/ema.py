@@ -50,7 +50,7 @@ class WeightAverage:
     def averages(self) -> Mapping[str, Tensor]:
         return self._averages
 
-    def swapped(self) -> AbstractContextManager[None]:
+    def swap_in(self) -> AbstractContextManager[None]:
         return self._swap()
 
     @contextmanager
