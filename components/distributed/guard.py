@@ -5,7 +5,7 @@ A regular expression or an extension may keep the lock forever: no other Python 
 The guard is forked before torch is imported and before there are threads. It reads a limit from shared memory, and lets
 the kernel deliver a signal; faulthandler then prints the stacks without the lock.
 
-The module imports almost nothing, to be started first.
+The module imports almost nothing, so it can be started first.
 """
 
 import faulthandler

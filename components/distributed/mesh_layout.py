@@ -118,7 +118,7 @@ class MeshView:
 
     @property
     def model_group(self) -> Group:
-        """The ranks with together one model copy: all dimensions except `expert_replicate`."""
+        """The ranks that together contain one model copy: all dimensions except `expert_replicate`."""
         return self.group(*MODEL)
 
     @property

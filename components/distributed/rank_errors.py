@@ -19,7 +19,7 @@ class Agreed(UserError):
 
 
 def _do_nothing(_value: Any = None) -> None:
-    """Return None: the default for `share`, and the work of ranks other than 0 in run_on_rank0."""
+    """Return None: the default for `share`, and the work on ranks other than 0 in run_on_rank0."""
 
 
 def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _do_nothing) -> tuple[T, list[Any]]:

@@ -8,7 +8,7 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class SumOverParameters:
-    """Reductions over the ranks with together one model copy."""
+    """Reductions over the ranks that together contain one model copy."""
 
     mesh: Mesh
 

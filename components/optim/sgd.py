@@ -76,7 +76,8 @@ class SGD(TorchOptimizer):
         """
         Fill missing momentum with zeros.
 
-        torch would leave it uninitialized if the first step is skipped, and rejects mixed weights with and without.
+        torch would leave it uninitialized if the first step is skipped, and rejects a mixture of weights with and
+        without it.
         """
         for _, parameter in self.parameters.named():
             state = self._optimizers[0].state[parameter]

@@ -102,7 +102,7 @@ class TorchOptimizer:
             yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return the running means' names, as kept by parameter from the first step on."""
+        """Return the names of the running means kept for every parameter from its first step on."""
         raise NotImplementedError
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
