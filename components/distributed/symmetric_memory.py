@@ -1,5 +1,5 @@
 """
-Equal memory on every rank in a group, readable and writable for the whole group.
+Memory of equal size on every rank in a group, readable and writable by the whole group.
 
 On GPUs it is torch's symmetric memory, reached by one host's GPUs over NVLink or PCIe; on a CPU, a file mapped by the
 host's processes.

@@ -1,7 +1,7 @@
 """
 The component `experts.symmetric`: expert parallelism through symmetric memory on one host.
 
-A rank writes its tokens to memory readable for the host's other ranks. Every rank reads its experts' tokens from the
+A rank writes its tokens to memory that the host's other ranks can read. Every rank reads its experts' tokens from the
 other ranks' memory, directly into its experts' rows. It writes the sums of the experts' results by token to such
 memory, from where the tokens' ranks read them. The backward pass does the same in the opposite direction. A barrier
 follows every write; ranks do not exchange token counts first.

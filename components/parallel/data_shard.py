@@ -349,7 +349,7 @@ def shard(
 
 
 def heads_of(module: nn.Module) -> list[nn.Module]:
-    """Return a stage's layers with only a head, not tied to the embedding."""
+    """Return a stage's layers that consist of an untied head."""
     return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
