@@ -21,8 +21,8 @@ TEXT = """\
 The table is for 8 ranks with 32 microbatches. Forward, input gradients and weight gradients of a rank's layers take 1
 each; a rank with two stages has half of its layers in each. *Slow messages* take 0.25; `auto`, `v_half` and `v_min`
 know this from their setting `comm`. *Memory* is the peak number of microbatches whose activations a rank keeps until
-weight gradients, counted in all of its layers. A *split* backward pass sends the gradients of a stage's inputs before it
-computes the gradients of its weights.
+weight gradients, counted in all of its layers. A *split* backward pass sends the gradients of a stage's inputs before
+it computes the gradients of its weights.
 
 | schedule | stages a rank | bubble | with slow messages | memory | backward |
 |-|-|-|-|-|-|
