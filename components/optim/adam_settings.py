@@ -39,7 +39,7 @@ class AdamSettings(TorchOptimizer):
     def moments(self) -> dict[str, Sequence[str]]:
         """Return the names of the two running means, and with `amsgrad` of the largest mean of squares."""
         names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
-        return {name: names for name, _ in self.parameters.named()}
+        return {name: names for name, _ in self.parameters.named_parameters()}
 
     def _options(self) -> dict[str, Any]:
         """Return torch's options of the same names; the weight decay is an option of the parameter groups."""

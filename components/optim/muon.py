@@ -60,13 +60,14 @@ class Muon(TorchOptimizer):
         """Return one name for the matrices that Muon trains, and AdamW's two names for other parameters."""
         matrices = self._muon_matrices()
         return {
-            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS for name, part in self.parameters.named()
+            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS
+            for name, part in self.parameters.named_parameters()
         }
 
     def update_flops(self) -> float:
         """Return the FLOPs of the orthogonalisation on this rank. Ranks that share a matrix split the work."""
         slices, matrices = self.parameters.slices(), self._muon_matrices()
-        parts = ((slices[name], part) for name, part in self.parameters.named() if part in matrices)
+        parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
         return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing.size
 
@@ -83,7 +84,7 @@ class Muon(TorchOptimizer):
             for wanted in (True, False)
         )
         known = self.parameters.slices()
-        matrices = {name: part for name, part in self.parameters.named() if part in chosen}
+        matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing)
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
@@ -94,7 +95,7 @@ class Muon(TorchOptimizer):
 
     def _muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
-        matrices = [(name, part) for name, part in self.parameters.named() if decays(part)]
+        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(part)]
         indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 

@@ -81,7 +81,7 @@ class ReplicatedModule:
             raise ValueError("replicas have nothing to reduce before the last microbatch")
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """Do nothing: remaining gradients are sent at the end of the step."""
 
     def parts(self) -> list[ReducedPart]:

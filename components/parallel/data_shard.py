@@ -192,7 +192,7 @@ class ShardedModule:
         """
         self._reduce_in_backward(True, final)
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.by_microbatch:
             self._reduce_in_backward(False)

@@ -132,7 +132,7 @@ class Signals:
             self._reader.close()
             self._reader = None
 
-    def agreed(self) -> int:
+    def agree_on_signal(self) -> int:
         """Return the largest number of a signal that any rank received, 0 without one. A collective."""
         largest = torch.tensor(self._received, dtype=torch.int64)
         self.mesh.world.max(largest)

@@ -11,20 +11,20 @@ import torch
 
 from drawloom.components.checkpoint.io_errors import describe_io_error
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
 from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
 
 
-def _failed(code: int) -> Agreed:
+def _failed(code: int) -> RankError:
     """The error of a rank on which a system call failed."""
 
     def fail() -> None:
         raise OSError(code, os.strerror(code), "/runs/x/file")
 
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(RankError) as caught:
         run_on_rank0(SingleProcess(), fail)
     return caught.value
 
