@@ -210,9 +210,9 @@ from drawloom.components.ports.stages import (
     Stages as Stages,
     TrainableStages as TrainableStages,
     Transform as Transform,
-    averaged as averaged,
     fuses_backward as fuses_backward,
     gradient_of as gradient_of,
+    with_averages as with_averages,
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,

@@ -291,7 +291,7 @@ class _Life:
         """The step that each rank has restored, -1 if none."""
         return [NUMBERS.unpack_from(self._memory, place * NUMBERS.size)[2] for place in range(len(self.children))]
 
-    def list_checkpoints(self) -> int:
+    def committed(self) -> int:
         """The newest step that this life has committed for certain."""
         return int(NUMBERS.unpack_from(self._memory, 0)[3])
 

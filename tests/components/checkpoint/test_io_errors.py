@@ -33,7 +33,7 @@ def _failed(code: int) -> RankError:
 def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """One line has the error, the bytes needed and the bytes free, for each errno of a full disk."""
+    """One line has the error, the needed and the free bytes, for every errno from a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
     assert describe_io_error(_failed(code), tmp_path, 3_100_000_000) == expected
