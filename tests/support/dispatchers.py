@@ -85,7 +85,7 @@ def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
             splits = split_experts(module, mesh.expert_group)
             module.to_empty(device="cpu")
             for name, split in splits.items():
-                module.get_parameter(name).data.copy_(weight(name)[split.place.index()])
+                module.get_parameter(name).data.copy_(weight(name)[split.tensor_slice.index()])
             found.append(run_experts(module, *inputs(chosen, mesh.world.rank)))
         return found
     finally:
