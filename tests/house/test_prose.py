@@ -23,7 +23,7 @@ BUDGETS = {
     },
     "kernels": {
         "of": 20.6,
-        "that": 6.2,
+        "that": 6.6,
         "what": 0.0,
         "those": 0.2,
         "which": 3.4,

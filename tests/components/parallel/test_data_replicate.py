@@ -109,7 +109,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
 
 
 def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
-    """A weight shared by several layers, or by a layer and a module before the layers, is sent last, with all its gradients."""
+    """A weight shared by several layers, or by a layer and an earlier module, is sent last with all gradients."""
     module, plain, group = Stack(), Stack(), Twins()
     for each in (module, plain):
         each.layers[2] = each.layers[0]
