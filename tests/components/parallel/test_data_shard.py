@@ -1,4 +1,4 @@
-"""Parameters that ranks share out, and when each rank has them whole."""
+"""Parameters sharded over ranks, and when they are whole on every rank."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -199,7 +199,7 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
 
 
 def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
-    """Head, three blocks, and the rest are reduced once each, with their gradients, before those of later ones."""
+    """Head, three blocks, and the rest are reduced once, each unit before the next one has its gradients."""
     for found in run_ranks(_reduced_in_a_pass_for_the_weights, 2):
         assert found == [(0, False)] * 5
 
