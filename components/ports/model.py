@@ -12,6 +12,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 
 @attrs.frozen
@@ -316,27 +317,46 @@ class Kernels(Protocol):
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Apply RMSNorm over the last dimension of (..., width)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return RMSNorm of x + residual, both (..., width), and the sum."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         """Return silu(gate) * up, any shape, with vectors multiplied by their scale, if any."""
         ...
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate (rows, length, heads, head_dim) by angles (rows, length, head_dim // 2), in the halves layout."""
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return gelu(gate) * up, of any shape, with the tanh approximation of GELU."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+        """
+        Rotate the first 2 * pairs channels of (rows, length, heads, head_dim) by angles (rows, length, pairs).
+
+        Channel i is paired with channel i + pairs, or, if `interleaved`, channel 2 i with 2 i + 1.
+        """
         ...
 
     def qk_norm_rope(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        zero_centered: bool = False,
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """
-        Apply RMSNorm by head, with weights (head_dim,), and then `rope` to queries and keys.
+        Apply `rms_norm` by head, with weights (head_dim,), and then `rope` to queries and keys.
 
         q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); the results have the same shapes.
         """
@@ -361,12 +381,21 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """
         Compute causal attention inside documents (flash attention, if the implementation has it).
 
-        q: (rows, length, heads, head_dim); k and v: (rows, length, kv_heads, head_dim); mask from `attention_mask`;
-        result (rows, length, heads, head_dim).
+        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); v: (rows, length, kv_heads, v_dim);
+        mask from `attention_mask`; result (rows, length, heads, v_dim). `sinks` (heads,) are scores for one more
+        key, whose value is 0.
         """
         ...
 

@@ -249,5 +249,9 @@ from drawloom.components.state.step_state import (
     StateView as StateView,
     StepState as StepState,
 )
+from drawloom.kernels.attention_options import (
+    AttentionOptions as AttentionOptions,
+    PLAIN_ATTENTION as PLAIN_ATTENTION,
+)
 
 __all__ = [name for name in dir() if name[0].isalpha()]

@@ -302,8 +302,8 @@ def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
     product = 4.0 * batch * heads * channels * count_attended_pairs(row[None])
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
-        from drawloom.kernels.attention import VARLEN
         from drawloom.kernels.attention_cudnn import CUDNN
+        from drawloom.kernels.attention_flash import VARLEN
         from drawloom.kernels.attention_flex import FLEX
 
         kinds = {"flex": FLEX, "varlen": VARLEN} | ({} if row.any() else {"cudnn": CUDNN})
