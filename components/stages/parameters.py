@@ -55,18 +55,18 @@ class StageParameters:
         """Return the stages' parameters by name, including frozen ones."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all stages' trained parameters by name, without duplicates."""
         return list(self._named.items())
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
-        shared = self._shared
-        elsewhere = set[str]().union(*(dimension.owned_elsewhere(shared) for dimension in self.dimensions))
+        shared = self._sharing
+        elsewhere = set[str]().union(*(dimension.names_owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
 
     @property
-    def _shared(self) -> SharedParameters:
+    def _sharing(self) -> SharedParameters:
         return SharedParameters(
             trained=self._named,
             split=self.splits.keys(),
@@ -80,23 +80,23 @@ class StageParameters:
 
     def slice(self, name: str) -> TensorSlice | None:
         """Return this rank's parameter slice; None for a whole parameter."""
-        split = self.splits[name].place if name in self.splits else None
-        return TensorSlice.nested(split, self.store.slices.get(name))
+        split = self.splits[name].tensor_slice if name in self.splits else None
+        return TensorSlice.compose(split, self.store.slices.get(name))
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients."""
         modules = [stage.module for stage in self.stages]
         tensors = dict.fromkeys(tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
-        trained = sum(parameter.numel() for _, parameter in self.named())
+        trained = sum(parameter.numel() for _, parameter in self.named_parameters())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copied_bytes,
+            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copy_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
     def sum_gradients(self) -> None:
         """Sum the gradients not summed in backward passes along all dimensions, innermost first."""
-        shared = self._shared
+        shared = self._sharing
         for dimension in reversed(self.dimensions):
             dimension.sum_gradients(shared)
 

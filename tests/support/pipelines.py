@@ -406,7 +406,9 @@ def _steps(
     sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
     held_out = sum_losses(evaluate(executor, made[:3]))
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
-    grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
+    grads = {
+        name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named_parameters()
+    }
     return {
         "grads": grads,
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},

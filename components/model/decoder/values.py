@@ -42,8 +42,8 @@ def names(*words: str) -> KeyValues:
 
 def config_key(values: KeyValues, default: Any = attrs.NOTHING) -> Any:
     """Return a field of a config with these values; lists become tuples."""
-    converter = {"converter": tuple} if isinstance(default, tuple) else {}
-    return attrs.field(default=default, metadata={"values": values}, **converter)
+    converter = tuple if isinstance(default, tuple) else None
+    return attrs.field(default=default, metadata={"values": values}, converter=converter)
 
 
 def values_of(field: "attrs.Attribute[Any]") -> KeyValues:

@@ -13,7 +13,7 @@ from torch import nn
 from drawloom import Recipe
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, unmatched
+from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, check_patterns
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
@@ -78,7 +78,7 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
         for group in expected.param_groups:
             group["lr"] = 0.1 * (1 / number) * group["factor"]
         expected.step()
-    assert_equal(dict(ours.named()), dict(theirs.named()))
+    assert_equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
@@ -89,7 +89,7 @@ def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> N
     weights = Weights(SHAPES)
     groups = [make(targets=["layers.*.up.*"], lr_multiplier=0.5, weight_decay=0.7, **betas)]
     steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
-    for name, parameter in weights.named():
+    for name, parameter in weights.named_parameters():
         alone = Weights({name: SHAPES[name]})
         settings = {"lr": 0.05, "weight_decay": 0.7, **betas} if ".up." in name else {}
         steps(opened(kind, alone, **settings), alone, 1, 2, 3, 4)
@@ -186,7 +186,7 @@ def test_names_of_a_loss_are_left_to_the_run() -> None:
     """The last stage holds a loss's parameters, whose names no model tells."""
     values = {"optimizer": {"groups": [{"targets": ["*temperature"]}]}}
     graph = Recipe.load("first_run").with_values(values).graph
-    assert len(list(unmatched(graph.view("optimizer")))) == 1
+    assert len(list(check_patterns(graph.view("optimizer")))) == 1
     spec = attrs.evolve(graph.nodes["loss"].spec, cls=Tempered)
     nodes = {**graph.nodes, "loss": attrs.evolve(graph.nodes["loss"], spec=spec)}
-    assert list(unmatched(NodeView(graph.nodes["optimizer"], nodes))) == []
+    assert list(check_patterns(NodeView(graph.nodes["optimizer"], nodes))) == []
