@@ -19,6 +19,7 @@ from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
@@ -47,6 +48,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Gemma3,
         Glm4Moe,
         Glm4MoeLite,
+        GptOss,
         Granite,
         Llama,
         Mistral,

@@ -28,7 +28,7 @@ class Glm4MoeConfig(GroupedExpertsConfig):
         return int(self.head_dim * self.partial_rotary_factor)
 
     def attention_of(self, layer: int) -> MixerSpec:
-        plain = super().attention_of(layer)
+        plain = self.grouped_attention_of(layer)
         return attrs.evolve(plain, qk_norm="head") if self.use_qk_norm else plain
 
     def has_bias(self, projection: str) -> bool:

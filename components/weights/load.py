@@ -15,6 +15,7 @@ from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
+from drawloom.components.weights.dequantized import Dequantized
 from drawloom.components.weights.mapper import giving, parallel, sequential
 from drawloom.components.weights.mapper_ops import cut, identity, like
 from drawloom.graph import UserError
@@ -99,7 +100,7 @@ def fitting_folder(
     Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
     module.
     """
-    source = open_safetensors_folder(folder)
+    source = Dequantized(open_safetensors_folder(folder))
     if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source

@@ -241,6 +241,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
+    "model.gpt_oss": lambda folder: {
+        "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
+    },
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
     "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),

@@ -93,7 +93,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "glm4_moe", "deepseek_v3"}
+WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3"}
 """Cases whose adapters or experts every tensor-parallel rank has."""
 
 

@@ -24,6 +24,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.glm4_moe import Glm4Moe
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -236,6 +237,19 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     ),
     "smollm3": (SmolLm3, {}),
     # No biases: the gradient of a key's bias is 0 in channels that are not rotated, and Adam divides noise by noise.
+    # sinks, and experts with biases
+    "gpt_oss": (
+        GptOss,
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "sliding_window": 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 6,
+            "router_aux_loss_coef": 0.5,
+            "initializer_range": 0.2,
+        },
+    ),
     "glm4_moe": (Glm4Moe, GROUPED | {"first_k_dense_replace": 1, "use_qk_norm": True}),
     # latent attention, alone and with DeepSeek-V3's experts
     "deepseek_v3": (

@@ -79,11 +79,10 @@ def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: An
 def as_in_transformers(
     model: DecoderBuilder, tensors: Mapping[str, Tensor], names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Tensors (any shape) under the names of transformers' modules: ours, or where there is none that of files."""
+    """Tensors (any shape) as in the modules of transformers: mapped where modules are like files, else unchanged."""
     mapper = model.hugging_face_mapper()
-    others = Mapper(tuple(group for group in mapper.groups if not set(group.inputs) <= set(names)))
-    kept = {name: tensor for name, tensor in tensors.items() if name not in others.inputs}
-    return kept | convert(Mapper(tuple(g for g in others.groups if set(g.inputs) <= tensors.keys())), tensors)
+    renamed = Mapper(tuple(group for group in mapper.groups if set(group.outputs) <= set(names)))
+    return {**tensors, **convert(renamed, tensors)}
 
 
 def one_document(rows: int, length: int) -> TokenContext:

@@ -431,6 +431,22 @@ ROWS: dict[str, Row] = {
             "query_pre_attn_scalar": 8,
         },
     ),
+    "model.gpt_oss": Row(
+        parts.model_of,
+        TYPED_SIZES | {"num_experts": 5, "num_experts_per_tok": 2},
+        MODEL
+        | LAYER_TYPES
+        | {
+            "config": config("gpt_oss"),
+            "attention_bias": False,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_alpha": 0.5,
+            "swiglu_limit": 1e-3,
+            "router_aux_loss_coef": 0.5,
+            "router_z_loss_coef": 0.5,
+        },
+    ),
     "model.granite": Row(
         parts.model_of,
         SIZES,

@@ -69,7 +69,8 @@ class LatentAttention(TensorParallel):
         """Gather the split tokens of several tensors (tokens, width) in one collective: each (rows, length, width)."""
         if self.ranks.size == 1:
             return parts
-        return self.ranks.gather_tokens(torch.cat([*parts], -1), shape).split([part.shape[-1] for part in parts], -1)
+        gathered = self.ranks.gather_tokens(torch.cat([*parts], -1), shape)
+        return torch.split(gathered, [part.shape[-1] for part in parts], -1)
 
     def _rotate(self, x: Tensor, context: LayerContext) -> Tensor:
         if self.spec.rope is None or context.angles is None:

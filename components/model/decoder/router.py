@@ -25,7 +25,7 @@ class Routing:
     groups: those whose two best scores have the greatest sums. The weights of the chosen experts are their scores,
     with `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
     alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
-    float32.
+    float32, and with `linear_bias` a learned bias is added to them.
     """
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
@@ -35,6 +35,7 @@ class Routing:
     n_group: int = 1
     topk_group: int = 1
     wide_logits: bool = False
+    linear_bias: bool = False
 
 
 def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class Router(Linear, RowSums):
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
     ) -> None:
-        super().__init__(hidden_size, num_experts, kernels)
+        super().__init__(hidden_size, num_experts, kernels, routing.linear_bias)
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
         self.routing = routing

@@ -37,11 +37,13 @@ class AttentionSpec(MixerSpec):
     """
     Specification of attention with grouped queries.
 
-    `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection.
+    `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection. With `sinks`, each head has a
+    learned score of one more key, whose value is 0.
     """
 
     kv_heads: int
     head_dim: int
+    sinks: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
 
     @property
@@ -78,13 +80,22 @@ class MlpSpec:
     activation: Activation = "silu"
 
 
+@attrs.frozen
+class ClampedSwiGlu:
+    """Slope and bound of clamped SwiGLU, see kernels/clamped_swiglu.py."""
+
+    alpha: float
+    limit: float
+
+
 @attrs.frozen(kw_only=True)
 class ExpertSpec:
     """
     Specification of a router and its experts of inner width `width`, each.
 
     `shared_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0: there is
-    none. Loss coefficients are those of one layer.
+    none. `router` is the name of the router's module. With `biases`, experts have biases, and with a `clamp` their gate
+    is clamped SwiGLU. Loss coefficients are those of one layer.
     """
 
     experts: int
@@ -92,6 +103,9 @@ class ExpertSpec:
     width: int
     routing: Routing
     shared_width: int = 0
+    router: str = "gate"
+    biases: bool = False
+    clamp: ClampedSwiGlu | None = None
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 

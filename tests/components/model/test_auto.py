@@ -26,7 +26,8 @@ TEXT = 'corpus.paths=["*.txt"]'
 
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
     """A small model of a family."""
-    return small(kind, **(SPARSE_SIZES | {"num_key_value_heads": 4} if "num_experts" in kind.family.keys else {}))
+    sizes = {key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.keys}
+    return small(kind, **sizes)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
