@@ -18,7 +18,7 @@ from drawloom.graph import UserError
 from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
 
 
-def _failed(code: int) -> Agreed:
+def _error_of_rank(code: int) -> Agreed:
     """The error of a rank on which a system call failed."""
 
     def fail() -> None:
@@ -36,23 +36,23 @@ def test_a_full_disk_is_reported_with_path_need_and_free_space(
     """One line has the error, the bytes needed and the bytes free, for each errno of a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
-    assert describe_io_error(_failed(code), tmp_path, 3_100_000_000) == expected
+    assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000) == expected
 
 
 def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     """The message has the path."""
-    assert describe_io_error(_failed(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
+    assert describe_io_error(_error_of_rank(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
 
 
 def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
     """Freeing space would not help, so the message names the limit."""
-    text = describe_io_error(_failed(errno.EFBIG), tmp_path, 1)
+    text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1)
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
 def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
-    assert "an unknown number of bytes free in" in describe_io_error(_failed(errno.ENOSPC), tmp_path / "gone", 7)
+    assert "an unknown number of bytes free in" in describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7)
 
 
 class _Optimizer(ShardedNode):

@@ -267,14 +267,14 @@ def _restore_slices(folder: Path) -> tuple[bool, int]:
     """Whether a rank has its rows, and how many bytes it read of files of tensors."""
     count, preadv = 0, os.preadv
 
-    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def read_and_count(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         nonlocal count
-        found = preadv(descriptor, buffers, offset)
-        count += found if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors") else 0
-        return found
+        byte_count = preadv(descriptor, buffers, offset)
+        count += byte_count if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors") else 0
+        return byte_count
 
     with _mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", counted)
+        patch.setattr(os, "preadv", read_and_count)
         node = _node(mesh.world.rank, mesh.world.size)
         step = checkpointer(folder, {"node": node}, mesh).restore()
         good = torch.equal(node.state["w"]["moment"][:, 0], torch.arange(node.first, node.first + node.rows).byte())

@@ -116,8 +116,8 @@ def test_a_state_changed_right_after_a_save_is_not_saved(
         node.wait_until_staged()
         weight.fill_(-1)
         _wait(node)
-        found = load_node(tmp_path / f"checkpoints/step-{index}", "memory")
-        assert set(found["weight"].tolist()) == {index} and found["small"].tolist() == [index] * 3
+        loaded = load_node(tmp_path / f"checkpoints/step-{index}", "memory")
+        assert set(loaded["weight"].tolist()) == {index} and loaded["small"].tolist() == [index] * 3
 
 
 def test_the_next_save_waits_for_the_pending_one(tmp_path: Path, disk: Disk) -> None:

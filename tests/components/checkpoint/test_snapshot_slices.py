@@ -37,29 +37,33 @@ def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> No
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     whole = numbers(shape)
     saved, wanted = data.draw(layouts(shape)), data.draw(layouts(shape))
-    pieces: list[Any] = [mark({"mean": whole[place.index()], "steps": torch.tensor(3)}, place) for place in saved]
-    for place in [*wanted, None]:
-        needed = [piece for piece, each in zip(pieces, saved, strict=True) if is_needed([each], place)]
-        found = assemble(needed, place)
-        expected = whole if place is None else whole[place.index()]
-        assert torch.equal(found["mean"], expected) and found["steps"].item() == 3
-        exact = [each for each in saved if place is not None and each.overlap(place)]
-        assert place is None or not place.numel or len(needed) == len(exact)
+    pieces: list[Any] = [
+        mark({"mean": whole[tensor_slice.index()], "steps": torch.tensor(3)}, tensor_slice) for tensor_slice in saved
+    ]
+    for tensor_slice in [*wanted, None]:
+        needed = [
+            piece for piece, saved_slice in zip(pieces, saved, strict=True) if is_needed([saved_slice], tensor_slice)
+        ]
+        assembled = assemble(needed, tensor_slice)
+        expected = whole if tensor_slice is None else whole[tensor_slice.index()]
+        assert torch.equal(assembled["mean"], expected) and assembled["steps"].item() == 3
+        exact = [saved_slice for saved_slice in saved if tensor_slice is not None and saved_slice.overlap(tensor_slice)]
+        assert tensor_slice is None or not tensor_slice.numel or len(needed) == len(exact)
 
 
 def test_a_whole_tensor_is_cut() -> None:
     """What one process saved is cut for a rank that shards; its other values are as they were."""
-    place = TensorSlice((4, 3), (1, 0), (2, 3))
-    found = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], place)
-    assert found["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
-    assert found["steps"] == 7 and found["step"].ndim == 0
+    tensor_slice = TensorSlice((4, 3), (1, 0), (2, 3))
+    assembled = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
+    assert assembled["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert assembled["steps"] == 7 and assembled["step"].ndim == 0
 
 
 def test_a_slice_of_another_shape_is_given_whole() -> None:
     """A model of other sizes gets the whole tensor, whose shape its error can name."""
     saved = [SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (at, 0), (2, 3))) for at in (0, 2)]
-    found = assemble([{"w": each} for each in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
-    assert found["w"].shape == (4, 3)
+    assembled = assemble([{"w": tensor} for tensor in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
+    assert assembled["w"].shape == (4, 3)
 
 
 def test_a_missing_piece_is_an_error() -> None:
@@ -71,8 +75,8 @@ def test_a_missing_piece_is_an_error() -> None:
 
 def test_replicated_slices_are_not_counted_twice() -> None:
     """Tensors without dimensions, and those of other dimensions, are no slices."""
-    place = TensorSlice((4,), (0,), (2,))
-    state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, place)
+    tensor_slice = TensorSlice((4,), (0,), (2,))
+    state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, tensor_slice)
     assert [type(part).__name__ for part in state.values()] == ["SlicedTensor", "Tensor", "Tensor", "str"]
     assert mark({"w": torch.zeros(2)}, None) == {"w": pytest.approx(torch.zeros(2))}
 
@@ -87,9 +91,9 @@ def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject
     cut = part or TensorSlice.whole(saved.size)
     assert cut.size[1:] == saved.size[1:]
     common = saved.overlap(wanted)
-    held = whole[saved.index()][cut.index()].flatten().tolist()
+    available = whole[saved.index()][cut.index()].flatten().tolist()
     needed = set(whole[common.index()].flatten().tolist()) if common else set()
-    assert needed <= set(held)
+    assert needed <= set(available)
     rows = whole[saved.index()][cut.index()]
     assert all(needed & set(row.flatten().tolist()) for row in (rows[:1], rows[-1:]) if rows.numel() and part)
 

@@ -36,5 +36,5 @@ def test_a_model_has_a_slice_for_each_layer() -> None:
         recipe: Recipe = RECIPE.with_values({"model": {"num_hidden_layers": layers}})
         planned = source(options, recipe.project, recipe)
         assert isinstance(planned, Planned)
-        found = settings_for({"slices"}, planned, 2)
-        assert len(found["slices"]) == len(found["activations"]) == layers and len(found["per_stage"]) == 4
+        settings = settings_for({"slices"}, planned, 2)
+        assert len(settings["slices"]) == len(settings["activations"]) == layers and len(settings["per_stage"]) == 4

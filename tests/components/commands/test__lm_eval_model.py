@@ -57,9 +57,9 @@ def by_hand(ids: list[int], count: int) -> float:
 def test_answers_are_in_the_order_of_requests() -> None:
     """However texts of different lengths are put together; one without a context begins after the end of a text."""
     pairs = [("ab", "cde"), ("", "xy"), ("a", "b"), ("abc", "d")]
-    found = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    answers = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
     wanted = [by_hand([*(one.encode() or [256]), *other.encode()], len(other)) for one, other in pairs]
-    assert [total for total, _ in found] == pytest.approx(wanted, rel=1e-5)
+    assert [total for total, _ in answers] == pytest.approx(wanted, rel=1e-5)
     greedy = [request("loglikelihood", "a", text) for text in ("bcd", "bce")]
     assert [likeliest for _, likeliest in model().loglikelihood(greedy, disable_tqdm=True)] == [True, False]
 

@@ -13,13 +13,13 @@ from drawloom.graph.cli.main import main
 
 def _failures(folder: Path, codes: dict[int, int], reported: dict[int, str]) -> ChildFailedError:
     """The failures of ranks by their exit codes; some have written error files."""
-    found = {}
+    failures = {}
     for rank, code in codes.items():
         path = folder / f"error-{rank}"
         if rank in reported:
             write_error_file(str(path), reported[rank], is_cause=rank == min(reported))
-        found[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
-    return ChildFailedError("drawloom", found)
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
+    return ChildFailedError("drawloom", failures)
 
 
 @pytest.mark.parametrize(

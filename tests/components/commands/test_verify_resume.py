@@ -41,8 +41,8 @@ for step in range(done + 1, steps + 1):
 """Something that behaves like a run."""
 
 
-def _runs(place: Path, steps: int, pause: float, how: str = "") -> Runs:
-    return Runs(place, [sys.executable, "-c", RUN, str(steps), str(pause), how], steps)
+def _runs(folder: Path, steps: int, pause: float, how: str = "") -> Runs:
+    return Runs(folder, [sys.executable, "-c", RUN, str(steps), str(pause), how], steps)
 
 
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def _run(run: Path, **changes: Any) -> Path:
 )
 def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     """A difference names step, metric or tensor, and rank; machine metrics and trackers' state are ignored."""
-    found = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
-    assert len(found) == len(words)
-    assert all(str(text).startswith(word) for text, word in zip(found, words, strict=True))
+    first_differences = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
+    assert len(first_differences) == len(words)
+    assert all(str(text).startswith(word) for text, word in zip(first_differences, words, strict=True))
 
 
 @pytest.mark.parametrize(

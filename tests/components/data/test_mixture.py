@@ -38,13 +38,15 @@ def test_rows_are_of_one_source_each(job: Any) -> None:
     mixture = Mixture(sources=SOURCES, weights={"web": 1, "code": 2})
     rows = Padded(tokens=mixture, job=job, length=6)
     rows.open()
-    held = [(each.name, each.first, each.rows, each.tokens, each.weight) for each in rows.row_sources("train")]
-    assert held == [("web", 0, 4, 16, 1), ("code", 4, 4, 16, 2)]
+    row_sources = [
+        (source.name, source.first, source.rows, source.tokens, source.weight) for source in rows.row_sources("train")
+    ]
+    assert row_sources == [("web", 0, 4, 16, 1), ("code", 4, 4, 16, 2)]
     assert rows.row_tokens("train").tolist() == [6, 6, 2, 2, 4, 4, 4, 4]
     batch = rows.batch("train", range(8))
     assert batch.tokens[:, 0].tolist() == [1] * 4 + [2] * 4
     assert rows.sources("train", 7)[0].startswith("code: document ")
-    assert [(each.name, each.rows) for each in rows.row_sources("validation")] == [("web", 1), ("code", 2)]
+    assert [(source.name, source.rows) for source in rows.row_sources("validation")] == [("web", 1), ("code", 2)]
     assert rows.batch("validation", [2]).tokens.tolist() == [[2, 2, 2, 0, 0, 0]]
 
 

@@ -39,8 +39,8 @@ def test_each_row_has_its_own_digest() -> None:
     one, two = row_digests(batch(1, 2))
     assert one != two and row_digests(batch(2)) == [two]
     changes: list[dict[str, Any]] = [{name: torch.full((1, 3), 9.0)} for name in ("weights", "targets")]
-    changed = [batch(1).evolve(**each) for each in changes]
-    assert len({one, *(digest for each in changed for digest in row_digests(each))}) == 3
+    changed = [batch(1).evolve(**change) for change in changes]
+    assert len({one, *(digest for change in changed for digest in row_digests(change))}) == 3
 
 
 def test_each_step_has_a_line(tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def test_files_are_tokenized_once(
         return made
 
     first = run()
-    found = [bytes(ids[:-1]).decode() for split in ("train", "validation") for ids in tokens_of(first, split)]
-    assert sorted(found) == sorted(f"text {number}" for number in range(20))
+    texts = [bytes(ids[:-1]).decode() for split in ("train", "validation") for ids in tokens_of(first, split)]
+    assert sorted(texts) == sorted(f"text {number}" for number in range(20))
     stores = sorted((tmp_path / "runs" / ".tokens").iterdir())
     assert len(stores) == 2
     with monkeypatch.context() as patch:

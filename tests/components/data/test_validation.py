@@ -44,11 +44,11 @@ def test_every_row_is_evaluated_once(rows: Any, names: Any, rows_used: int, repl
     together, counts = [], set()
     for replica in range(replicas):
         data = validation(rows, rows_used, micro_size=micro_size, dp_size=replicas, dp_rank=replica)
-        found = list(data.batches())
-        counts.add(len(found))
-        batches = names([batch for batch in found if batch.weights.any()])
+        all_batches = list(data.batches())
+        counts.add(len(all_batches))
+        batches = names([batch for batch in all_batches if batch.weights.any()])
         assert all(0 < len(batch) <= micro_size for batch in batches)
-        assert all(batch.token_count == 0 for batch in found[len(batches) :])
+        assert all(batch.token_count == 0 for batch in all_batches[len(batches) :])
         together += [row for batch in batches for row in batch]
     assert sorted(together) == alone and len(counts) == 1
     assert len(set(alone)) == min(rows_used, 40)

@@ -25,7 +25,7 @@ class View:
         return key
 
 
-def refused(**settings: Any) -> list[Any]:
+def refused_settings(**settings: Any) -> list[Any]:
     """The settings that `check` refuses."""
     view: Any = View({"kind": "auto", "backend": "auto", "tf32": False, **settings})
     return list(ComputeDevice.constraints(view))
@@ -99,15 +99,15 @@ def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monk
 @pytest.mark.usefixtures("no_gpu")
 def test_nccl_on_a_cpu_is_refused() -> None:
     """`check` finds it on any machine if both are written, and on one without a GPU if auto is the CPU."""
-    assert refused(kind="cpu", backend="nccl") == ["backend"]
-    assert not refused(kind="auto", backend="nccl")
+    assert refused_settings(kind="cpu", backend="nccl") == ["backend"]
+    assert not refused_settings(kind="auto", backend="nccl")
     with pytest.raises(UserError, match="write backend = 'gloo'"):
         ComputeDevice(kind="auto", backend="nccl").check_machine()
 
 
 def test_tf32_on_a_cpu_is_refused() -> None:
     """Where the recipe says that the device is a CPU; a recipe for any device may ask for it."""
-    assert refused(kind="cpu", tf32=True) == ["tf32"] and not refused(kind="auto", tf32=True)
+    assert refused_settings(kind="cpu", tf32=True) == ["tf32"] and not refused_settings(kind="auto", tf32=True)
 
 
 @pytest.mark.parametrize(("tf32", "name"), [(False, "ieee"), (True, "tf32")])

@@ -55,10 +55,10 @@ def test_float32_is_multiplied_as_torch_says() -> None:
 
 def test_a_gpu_is_found_by_its_name() -> None:
     """And one that the table has no memory of can't be planned for."""
-    found = model_of_gpu("NVIDIA H100 80GB HBM3")
-    assert found == device_model("h100")
-    assert found is not None
-    assert found.is_gpu
+    gpu = model_of_gpu("NVIDIA H100 80GB HBM3")
+    assert gpu == device_model("h100")
+    assert gpu is not None
+    assert gpu.is_gpu
     assert not device_model("cpu").is_gpu
     assert model_of_gpu("NVIDIA GeForce RTX 4090") is None
 
@@ -70,10 +70,10 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     """In units of data sheets; products are of the rate that a step reaches, also in a dtype without a figure."""
     path = tmp_path / "mine.toml"
     path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
-    found = device_model(str(path))
-    assert (found.name, found.memory, found.bandwidth, found.link) == ("mine", 2**33, 500e9, 10e9)
-    assert found.product_rate(torch.bfloat16) == 50e12
-    assert found.product_rate(torch.float64) == 25e12
+    described = device_model(str(path))
+    assert (described.name, described.memory, described.bandwidth, described.link) == ("mine", 2**33, 500e9, 10e9)
+    assert described.product_rate(torch.bfloat16) == 50e12
+    assert described.product_rate(torch.float64) == 25e12
 
 
 @pytest.mark.parametrize(

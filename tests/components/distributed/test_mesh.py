@@ -112,7 +112,7 @@ def test_every_process_makes_the_same_groups() -> None:
         processes = FakeProcesses(world_size=4, rank=rank)
         RankMesh(processes=processes).open()
         requests.append(processes.requests)
-    assert all(each == requests[0] for each in requests)
+    assert all(rank_requests == requests[0] for rank_requests in requests)
     assert dict(requests[0])["data_replicate"] == [[0, 1, 2, 3]]
     assert dict(requests[0])["tensor"] == [[0], [1], [2], [3]]
 
@@ -126,15 +126,15 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
     mesh.torch_mesh(("data_replicate",), SHARDS)
-    found = mesh.indices.dense()
-    return time.monotonic() - began, len({*filter(None, processes._handles.values())}), found
+    indices = mesh.indices.dense()
+    return time.monotonic() - began, len({*filter(None, processes._handles.values())}), indices
 
 
 def test_a_thousand_ranks_take_no_time() -> None:
     """A rank makes each group that it needs once, of its own dimensions alone, and knows where it is."""
     sizes = {"pipeline": 4, "data_replicate": 4, "data_shard": 8, "context": 2, "tensor": 4}
-    seconds, groups, found = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
-    assert found == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}
+    seconds, groups, indices = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
+    assert indices == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}
     assert groups == 8  # all; pipeline, data_replicate, context and tensor; those of shards, of data and of a model
     assert seconds < 5
     assert run_ranks(_of_many, 1, 777, {"data_shard": 512}, variables=False)[0][1] == 3
@@ -160,11 +160,11 @@ def test_groups_of_experts_are_made_if_they_share_them_out() -> None:
     ):
         processes = FakeProcesses(world_size=8)
         RankMesh(processes=processes, data_shard=4, expert=expert).open()
-        found = {name: sets for name, sets in processes.requests if name.startswith("expert")}
-        assert found.keys() == names
-    assert found["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert found["expert_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert found["expert_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        requested = {name: sets for name, sets in processes.requests if name.startswith("expert")}
+        assert requested.keys() == names
+    assert requested["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert requested["expert_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert requested["expert_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("size", [0, -1])

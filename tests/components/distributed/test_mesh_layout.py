@@ -20,8 +20,8 @@ SIZES = st.tuples(*[st.integers(1, 3)] * 5)
 def test_ranks_are_row_major(sizes: tuple[int, ...]) -> None:
     """The tensor index varies fastest with the rank, the pipeline index slowest."""
     layout = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
-    for rank, place in enumerate(itertools.product(*map(range, sizes))):
-        assert tuple(layout.indices(rank).dense().values()) == place
+    for rank, indices in enumerate(itertools.product(*map(range, sizes))):
+        assert tuple(layout.indices(rank).dense().values()) == indices
 
 
 @hypothesis.given(SIZES)

@@ -93,8 +93,8 @@ def test_a_rank_sends_to_all_and_ranks_gather_tensors_of_any_shape() -> None:
     Two gathers may be in progress, and be waited for in any order.
     """
     expected = [[[], []], [[2.0, 2.0, 2.0]], [[3.0, 3.0], [3.0, 3.0]], 0.0, 1.0, 2.0]
-    for rank, found in enumerate(run_ranks(_broadcast_and_gather_each, 3)):
-        assert found == ([rank, 2.0, rank], expected, ["torch.bfloat16"] * 3)
+    for rank, received in enumerate(run_ranks(_broadcast_and_gather_each, 3)):
+        assert received == ([rank, 2.0, rank], expected, ["torch.bfloat16"] * 3)
 
 
 def test_a_lost_peer_is_an_error_that_names_the_group() -> None:

@@ -22,9 +22,9 @@ def _numbers() -> tuple[int, int, int, int, bool]:
     processes = _processes()
     before = processes.world_size, dist.is_initialized()
     processes.open()
-    found = processes.rank, processes.world_size, processes.local_rank, processes.local_world_size
+    numbers = processes.rank, processes.world_size, processes.local_rank, processes.local_world_size
     processes.close()
-    return (*found, before == (1, False) and not dist.is_initialized())
+    return (*numbers, before == (1, False) and not dist.is_initialized())
 
 
 def _halves() -> tuple[list[int], list[int]]:
@@ -32,9 +32,9 @@ def _halves() -> tuple[list[int], list[int]]:
     processes.open()
     pair = processes.group("pair", [[0, 1], [2, 3]])
     across = processes.group("across", [[0, 2], [1, 3]])
-    found = pair.gather_json(processes.rank), across.gather_json(processes.rank)
+    gathered = pair.gather_json(processes.rank), across.gather_json(processes.rank)
     processes.close()
-    return found
+    return gathered
 
 
 def _open_twice() -> str:

@@ -57,13 +57,13 @@ def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pyt
     """After the grace period a rank exits with the failure's exit code, but not once it is closed."""
     monkeypatch.setattr(rank_monitor, "GRACE", 0.05)
     codes: list[int] = []
-    for each in both(store, exit=codes.append):
-        each.report("a failure", 3)
+    for monitor in both(store, exit=codes.append):
+        monitor.report("a failure", 3)
         time.sleep(0.06)
-        each.exit_if_overdue()
+        monitor.exit_if_overdue()
         assert codes.pop() == 3 and not codes
-        each.close()
-        each.exit_if_overdue()
+        monitor.close()
+        monitor.exit_if_overdue()
         assert codes == []
 
 
@@ -163,6 +163,6 @@ def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any,
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     RankMonitor(1, 2, store, error_file=str(paths[1])).report("no room\nat all")
     RankMonitor(0, 2, store, error_file=str(paths[0])).check_failures()
-    found = [json.loads(path.read_text())["message"] for path in paths]
-    assert {each["extraInfo"]["py_callstack"] for each in found} == {"no room"}
-    assert int(found[1]["extraInfo"]["timestamp"]) < int(found[0]["extraInfo"]["timestamp"])
+    messages = [json.loads(path.read_text())["message"] for path in paths]
+    assert {message["extraInfo"]["py_callstack"] for message in messages} == {"no room"}
+    assert int(messages[1]["extraInfo"]["timestamp"]) < int(messages[0]["extraInfo"]["timestamp"])

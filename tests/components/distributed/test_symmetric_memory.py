@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 from support.processes import run_ranks
 
 
-def _shared(folder: str) -> tuple[list[int], list[str], str]:
+def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
     """What a rank reads of each rank's memory, the files that are left, and the message of a disk that is full."""
     tempfile.tempdir = folder
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
@@ -40,7 +40,7 @@ def _shared(folder: str) -> tuple[list[int], list[str], str]:
 
 def test_each_rank_reads_what_the_others_wrote(tmp_path: Path) -> None:
     """After a barrier all see the same; the file has no name any more, and a full disk is a message on every rank."""
-    for read, left, said in run_ranks(_shared, 2, str(tmp_path)):
+    for read, left, said in run_ranks(_share_memory, 2, str(tmp_path)):
         assert read == [7, 8] and not left
         assert "can't share memory with rank 0" in said and "32 bytes free" in said
 

@@ -63,7 +63,7 @@ def _evaluations() -> list[list[Tensor]]:
     try:
         mesh = RankMesh(processes=processes, data_shard=RANKS, expert=RANKS)
         mesh.open()
-        found = []
+        evaluations = []
         for names, settings in ((CHOICES, {}), (reversed(CHOICES), {"capacity": 1.0, "max_tokens": 1})):
             dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, **settings)  # type: ignore[arg-type]
             results = {}
@@ -71,8 +71,8 @@ def _evaluations() -> list[list[Tensor]]:
                 with torch.inference_mode():
                     here = dispatcher.dispatch(*inputs(CHOICES[name], mesh.world.rank), EXPERTS)
                     results[name] = here.combine(here.rows * here.scale[:, None])
-            found.append([results[name].clone() for name in CHOICES])
-        return found
+            evaluations.append([results[name].clone() for name in CHOICES])
+        return evaluations
     finally:
         processes.close()
 
@@ -96,22 +96,22 @@ def _refusals() -> list[str]:
     try:
         mesh = RankMesh(processes=processes, data_shard=2, expert=2)
         mesh.open()
-        found = []
+        messages = []
         # All tokens choose the first rank's expert.
         hidden, _, probabilities = inputs([[[0, 0]] * 4] * 2, mesh.world.rank)
         chosen = torch.tensor([[0, 0]] * 4)
         narrow = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, capacity=1.0)
         learned = narrow.dispatch(hidden, chosen, probabilities, 2)
-        found.append(str(learned.scale.isnan().any().item()))
+        messages.append(str(learned.scale.isnan().any().item()))
         combined: Tensor = learned.combine(learned.rows * learned.scale[:, None].nan_to_num())
         torch.autograd.backward(combined.sum())
         for dispatcher, count in ((narrow, 4), (SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, max_tokens=3), 4)):
             try:
                 dispatcher.dispatch(hidden[:count], chosen[:count], probabilities[:count], 2)
-                found.append("")
+                messages.append("")
             except UserError as error:
-                found.append(str(error))
-        return found
+                messages.append(str(error))
+        return messages
     finally:
         processes.close()
 

@@ -146,10 +146,12 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
     expected = open_safetensors_folder(tmp_path / "whole")
     for name in ("parts", "again"):
-        found = open_safetensors_folder(tmp_path / name)
-        assert found.specs().keys() == expected.specs().keys()
-        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.specs())
-        files = {file.path.name for file in found.files.values()} | {"model.safetensors.index.json", "config.json"}
+        exported = open_safetensors_folder(tmp_path / name)
+        assert exported.specs().keys() == expected.specs().keys()
+        assert all(
+            torch.equal(exported.tensor(tensor_name), expected.tensor(tensor_name)) for tensor_name in exported.specs()
+        )
+        files = {file.path.name for file in exported.files.values()} | {"model.safetensors.index.json", "config.json"}
         assert {*os.listdir(tmp_path / name)} == files
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
         theirs, report = load_in_transformers(tmp_path / name)

@@ -51,11 +51,11 @@ def test_names_of_settings_are_those_of_implementations() -> None:
             assert set(field.type.__args__) == {"auto", *OPERATIONS[name].implementations}
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Whether tensors, or tuples of them, are bitwise equal."""
-    if isinstance(found, Tensor):
-        return torch.equal(found, expected)
-    return all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    if isinstance(actual, Tensor):
+        return torch.equal(actual, expected)
+    return all(same(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("choice", ["auto", "eager"])

@@ -13,7 +13,7 @@ ALL = [(operation, name) for operation, about in OPERATIONS.items() for name in 
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton as it is outside of its interpreter."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
 
@@ -21,13 +21,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     """Each name leads to something that can be called; of attention and of exchanges, to several functions."""
-    found = load(operation, name)
+    implementation = load(operation, name)
     parts = (
-        [getattr(found, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
+        [getattr(implementation, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
         if (operation == "moe_peers")
         else []
     )
-    functions = (found.mask, found.attend) if operation == "attention" else parts or [found]
+    functions = (implementation.mask, implementation.attend) if operation == "attention" else parts or [implementation]
     assert all(map(callable, functions))
 
 

@@ -61,9 +61,9 @@ class Choosing:
 def test_out_of_memory_names_the_schedule_that_chooses_what_is_recomputed(one_rank: Any) -> None:
     """And no policy of the stages, which `check` refuses beside it."""
     schedules: Any = Every({"order": Choosing()})
-    found = str(report(one_rank, schedules=schedules).on_failure(CUDA))
-    assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in found
-    assert "s.recompute" not in found
+    message = str(report(one_rank, schedules=schedules).on_failure(CUDA))
+    assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in message
+    assert "s.recompute" not in message
 
 
 def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,9 +76,9 @@ def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytes
 
 def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) -> None:
     """With the names of the recipe's nodes and present values; activations are what is left of the peak."""
-    found = report(one_rank).on_failure(CUDA)
-    assert isinstance(found, UserError)
-    assert str(found).splitlines() == [
+    error = report(one_rank).on_failure(CUDA)
+    assert isinstance(error, UserError)
+    assert str(error).splitlines() == [
         "cpu is out of memory: 2.50 GiB could not be allocated",
         "  masters                          4.0 MB",
         "  optimizer state                 8.00 GB",
@@ -95,8 +95,8 @@ def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) ->
 
 def test_a_setting_that_is_at_its_least_is_no_remedy(one_rank: Any) -> None:
     """One row can't be fewer, and bfloat16 not narrower: then masters and optimizer state are what is left."""
-    found = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
-    assert "micro_size" not in found and ".compute" not in found and 'dtypes.parameter = "float32": with' in found
+    message = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
+    assert "micro_size" not in message and ".compute" not in message and 'dtypes.parameter = "float32": with' in message
     narrow = report(one_rank, micro_size=1, compute=torch.bfloat16, parameter=torch.bfloat16, recompute="selective")
     assert str(narrow.on_failure(CUDA)).splitlines()[-3] == "what would help:"
 

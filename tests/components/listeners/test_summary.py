@@ -104,8 +104,8 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
         "validation": Every({"v": Validation()}),
         "launches": Every({"p": TwoHosts()}),
     }
-    each = Every({"p": Parts()})
-    made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=each, precision=each)
+    component = Every({"p": Parts()})
+    made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=component, precision=component)
     count = sum(parameter.numel() for parameter in whole(model).parameters())
     assert made.preview().splitlines() == [
         f"run     mine, in {tmp_path}",

@@ -17,13 +17,13 @@ from support.losses import sample
 BETA = 0.3
 
 
-def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> TokenBatch:
+def pack_documents(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> TokenBatch:
     """Rows of documents of these lengths, and padding; `weights` (rows, length) where there is a target."""
     batch = sample().batch
     documents, targets = torch.empty_like(batch.tokens), batch.targets.clone()
-    for row, each in enumerate(lengths):
-        rest = documents.shape[1] - sum(each)
-        counts = torch.tensor([*each, rest])
+    for row, document_lengths in enumerate(lengths):
+        rest = documents.shape[1] - sum(document_lengths)
+        counts = torch.tensor([*document_lengths, rest])
         documents[row] = torch.repeat_interleave(torch.arange(len(counts)), counts)
         if rest:
             targets[row, -rest:] = IGNORE_INDEX
@@ -42,7 +42,9 @@ def by_trl(log_probs: Tensor, reference: Tensor, batch: TokenBatch, pairs: list[
     masks = torch.stack([(batch.document_ids == document) & (batch.weights > 0) for _, document in kept])
     rows = torch.tensor([row for row, _ in kept])
     picked = log_probs.gather(-1, batch.targets.clamp_min(0)[..., None])[..., 0]
-    logps, ref_logps = ((each[rows, :] * masks[range(len(rows)), rows]).sum(1) for each in (picked, reference))
+    logps, ref_logps = (
+        (log_probabilities[rows, :] * masks[range(len(rows)), rows]).sum(1) for log_probabilities in (picked, reference)
+    )
     chosen_logratios, rejected_logratios = (logps - ref_logps).chunk(2)
     return -F.logsigmoid(BETA * (chosen_logratios - rejected_logratios))
 
@@ -52,7 +54,7 @@ def test_loss_and_gradients_are_those_of_trl() -> None:
     case = sample()
     ones = torch.ones(3, 5)
     ones[0, 0] = 0  # a prompt
-    batch = packed(ones, ((2, 3), (1, 1, 1, 2), (2, 2)))
+    batch = pack_documents(ones, ((2, 3), (1, 1, 1, 2), (2, 2)))
     pairs = [(0, 0), (1, 1), (2, 0)]  # of the first pair in row 1 the rejected answer has no target
     batch = batch.evolve(weights=batch.weights * (batch.document_ids >= torch.tensor([0, 2, 0])[:, None]))
     counts = torch.tensor([int((batch.weights[row] > 0).sum()) for row, _ in pairs])
@@ -60,13 +62,13 @@ def test_loss_and_gradients_are_those_of_trl() -> None:
     reference = torch.randn(3, 5, generator=torch.Generator().manual_seed(5)).masked_fill(batch.weights == 0, 0)
     batch = batch.evolve(reference=reference)
     total, weight, sums = Dpo(beta=BETA).loss(case.hidden, case.head(), batch)
-    each = by_trl(case.logits().log_softmax(-1), reference.double(), batch, pairs)
-    torch.testing.assert_close(total / weight, each.mean(), rtol=1e-6, atol=0)
+    trl_losses = by_trl(case.logits().log_softmax(-1), reference.double(), batch, pairs)
+    torch.testing.assert_close(total / weight, trl_losses.mean(), rtol=1e-6, atol=0)
     assert float(weight) == pytest.approx(3, rel=1e-6)
     inputs = case.hidden, case.weight
-    ours, theirs = (torch.autograd.grad(value, inputs) for value in (total / weight, each.mean()))
+    ours, theirs = (torch.autograd.grad(value, inputs) for value in (total / weight, trl_losses.mean()))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
-    margins = -each.detach().expm1().log()  # of -log(sigmoid(margin)), the inverse
+    margins = -trl_losses.detach().expm1().log()  # of -log(sigmoid(margin)), the inverse
     torch.testing.assert_close(sums["reward_margin"], margins.sum(), rtol=1e-5, atol=0)
     assert float(sums["reward_accuracy"]) == pytest.approx(float((margins > 0).sum()), rel=1e-6)
     torch.testing.assert_close(sums["reward_chosen"] - sums["reward_rejected"], sums["reward_margin"])

@@ -63,7 +63,7 @@ def load(target: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
     target.load_state_dict({"state": state, "param_groups": target.state_dict()["param_groups"]})
 
 
-def kept(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> list[Tensor]:
+def weight_and_moments(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> list[Tensor]:
     state = optimizer.state[part]
     return [part.detach(), *(tensor for name, tensor in state.items() if name != "step")]
 
@@ -81,8 +81,8 @@ def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype
     for one, other in zip(ours, theirs, strict=True):
         assert mine.state[one]["step"] == 5
         assert mine.state[one].keys() == their.state[other].keys()
-        for found, expected in zip(kept(mine, one), kept(their, other), strict=True):
-            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        for actual, expected in zip(weight_and_moments(mine, one), weight_and_moments(their, other), strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("of_gradients", [WIDE, NARROW, torch.float16])
@@ -97,9 +97,9 @@ def test_bfloat16_is_rounded_to_the_nearest(of_gradients: torch.dtype) -> None:
         step(mine, ours, seed, of_gradients)
         step(their, theirs, seed, torch.float64)
         for one, other in zip(ours, theirs, strict=True):
-            for found, expected in zip(kept(mine, one), kept(their, other), strict=True):
+            for actual, expected in zip(weight_and_moments(mine, one), weight_and_moments(their, other), strict=True):
                 # Half of the spacing of bfloat16, and what float32 adds to it.
-                torch.testing.assert_close(found.double(), expected, rtol=2**-8 * 1.001, atol=1e-6)
+                torch.testing.assert_close(actual.double(), expected, rtol=2**-8 * 1.001, atol=1e-6)
 
 
 def test_state_moves_to_torch_and_back() -> None:
@@ -117,7 +117,9 @@ def test_state_moves_to_torch_and_back() -> None:
     for one, expected in zip(ours, theirs, strict=True):
         assert mine.state[one].keys() == their.state[expected].keys()
         assert mine.state[one]["step"] == 6
-        torch.testing.assert_close(kept(mine, one), kept(their, expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weight_and_moments(mine, one), weight_and_moments(their, expected), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_weight_without_a_gradient_keeps_its_state_and_count() -> None:
@@ -126,12 +128,14 @@ def test_a_weight_without_a_gradient_keeps_its_state_and_count() -> None:
     mine, their = triton(ours), torch_own(theirs)
     for seed, without in enumerate((0, None, 2, 2, 0)):
         for optimizer, parts in ((mine, ours), (their, theirs)):
-            for place, (part, gradient) in enumerate(zip(parts, gradients(parts, seed), strict=True)):
-                part.grad = None if place == without else gradient.float()
+            for index, (part, gradient) in enumerate(zip(parts, gradients(parts, seed), strict=True)):
+                part.grad = None if index == without else gradient.float()
             optimizer.step()
     assert [int(mine.state[part]["step"]) for part in ours] == [3, 5, 3, 5, 5, 5]
     for one, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(kept(mine, one), kept(their, expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weight_and_moments(mine, one), weight_and_moments(their, expected), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_step_that_the_device_skips_changes_nothing() -> None:

@@ -15,7 +15,7 @@ from support.checkpoints import SingleRankMesh
 from support.weights import Weights
 
 
-def mixed_weights() -> Weights:
+def two_dtype_weights() -> Weights:
     """A matrix in bfloat16 and a vector in float32."""
     matrix, vector = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4)
     return Weights.of({"matrix": nn.Parameter(matrix), "vector": nn.Parameter(vector)})
@@ -37,15 +37,17 @@ def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any)
     The bytes announced before the first step are those of the state after it, without counters of steps; the forecast
     has every tensor of that state.
     """
-    weights = mixed_weights()
+    weights = two_dtype_weights()
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
     announced, forecast = optimizer.memory_bytes(), optimizer.forecast_state()
     for _, parameter in weights.named():
         parameter.grad = torch.ones_like(parameter)
     optimizer.run_phase(Step(1, 1))
-    state = [each for parts in optimizer.state_dict().values() for each in parts.values() if torch.is_tensor(each)]
-    assert announced == {"optimizer_state": sum(each.nbytes for each in state if each.ndim)}
+    state = [
+        tensor for parts in optimizer.state_dict().values() for tensor in parts.values() if torch.is_tensor(tensor)
+    ]
+    assert announced == {"optimizer_state": sum(tensor.nbytes for tensor in state if tensor.ndim)}
     assert _kinds(forecast) == _kinds(optimizer.state_dict())
 
 

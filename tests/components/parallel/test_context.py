@@ -58,7 +58,7 @@ def test_own_leaves_are_cut_by_their_specs() -> None:
     assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 
 
-def _gathered() -> tuple[Any, Any]:
+def _gather_rows() -> tuple[Any, Any]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -76,6 +76,8 @@ def _gathered() -> tuple[Any, Any]:
 
 def test_gathered_rows_are_in_order_and_gradients_are_those_of_all_ranks() -> None:
     """Each rank has the whole row; what all of them do with a token adds up in its gradient, on its rank."""
-    (first, grad), (second, other) = run_ranks(_gathered, 2)
+    (first, grad), (second, other) = run_ranks(_gather_rows, 2)
     assert first == second == list(range(8))
-    assert grad == [3.0 * place for place in (0, 1, 6, 7)] and other == [3.0 * place for place in (2, 3, 4, 5)]
+    assert grad == [3.0 * position for position in (0, 1, 6, 7)] and other == [
+        3.0 * position for position in (2, 3, 4, 5)
+    ]

@@ -57,13 +57,13 @@ def test_gradients_of_microbatches_are_summed_in_float32() -> None:
     for x in batches:
         module(x).square().sum().backward()
     store.hand_over_gradients()
-    for place, (name, master) in enumerate(store.masters.items()):
+    for index, (name, master) in enumerate(store.masters.items()):
         assert master.grad is not None and master.grad.dtype == torch.float32
-        exact = torch.stack([part[place] for part in parts]).double().sum(0)
+        exact = torch.stack([part[index] for part in parts]).double().sum(0)
         torch.testing.assert_close(master.grad.double(), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
-        narrow = parts[0][place].bfloat16()
+        narrow = parts[0][index].bfloat16()
         for part in parts[1:]:
-            narrow = narrow + part[place].bfloat16()
+            narrow = narrow + part[index].bfloat16()
         assert (narrow.double() - exact).norm() > 100 * (master.grad.double() - exact).norm(), name
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -176,9 +176,9 @@ def test_schedules_have_the_gradients_of_one_process() -> None:
     [[expected]] = run_ranks(pipelines.steps, 1, cases[:1], {}, "cpu", pipelines.MIXED)
     ranks = run_ranks(pipelines.steps, 2, cases, {}, "cpu", pipelines.MIXED)
     for number, case in enumerate(cases):
-        found = {name: grad for rank in ranks for name, grad in rank[number]["grads"].items()}
-        assert found.keys() == expected["grads"].keys(), case
-        for name, grad in found.items():
+        grads = {name: grad for rank in ranks for name, grad in rank[number]["grads"].items()}
+        assert grads.keys() == expected["grads"].keys(), case
+        for name, grad in grads.items():
             assert grad.dtype == torch.float32
             scale = float(expected["grads"][name].abs().max())
             torch.testing.assert_close(

@@ -47,7 +47,7 @@ def test_uneven_slices_tile_the_whole_and_differ_by_one() -> None:
             ).place
             for rank in range(ranks)
         ]
-        ends = [place.offsets[0] + place.size[0] for place in places]
-        assert [place.offsets for place in places] == [(start, 0) for start in [0, *ends[:-1]]]
-        sizes = {place.size[0] for place in places}
+        ends = [tensor_slice.offsets[0] + tensor_slice.size[0] for tensor_slice in places]
+        assert [tensor_slice.offsets for tensor_slice in places] == [(start, 0) for start in [0, *ends[:-1]]]
+        sizes = {tensor_slice.size[0] for tensor_slice in places}
         assert ends[-1] == length and min(sizes) > 0 and max(sizes) - min(sizes) <= 1

@@ -23,7 +23,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     shapes = {name: tuple(part.shape) for name, part in store.masters.items()}
     assert shapes == {"table.weight": (3, 4), "block.weight": (3, 4), "block.bias": (3,)}
     assert store.slices["table.weight"].shape == (5, 4)
-    assert [each.dtype for each in module.parameters()] == [torch.bfloat16] * 3
+    assert [parameter.dtype for parameter in module.parameters()] == [torch.bfloat16] * 3
     assert store.local_bytes(next(module["table"].parameters())) == 3 * 4 * 4
     assert store.gathered == [GatheredBytes(5 * 4 * 2, [30 * 2])]
     assert store.memory_bytes() == {"masters": 0, "compute_copies": 40 + 2 * 60}

@@ -23,7 +23,7 @@ def move(weights: Weights, number: int) -> None:
 
 
 def values(average: WeightAverage) -> dict[str, Any]:
-    return {name: each.clone() for name, each in average.averages().items()}
+    return {name: tensor.clone() for name, tensor in average.averages().items()}
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -41,7 +41,7 @@ def test_averages_are_those_of_torch(late: bool) -> None:
         step = Step(number, 5, (LateState if late else StepState)({}))
         step.skip_if(torch.tensor(is_skipped), lambda: "inf")
         ours.run_phase(step)
-        assert_equal(values(ours), {name: each.detach() for name, each in theirs.module.named_parameters()})
+        assert_equal(values(ours), {name: parameter.detach() for name, parameter in theirs.module.named_parameters()})
 
 
 def test_averages_of_narrow_weights_are_wide() -> None:
@@ -53,9 +53,9 @@ def test_averages_of_narrow_weights_are_wide() -> None:
     move(weights, 1)
     average.run_phase(Step(2, 2))
     before = copy.deepcopy(dict(weights.named()))
-    for name, each in average.averages().items():
+    for name, tensor in average.averages().items():
         moved = torch.lerp(first[name], before[name].detach().float(), 0.001)
-        assert each.dtype == torch.float32 and torch.allclose(each, moved) and not torch.equal(each, first[name])
+        assert tensor.dtype == torch.float32 and torch.allclose(tensor, moved) and not torch.equal(tensor, first[name])
     with pytest.raises(InterruptedError), average.swapped():
         for name, parameter in weights.named():
             assert torch.equal(parameter, average.averages()[name].bfloat16())

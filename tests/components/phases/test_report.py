@@ -233,10 +233,12 @@ def test_a_tracker_gets_what_it_declares(one_rank: Any) -> None:
 def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
     """With the tracker of JSON lines alone, whether the metric is in a group or not; TensorBoard takes them."""
     words = ("metrics.shapes.use=metrics.histograms", "metrics.shapes.targets=['*']")
-    [warning] = [each.text for each in Recipe.load("first_run", *words).check() if "distributions" in each.text]
+    [warning] = [
+        problem.text for problem in Recipe.load("first_run", *words).check() if "distributions" in problem.text
+    ]
     assert "no tracker takes the distributions of [metrics.shapes]" in warning
     taken = Recipe.load("first_run", *words, "trackers.tensorboard.use=trackers.tensorboard").check()
-    assert not [each.text for each in taken if "distributions" in each.text]
+    assert not [problem.text for problem in taken if "distributions" in problem.text]
 
 
 @attrs.define

@@ -30,11 +30,11 @@ def test_lost_steps_starts_and_stops_do_not_count_as_learned(tmp_path: Path) -> 
     header = "run     mine, in runs/mine"
     log = [(3, header), (10, "step 1/10  loss 5"), (40, "step 8/10  loss 4"), (80, header)]
     log += [(82, "resuming after step 5"), (90, "step 6/10  loss 4"), (103, "trained steps 6 to 10 in 0:00:23")]
-    found = ettr_of(write(tmp_path, 10, log))
-    assert found is not None
-    assert (round(found.learned, 6), found.wall, found.lost_steps, found.processes) == (20, 100, 3, 2)
+    ettr = ettr_of(write(tmp_path, 10, log))
+    assert ettr is not None
+    assert (round(ettr.learned, 6), ettr.wall, ettr.lost_steps, ettr.processes) == (20, 100, 3, 2)
     words = "20.0% in steps that count: 0:00:20 of 0:01:40 since the start, 2 processes, 3 steps lost and done again"
-    assert str(found) == words
+    assert str(ettr) == words
 
 
 def test_a_run_without_times_has_none(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def run_in(folder: Path, name: str = "mine", steps: int = 240, drawings: Drawing
 
 def data_of(content: str) -> dict[str, Any]:
     """The curves of a page."""
-    [found] = re.findall(r'<script type="application/json" id="data">(.*)</script>', content)
-    data: dict[str, Any] = json.loads(found)
+    [script] = re.findall(r'<script type="application/json" id="data">(.*)</script>', content)
+    data: dict[str, Any] = json.loads(script)
     return data
 
 
@@ -73,7 +73,7 @@ def page_saying(words: str, folder: Path) -> str:
     (folder / "log/rank-0.log").write_bytes(line.encode("utf-8", "replace"))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, words: 2.0}), "utf-8")
     run = read_run(folder, words, Drawings(missing=words))
-    runs = [attrs.evolve(run, recipe=f'[run]\nname = "{each}"\n# {words}', sample=words) for each in "ab"]
+    runs = [attrs.evolve(run, recipe=f'[run]\nname = "{name}"\n# {words}', sample=words) for name in "ab"]
     return page(runs)
 
 
@@ -90,14 +90,14 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
 def test_the_policy_lets_this_script_and_style_alone(tmp_path: Path) -> None:
     """The hashes of the policy are those of what the page holds, and no attribute needs more than it allows."""
     elements = Elements(page([run_in(tmp_path)]))
-    [policy] = [found["content"] for tag, found in elements.found if "http-equiv" in found]
+    [policy] = [attributes["content"] for tag, attributes in elements.found if "http-equiv" in attributes]
     [style] = elements.texts["style"]
     script = "".join(elements.texts["script"][1:])  # after the data
     for kind, content in (("script", script), ("style", style)):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in str(policy)
     assert str(policy).startswith("default-src 'none'; base-uri 'none'")
-    assert not [found for _, found in elements.found if found.keys() & {"style", "src", "href"}]
+    assert not [attributes for _, attributes in elements.found if attributes.keys() & {"style", "src", "href"}]
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|innerHTML", style + script)
 
 
@@ -107,7 +107,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     runs = [attrs.evolve(run, name=name, recipe=f'[lr]\nuse = "x"\nto = {name}\n') for name in ("1.0", "2.0")]
     content = page(runs)
     assert "<tr><th>lr.to</th><td>1.0</td><td>2.0</td></tr>" in content
-    assert [each["name"] for each in data_of(content)["runs"]] == ["1.0", "2.0"]
+    assert [shown_run["name"] for shown_run in data_of(content)["runs"]] == ["1.0", "2.0"]
     assert "differs in" not in page([run])
 
 

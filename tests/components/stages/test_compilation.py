@@ -56,17 +56,17 @@ def loss_of(module: Any, policy: Recompute) -> Any:
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each graph that is compiled."""
-    found: list[int] = []
+    input_counts: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.append(len(inputs))
+        input_counts.append(len(inputs))
         from torch._dynamo.backends.debugging import aot_eager
 
         return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
-    return found
+    return input_counts
 
 
 @pytest.mark.parametrize("policy", ["none", "blocks", "selective"])
@@ -122,8 +122,8 @@ def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow(
     auto = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.stages_per_rank=1")
     again = "{ again = 0.1, kept = 0.6 }"
     chosen = [f"schedule.recompute={{ {policy} = {again} }}" for policy in ("selective", "blocks")]
-    found = [warnings_of(*auto, each, "stages.compile=true") for each in chosen]
-    about = [[text for text in texts if "torch chooses what compiled blocks recompute" in text] for texts in found]
+    warnings = [warnings_of(*auto, values, "stages.compile=true") for values in chosen]
+    about = [[text for text in texts if "torch chooses what compiled blocks recompute" in text] for texts in warnings]
     assert [len(texts) for texts in about] == [1, 0]
     assert "leave recompute.selective out, or write compile = false in [stages]" in about[0][0]
     assert warnings_of(*auto, chosen[0]) == []

@@ -21,22 +21,24 @@ class Rank(SingleProcess):
         self.rank, self.size = rank, size
 
 
-def filled(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
+def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
     """A small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
     model = dense(vocab_size=31)
     with torch.device("meta"):
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    places = {name: each.place for name, each in split(module, TensorRanks(Rank(rank, ranks))).items()}
+    places = {
+        name: parameter_split.place for name, parameter_split in split(module, TensorRanks(Rank(rank, ranks))).items()
+    }
     InitialValues(model, seed, torch.device("cpu"), None, places).fill([module])
     return dict(module.named_parameters()), places
 
 
 def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
     """What a rank draws of a weight, evenly split or not, are the elements of the weight that one process draws."""
-    whole, none = filled()
+    whole, none = fill_model()
     assert not none
     for rank in range(2):
-        mine, places = filled(rank, 2)
+        mine, places = fill_model(rank, 2)
         assert places.keys() < mine.keys() == whole.keys()
         for name, parameter in mine.items():
             expected = whole[name][places[name].index()] if name in places else whole[name]
@@ -45,8 +47,8 @@ def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
 
 def test_another_seed_draws_other_values() -> None:
     """Embeddings of two seeds differ, and those of one seed are the same bits."""
-    (first, _), (again, _), (other, _) = filled(), filled(), filled(seed=2)
-    name = next(name for name, each in first.items() if each.ndim == 2)
+    (first, _), (again, _), (other, _) = fill_model(), fill_model(), fill_model(seed=2)
+    name = next(name for name, tensor in first.items() if tensor.ndim == 2)
     assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
 
 

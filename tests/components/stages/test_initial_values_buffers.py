@@ -72,10 +72,10 @@ def test_every_buffer_has_the_values_of_its_module() -> None:
     module = on_meta(lambda: nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)}))
     fill_buffers(module, CPU, seed=1)
     expected = nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)})
-    found = dict(module.named_buffers())
-    assert len(found) == 5
+    buffers = dict(module.named_buffers())
+    assert len(buffers) == 5
     for name, buffer in expected.named_buffers():
-        assert found[name].dtype == buffer.dtype and torch.equal(found[name], buffer), name
+        assert buffers[name].dtype == buffer.dtype and torch.equal(buffers[name], buffer), name
 
 
 def test_only_owners_of_buffers_leave_the_meta_device() -> None:

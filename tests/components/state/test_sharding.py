@@ -31,7 +31,10 @@ def same(one: Any, other: Any) -> bool:
     return (
         type(one) is type(other)
         and len(here) == len(there)
-        and all(step == place and same(child, twin) for (step, child), (place, twin) in zip(here, there, strict=True))
+        and all(
+            step == twin_step and same(child, twin)
+            for (step, child), (twin_step, twin) in zip(here, there, strict=True)
+        )
     )
 
 

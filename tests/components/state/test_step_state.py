@@ -153,7 +153,7 @@ class Views(RuleBasedStateMachine):
 
     @invariant()
     def what_is_present_can_be_read(self) -> None:
-        assert self.state.microbatches_present("x") == [place for place, row in enumerate(self.rows) if row is not None]
+        assert self.state.microbatches_present("x") == [index for index, row in enumerate(self.rows) if row is not None]
 
 
 TestViews = Views.TestCase

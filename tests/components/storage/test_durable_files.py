@@ -174,16 +174,16 @@ def test_everything_is_on_disk_before_it_appears(tmp_path: Path, monkeypatch: py
     log: list[str] = []
     flush, rename = os.fsync, os.rename
 
-    def logged_flush(descriptor: int) -> None:
+    def log_flush(descriptor: int) -> None:
         log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         flush(descriptor)
 
-    def logged_rename(old: Path, new: Path) -> None:
+    def log_rename(old: Path, new: Path) -> None:
         log.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", logged_flush)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "fsync", log_flush)
+    monkeypatch.setattr(os, "rename", log_rename)
     with whole_folder(tmp_path / "export") as aside:
         (aside / "inner").mkdir()
         (aside / "inner" / "file").write_text("text")
@@ -199,16 +199,16 @@ def test_a_replaced_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monke
     path.write_text("old")
     fsync, rename = os.fsync, os.rename
 
-    def logged_fsync(descriptor: int) -> None:
+    def log_fsync(descriptor: int) -> None:
         log.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}: {path.read_text()}")
         fsync(descriptor)
 
-    def logged_rename(old: Path, new: Path) -> None:
+    def log_rename(old: Path, new: Path) -> None:
         log.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", logged_fsync)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "rename", log_rename)
     replace_file(path, b"new")
     assert log == ["fsync .file.tmp: old", "rename", f"fsync {tmp_path.name}: new"]
 

@@ -20,7 +20,7 @@ from drawloom.components.storage.sha256_stream import BLOCK, Content
 from drawloom.graph import UserError
 
 
-def made(folder: Path, kind: str) -> Path:
+def make_special_file(folder: Path, kind: str) -> Path:
     """Something of a kind that is no regular file."""
     path = folder / "model.safetensors"
     if kind == "pipe":
@@ -51,7 +51,7 @@ KINDS = ["pipe", "socket", "folder", "device", "link", "link that leads out", "d
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path: Path, kind: str) -> None:
     """Nothing else is opened, so that nothing waits for the other end of a pipe, and no link is followed."""
-    path = made(tmp_path, kind)
+    path = make_special_file(tmp_path, kind)
     began = time.perf_counter()
     with pytest.raises(UserError) as caught, open_regular_file(path):
         pytest.fail("it must not open")
@@ -63,7 +63,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_written_through_a_path_that_is_not_a_regular_file(tmp_path: Path, kind: str) -> None:
     """A run folder from a stranger makes no run write to a file outside of it, and none wait for a pipe."""
-    path = made(tmp_path, kind)
+    path = make_special_file(tmp_path, kind)
     began = time.perf_counter()
     with pytest.raises(UserError, match="can't be written") as caught:
         open_to_append(path)
@@ -84,7 +84,7 @@ def test_a_new_file_is_created_and_an_old_one_appended_to(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["pipe", "link", "link that leads out", "dangling link"])
 def test_a_folder_that_is_a_link_or_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     """A link to a folder elsewhere would make every file in it one outside."""
-    path = made(tmp_path, kind)
+    path = make_special_file(tmp_path, kind)
     with pytest.raises(UserError, match="can't be written to"):
         make_folder(path)
     (tmp_path / "elsewhere").mkdir()

@@ -26,16 +26,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """The offset and length of each read."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     preadv = os.preadv
 
-    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def record_and_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         count = preadv(descriptor, buffers, offset)
-        found.append((offset, count))
+        ranges.append((offset, count))
         return count
 
-    monkeypatch.setattr(regular_file.os, "preadv", counted)  # type: ignore[attr-defined]
-    yield found
+    monkeypatch.setattr(regular_file.os, "preadv", record_and_read)  # type: ignore[attr-defined]
+    yield ranges
 
 
 @pytest.mark.parametrize(

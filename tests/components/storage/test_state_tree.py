@@ -144,8 +144,8 @@ def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
     tree, tensors = pack(state)
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
-    found = unpack(narrow_tree(tree, parts), cut)
-    assert found["a"][0].place == parts["a/0"] and found["b"].place == TensorSlice((6, 2), (3, 0), (2, 2))
-    assert all(torch.equal(each.tensor, whole[each.place.index()]) for each in (found["a"][0], found["b"]))
-    assert found["a"][1] == 1 and found["c"][0].tolist() == [1, 1] and str(found["c"][1:]) == "(nan, None)"
+    narrowed = unpack(narrow_tree(tree, parts), cut)
+    assert narrowed["a"][0].place == parts["a/0"] and narrowed["b"].place == TensorSlice((6, 2), (3, 0), (2, 2))
+    assert all(torch.equal(piece.tensor, whole[piece.place.index()]) for piece in (narrowed["a"][0], narrowed["b"]))
+    assert narrowed["a"][1] == 1 and narrowed["c"][0].tolist() == [1, 1] and str(narrowed["c"][1:]) == "(nan, None)"
     assert str(narrow_tree(tree, {})) == str(tree)

@@ -68,10 +68,10 @@ def test_floats_round_trip_exactly(one_rank: Any, numbers: list[float]) -> None:
     with TemporaryDirectory() as name:
         tracker = JsonlTracker(folder=Folder(Path(name)), mesh=one_rank)
         tracker.open()
-        tracker.track(1, {str(place): number for place, number in enumerate(numbers)})
+        tracker.track(1, {str(index): number for index, number in enumerate(numbers)})
         tracker.close()
         row = json.loads(_text(Path(name)))
-    assert [row[str(place)].hex() for place in range(len(numbers))] == [number.hex() for number in numbers]
+    assert [row[str(index)].hex() for index in range(len(numbers))] == [number.hex() for number in numbers]
 
 
 def test_rewind_removes_later_steps_and_an_incomplete_line(

@@ -71,9 +71,9 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
     assert event.step == 4 and (value.min, value.max, value.num) == (-1.0, 3.0, 8.0)
     assert (list(value.bucket_limit), list(value.bucket)) == ([0.0, 1.0, 2.0, 3.0], [2.0, 0.0, 5.0, 1.0])
     content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
-    found = metadata.parse_session_start_info_plugin_data(content).hparams
-    assert found["optimizer.lr"].number_value == 0.5 and found["run.name"].string_value == "one"
-    assert found["optimizer.betas"].string_value == "[0.9, 0.95]"
+    parameters = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert parameters["optimizer.lr"].number_value == 0.5 and parameters["run.name"].string_value == "one"
+    assert parameters["optimizer.betas"].string_value == "[0.9, 0.95]"
 
 
 def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:

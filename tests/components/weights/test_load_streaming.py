@@ -100,7 +100,7 @@ def test_peak_is_the_largest_group_not_the_file(tmp_path: Path) -> None:
     save_file({f"t{n}": torch.zeros(2**20) for n in range(32)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     source = str(Path(__file__).parents[3] / "src")
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": source})
-    total, peak = map(int, found.stdout.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": source})
+    total, peak = map(int, process.stdout.split())
     assert total == 32 * 2**20
     assert peak < 2 * 4 * 4 * 2**20 + 24 * 2**20  # code that the system reads in again counts too, some MB of it

@@ -146,5 +146,5 @@ def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, da
 def test_to_dtype_casts_floating_point_tensors_alone() -> None:
     """Whole numbers keep their dtype."""
     given = {"a": torch.rand(3), "b": torch.arange(3)}
-    found = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
-    assert torch.equal(found["a"], given["a"].bfloat16()) and torch.equal(found["b"], given["b"])
+    converted = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
+    assert torch.equal(converted["a"], given["a"].bfloat16()) and torch.equal(converted["b"], given["b"])

@@ -113,7 +113,7 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
         def tensor(self, name: str) -> Tensor:
             tensor = torch.ones(4)
             alive.append(weakref.ref(tensor))
-            assert sum(each() is not None for each in alive) <= 4
+            assert sum(reference() is not None for reference in alive) <= 4
             return tensor
 
     pairs = parallel(*(stack([f"t{number}", f"t{number + 1}"], f"s{number}") for number in range(0, 8, 2)))
@@ -125,9 +125,9 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
     tensors = {"b": torch.arange(6.0).view(2, 3).T, "a": torch.ones(2, dtype=torch.bfloat16)}
     write_safetensors(tmp_path, InMemory(tensors), identity("b", "a"), 100)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 

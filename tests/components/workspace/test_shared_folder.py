@@ -32,11 +32,11 @@ def files(folder: Path) -> list[str]:
 def test_what_is_published_is_read(tmp_path: Path) -> None:
     """A published record is read back; a rank without a record gives None."""
     publish(tmp_path, 3, parcel())
-    found = read(tmp_path, 3)
-    assert found is not None
-    assert found.tree == {"number": 1.0}
-    assert found.tensors.keys() == {"a", "b"}
-    assert torch.equal(found.tensors["b"], torch.ones(2, dtype=torch.bfloat16))
+    published = read(tmp_path, 3)
+    assert published is not None
+    assert published.tree == {"number": 1.0}
+    assert published.tensors.keys() == {"a", "b"}
+    assert torch.equal(published.tensors["b"], torch.ones(2, dtype=torch.bfloat16))
     assert read(tmp_path, 2) is None
 
 
@@ -47,9 +47,9 @@ def test_a_rank_has_one_generation_published(tmp_path: Path) -> None:
     second = publish(tmp_path, 1, parcel(2.0))
     assert files(tmp_path)[0].startswith(f"rank-1-{second}") or f"rank-1-{second}.safetensors" in files(tmp_path)
     assert len(files(tmp_path)) == 4
-    found, other = read(tmp_path, 1, second), read(tmp_path, 11)
-    assert found is not None and other is not None
-    assert (found.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
+    published, other = read(tmp_path, 1, second), read(tmp_path, 11)
+    assert published is not None and other is not None
+    assert (published.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
 
 
 def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     publish(tmp_path, 0, parcel())
     for path in sorted(tmp_path.iterdir()):
         good = path.read_bytes()
-        for place in range(0, len(good), 7):
-            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        for offset in range(0, len(good), 7):
+            path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
             with pytest.raises(UserError, match=re.escape(str(tmp_path))):
                 read(tmp_path, 0)
         for wrong in (good[:-1], good + b" ", b"", pickle.dumps({"number": 1.0})):
@@ -116,9 +116,9 @@ def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0123456789abcdef")
     late = threading.Timer(0.3, publish, (tmp_path, 0, parcel(2.0)))
     late.start()
-    found = read(tmp_path, 0, "0123456789abcdef")
+    published = read(tmp_path, 0, "0123456789abcdef")
     late.join()
-    assert found is not None and found.tree == {"number": 2.0}
+    assert published is not None and published.tree == {"number": 2.0}
 
 
 def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +147,10 @@ def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
     writer.start()
     seen = set()
     while not over.is_set():
-        found = read(tmp_path, 0)
-        assert found is not None
-        assert found.tensors["a"].tolist() == [found.tree["number"]] * 3
-        seen.add(found.tree["number"])
+        published = read(tmp_path, 0)
+        assert published is not None
+        assert published.tensors["a"].tolist() == [published.tree["number"]] * 3
+        seen.add(published.tree["number"])
     writer.join()
     assert len(seen) > 1
 
@@ -160,16 +160,16 @@ def test_a_published_record_is_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
 
-    def logged(descriptor: int) -> None:
+    def log_fsync(descriptor: int) -> None:
         log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix or "folder")
         fsync(descriptor)
 
-    def logged_rename(old: Path, new: Path) -> None:
+    def log_rename(old: Path, new: Path) -> None:
         log.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", logged)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "rename", log_rename)
     publish(tmp_path, 0, parcel())
     assert log == [".safetensors", ".tmp", "rename", "folder"]
 

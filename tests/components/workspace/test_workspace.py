@@ -27,7 +27,7 @@ def _world() -> TorchGroup:
     return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, CPU)
 
 
-def _held() -> list[str]:
+def _list_segments() -> list[str]:
     """Segments that this process holds, and shared memory that has a name."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     lines = [*links, *Path("/proc/self/maps").read_text().splitlines()]
@@ -70,32 +70,32 @@ def _failing(group: TorchGroup, where: str, path: str | None) -> str:
 def _scenarios(folder: str | None) -> dict[str, Any]:
     """Everything that four ranks do with a workspace, one after another: a rank out of step would spoil the next."""
     world = _world()
-    before, found = _held(), {}
+    before, results = _list_segments(), {}
     for count in (0, 1, 40, 1000):
         with get_configs_parallel(_config(world.rank, count), [0, 1, 2, 3], world, folder) as configs:
             kept = configs
             expected = [_comparable(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
-            found[f"{count} tensors"] = _comparable(configs) == expected
-        found[f"{count} emptied"] = kept == []
+            results[f"{count} tensors"] = _comparable(configs) == expected
+        results[f"{count} emptied"] = kept == []
     with get_configs_parallel({"rank": world.rank}, [3, 1], world, folder) as configs:
-        found["order"] = [*configs]
+        results["order"] = [*configs]
     with get_configs_parallel(None if world.rank % 2 else {}, [0, 1, 2, 3], world, folder) as configs:
-        found["none"] = [*configs]
+        results["none"] = [*configs]
     for where in ("writer", "consumer", "bystander", "agreed"):
-        found[f"failing {where}"] = _failing(world, where, folder)
+        results[f"failing {where}"] = _failing(world, where, folder)
     try:
         with get_configs_parallel({}, [0, 1] if world.rank < 2 else [0, 2], world, folder):
             pass
     except UserError as error:
-        found["ranks differ"] = str(error)
+        results["ranks differ"] = str(error)
     with get_configs_parallel({"rank": world.rank}, [1, 2], world, folder) as configs:
-        found["still in step"] = [*configs]
-    found["pairs"] = _pairs(world.rank, folder)
+        results["still in step"] = [*configs]
+    results["pairs"] = _pairs(world.rank, folder)
     del configs, kept
     world.gather_json(None)  # all are done
-    found["left"] = [name for name in _held() if name not in before]
-    found["files"] = [] if folder is None else os.listdir(folder)
-    return found
+    results["left"] = [name for name in _list_segments() if name not in before]
+    results["files"] = [] if folder is None else os.listdir(folder)
+    return results
 
 
 def _pairs(rank: int, folder: str | None) -> list[Any]:
@@ -137,11 +137,12 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     bad = "config/bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
-        f"TypeError: {bad}" if place == 1 else f"Agreed: rank 1: TypeError: {bad}" for place in range(4)
+        f"TypeError: {bad}" if on_rank == 1 else f"Agreed: rank 1: TypeError: {bad}" for on_rank in range(4)
     ]
     for where, failed in (("consumer", 0), ("bystander", 1)):
         assert [rank[f"failing {where}"] for rank in ranks] == [
-            f"_Trouble: {lost}" if place == failed else f"Agreed: rank {failed}: _Trouble: {lost}" for place in range(4)
+            f"_Trouble: {lost}" if on_rank == failed else f"Agreed: rank {failed}: _Trouble: {lost}"
+            for on_rank in range(4)
         ]
     assert [rank["failing agreed"] for rank in ranks] == ["Agreed: main says no"] * 4
 
@@ -185,10 +186,10 @@ def _tensors() -> dict[str, Any]:
 
 def test_tensors() -> None:
     """Tensors of any shape and dtype arrive, the reader's own is not copied, and no group is all processes."""
-    found = run_ranks(_tensors, 2)
-    assert found[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
+    results = run_ranks(_tensors, 2)
+    assert results[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
     expected = [((1, 2), "torch.float8_e4m3fn"), ((0, 2), "torch.bfloat16")]
-    assert found[1] == {"shapes": expected, "own": True, "numbers": []}
+    assert results[1] == {"shapes": expected, "own": True, "numbers": []}
 
 
 def test_one_rank_alone() -> None:
@@ -205,7 +206,7 @@ def test_one_rank_alone() -> None:
         pytest.fail("there is no second rank")
 
 
-def _killed_after_writing(folder: str) -> tuple[str, float]:
+def _die_after_writing(folder: str) -> tuple[str, float]:
     world = _world()
     module: Any = workspace
     publish = module.publish
@@ -227,7 +228,7 @@ def _killed_after_writing(folder: str) -> tuple[str, float]:
 def test_a_killed_writer(tmp_path: Path) -> None:
     """The others hear of it soon; what it left is never read, and removed when its successor begins."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_killed_after_writing, 2, str(tmp_path))
+        run_ranks(_die_after_writing, 2, str(tmp_path))
     assert "exit code -9" in caught.value.failures[1]
     text, seconds = caught.value.values[0]
     assert "another process stopped" in text

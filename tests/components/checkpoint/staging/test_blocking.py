@@ -82,8 +82,8 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: 
     weight.fill_(-1)
     for step, future in enumerate(futures, 1):
         future.result()
-        found = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
-        assert set(found["weight"].flatten().tolist()) == {step}
+        loaded = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        assert set(loaded["weight"].flatten().tolist()) == {step}
 
 
 @pytest.mark.gpu

@@ -113,8 +113,8 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> Non
     weight.fill_(-1)
     for step, response in enumerate(responses, 1):
         response.upload_completion.result()
-        found = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
-        assert set(found["weight"].flatten().tolist()) == {step}
+        loaded = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        assert set(loaded["weight"].flatten().tolist()) == {step}
 
 
 @pytest.mark.gpu

@@ -68,8 +68,8 @@ def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered()
     for what, text in HOSTILE.items():
         with process("{% if messages %}ok{% else %}" + text + "{% endif %}") as template:
             try:
-                [found] = template.render([{"messages": []}])
-                assert "class" not in found and "root:" not in found, what
+                [rendered] = template.render([{"messages": []}])
+                assert "class" not in rendered and "root:" not in rendered, what
             except RenderError as error:
                 assert len(str(error)) < 600, what
             assert template.render([{"messages": [1]}]) == ["ok"], what

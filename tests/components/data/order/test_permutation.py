@@ -38,13 +38,13 @@ def feistel(seed: int, epoch: int, count: int, index: int) -> int:
     """The item at an index of many, in plain integers."""
     from hashlib import blake2b
 
-    def mixed(z: int) -> int:
+    def mix_bits(z: int) -> int:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         return z ^ (z >> 31)
 
     stream = int.from_bytes(blake2b(f"rows {seed} {epoch}".encode(), digest_size=8).digest(), "big")
-    keys = [mixed((number * 0x9E3779B97F4A7C15 + stream) % 2**64) for number in range(1, 5)]
+    keys = [mix_bits((number * 0x9E3779B97F4A7C15 + stream) % 2**64) for number in range(1, 5)]
     bits = (count - 1).bit_length()
     while True:
         left_bits, right_bits = bits // 2, bits - bits // 2

@@ -70,7 +70,7 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
         return RowStream({"": RowSource("", 0, count, count, 1.0)}, order, [Segment(0, {"": UNIT})])
 
     whole = stream().rows(range(201))
-    assert stream().rows(places) == [whole[place] for place in places]
+    assert stream().rows(places) == [whole[position] for position in places]
     for start in range(0, 201 - count, count):
         epoch = whole[start : start + count]
         assert sorted(epoch) == list(range(count))
@@ -81,9 +81,9 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
 def test_weights_are_shares_of_tokens() -> None:
     """Of a source whose rows are a quarter full four times as many rows come; without weight or rows, none do."""
     full, quarter = RowSource("full", 0, 10, 160, 3.0), RowSource("quarter", 10, 20, 80, 3.0)
-    held = row_shares([full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)])
-    assert held.keys() == {"full", "quarter"}
-    assert held["quarter"] / held["full"] == pytest.approx(4)
+    shares = row_shares([full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)])
+    assert shares.keys() == {"full", "quarter"}
+    assert shares["quarter"] / shares["full"] == pytest.approx(4)
 
 
 def test_other_shares_continue_each_source() -> None:

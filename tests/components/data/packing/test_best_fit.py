@@ -48,7 +48,9 @@ def test_documents_of_one_size_are_shuffled() -> None:
     sizes = np.where(np.arange(99) < 60, 5, 3)
     plain, counts = best_fit(documents, sizes, 8)
     assert plain[::2][:39].tolist() == documents[:39].tolist() and counts[:39].tolist() == [2] * 39
-    found = {tuple(best_fit(documents, sizes, 8, Permutation(seed, "a", 0, 99))[0].tolist()) for seed in (1, 1, 2)}
-    assert len(found) == 2 and all(sorted(each) == documents.tolist() for each in found)
-    for items in found:
+    distinct_orders = {
+        tuple(best_fit(documents, sizes, 8, Permutation(seed, "a", 0, 99))[0].tolist()) for seed in (1, 1, 2)
+    }
+    assert len(distinct_orders) == 2 and all(sorted(order) == documents.tolist() for order in distinct_orders)
+    for items in distinct_orders:
         assert abs(np.corrcoef(items[:78:2], np.arange(39))[0, 1]) < 0.5

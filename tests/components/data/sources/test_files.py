@@ -35,8 +35,8 @@ def test_files_are_ordered_by_name() -> None:
 @pytest.mark.usefixtures("corpus")
 def test_globs_keep_their_order_and_share_no_file() -> None:
     """A file that two globs match is listed once, at the first glob."""
-    found = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
-    assert [str(file.path) for file in found] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
+    files = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
+    assert [str(file.path) for file in files] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
 
 
 def test_a_link_is_no_second_document(corpus: Path) -> None:
@@ -71,9 +71,9 @@ def read(patterns: list[str]) -> list[bytes]:
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     """A file that vanishes after it was found is an error that names it."""
     (tmp_path / "a").touch()
-    found = find([f"{tmp_path}/a"])
+    files = find([f"{tmp_path}/a"])
     (tmp_path / "a").unlink()
-    with pytest.raises(UserError, match="a: can't be read"), opened(found[0]):
+    with pytest.raises(UserError, match="a: can't be read"), opened(files[0]):
         pass
 
 
@@ -121,8 +121,8 @@ def test_a_url_is_read_by_fsspec() -> None:
     system = fsspec.filesystem("memory")
     system.pipe({"/corpus/b/two.txt": b"two", "/corpus/one.txt": b"first"})
     try:
-        found = find(["memory://corpus/**/*.txt"])
-        assert [(file.name, file.size) for file in found] == [("b/two.txt", 3), ("one.txt", 5)]
+        files = find(["memory://corpus/**/*.txt"])
+        assert [(file.name, file.size) for file in files] == [("b/two.txt", 3), ("one.txt", 5)]
         assert read(["memory://corpus/**/*.txt"]) == [b"two", b"first"]
         with pytest.raises(UserError, match="no file matches"):
             find(["memory://corpus/*.md"])

@@ -37,8 +37,8 @@ def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> N
     """A batch has at most so many characters; a longer document is alone, and none is lost."""
     monkeypatch.setattr(encode, "BATCH", 10)
     documents = [Document("x" * size, "", 0, b"") for size in (4, 5, 2, 30, 1, 0, 9)]
-    found = [[len(document.text) for document in batch] for batch in batches(iter(documents))]
-    assert found == [[4, 5], [2], [30], [1, 0, 9]]
+    batch_lengths = [[len(document.text) for document in batch] for batch in batches(iter(documents))]
+    assert batch_lengths == [[4, 5], [2], [30], [1, 0, 9]]
 
 
 @pytest.mark.parametrize("text", [TEXT, TEXT.replace("\n", " "), "x" * 9_000, "", "\n" * 5_000])
@@ -47,11 +47,11 @@ def test_pieces_have_the_ids_of_the_whole(
 ) -> None:
     """A long text that is cut has the ids of the text encoded at once, with and without lines and spaces."""
     monkeypatch.setattr(encode, "BATCH", 1_000)
-    found = pieces(text, tokenizer.encode)
-    assert "".join(found) == text
+    text_pieces = pieces(text, tokenizer.encode)
+    assert "".join(text_pieces) == text
     whole = tokenizer.encode(text)
-    assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in found]), whole)
-    assert text != TEXT or max(map(len, found)) <= 1_000
+    assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in text_pieces]), whole)
+    assert text != TEXT or max(map(len, text_pieces)) <= 1_000
 
 
 def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

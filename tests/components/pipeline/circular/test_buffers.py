@@ -41,4 +41,4 @@ def test_slots_without_a_microbatch_are_empty() -> None:
     """Three microbatches of two stages: the last stage has one input, and at the end one output."""
     buffers = Buffers.of(Timetable(2, 3), range(1, 2), [torch.tensor(2.0)])
     assert buffers.state_io == [[torch.tensor(2.0), None]]
-    assert [float(each) for each in buffers.results()] == [2.0]
+    assert [float(tensor) for tensor in buffers.results()] == [2.0]

@@ -45,14 +45,14 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
         )
         stages.open()
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": objective, "neighbours": mesh}
-        found = []
+        results = []
         for delayed in delays:
             executor = CircularExecutor(**parts, **common, delayed=delayed)
             executor.open()
-            found.append(use(executor, mesh.indices.pipeline))
+            results.append(use(executor, mesh.indices.pipeline))
             for _, parameter in stages.named():
                 parameter.grad = None
-        return found
+        return results
 
 
 def works(executor: CircularExecutor, _rank: int) -> list[Work]:
@@ -81,15 +81,15 @@ def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model()
     Embedding and head run on each rank for half of the microbatches.
     """
     program = pipelines.schedule("circular", stages_per_rank=REPEATS).program(RANKS, 4)
-    for rank, found in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
+    for rank, results in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
         wanted = [(action.op, action.stage + 1, action.microbatch) for action in flat(program.rank_program(rank))]
         mine = range(2 * rank, 2 * rank + 2)
         last = RANKS * REPEATS + 1
-        for done in found:
+        for done in results:
             assert [work for work in done if work[1] not in (0, last)] == wanted
             ends = [*(("F", 0, n) for n in mine), *(("F", last, n) for n in mine)]
             assert sorted(work for work in done if work[1] in (0, last)) == sorted(
-                [*ends, *(("B", *each[1:]) for each in ends)]
+                [*ends, *(("B", *end[1:]) for end in ends)]
             )
 
 
@@ -101,7 +101,7 @@ def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
     return (
         sum_losses(state).tolist(),
         by_microbatch,
-        any(each.grad is not None for module in grads for each in module.parameters()),
+        any(parameter.grad is not None for module in grads for parameter in module.parameters()),
     )
 
 
@@ -124,5 +124,5 @@ def refusal(executor: CircularExecutor, _rank: int) -> str:
 
 def test_stages_that_give_several_tensors_are_refused() -> None:
     """What travels is one tensor; a loss of several layers' hidden states is refused with an executor to write."""
-    [[found]] = run_ranks(on_ranks, 1, refusal, False)
-    assert "returns a tuple" in found and 'use = "pipeline.executor"' in found
+    [[message]] = run_ranks(on_ranks, 1, refusal, False)
+    assert "returns a tuple" in message and 'use = "pipeline.executor"' in message

@@ -92,8 +92,8 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         finished = table.finishes(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
-        found = [rows[stage][table.column(place)] for place in range(columns)]
-        assert [each for each in found if each is not None] == [("out", number) for number in table.share(stage)]
+        entries = [rows[stage][table.column(position)] for position in range(columns)]
+        assert [entry for entry in entries if entry is not None] == [("out", number) for number in table.share(stage)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from drawloom.graph import UserError
 from support.schedules import NAMES, variants
 
 
-def lowered(text: str, rank: int) -> str:
+def lower_text(text: str, rank: int) -> str:
     """A rank's lowered program, as text."""
     return " ".join(map(str, lower(read_program(text), rank)))
 
@@ -30,8 +30,8 @@ def lowered(text: str, rank: int) -> str:
 def test_messages_are_inserted() -> None:
     """A send follows its producer directly, a receive precedes the action during which its message arrives."""
     text = "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
-    assert lowered(text, 0) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
-    assert lowered(text, 1) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    assert lower_text(text, 0) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert lower_text(text, 1) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
 
 
 def test_messages_know_their_peers() -> None:
@@ -52,7 +52,7 @@ def test_messages_know_their_peers() -> None:
 def test_a_forward_leaves_before_the_backward_that_it_overlaps() -> None:
     """Messages between the parts of an overlap belong to it, and the forward's send precedes the backward."""
     text = "0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1F1|1B0 1F2|1B1 1B2\n2: 2F0 2B0 2F1 2B1 2F2 2B2\n"
-    overlap = next(word for word in lowered(text, 1).split() if word.startswith("1F1"))
+    overlap = next(word for word in lower_text(text, 1).split() if word.startswith("1F1"))
     parts = overlap.split("|")
     assert parts.index("1F1") < parts.index("1SEND_F1") < parts.index("1B0") == len(parts) - 1
 
@@ -60,21 +60,21 @@ def test_a_forward_leaves_before_the_backward_that_it_overlaps() -> None:
 def test_split_backwards_are_merged_if_no_rank_waits() -> None:
     """I and a following W become B on stage 0, and if the previous stage is on the same rank; else they stay."""
     text = "0: 0F0 0I0 0W0\n1: 1F0 2F0 2I0 2W0 1I0 1W0\n"
-    assert lowered(text, 0) == "0F0 0SEND_F0 0RECV_B0 0B0"
-    assert lowered(text, 1) == "1RECV_F0 1F0 2F0 2B0 1I0 1SEND_B0 1W0"
+    assert lower_text(text, 0) == "0F0 0SEND_F0 0RECV_B0 0B0"
+    assert lower_text(text, 1) == "1RECV_F0 1F0 2F0 2B0 1I0 1SEND_B0 1W0"
 
 
 def test_separated_backwards_stay_split() -> None:
     """I and W with another action between them stay split."""
-    assert lowered("0: 0F0 0F1 0I0 0I1 0W0 0W1\n", 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
-    assert lowered("0: 0F0 0F1 0I0 0I1 0W1 0W0\n", 0) == "0F0 0F1 0I0 0B1 0W0"
+    assert lower_text("0: 0F0 0F1 0I0 0I1 0W0 0W1\n", 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
+    assert lower_text("0: 0F0 0F1 0I0 0I1 0W1 0W0\n", 0) == "0F0 0F1 0I0 0B1 0W0"
 
 
 def test_sharded_stages_are_gathered_early_and_reduced_with_their_last_backward() -> None:
     """A stage is gathered one compute action before its first, and its gradients are reduced with its last."""
     line = lower(read_program("0: 0F0 2F0 0F1 2F1 2I0 2W0 2B1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n"), 0)
-    found = [str(action) for action in with_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
-    compute = [name for name in found if "SEND" not in name and "RECV" not in name]
+    actions = [str(action) for action in with_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
+    compute = [name for name in actions if "SEND" not in name and "RECV" not in name]
     assert " ".join(compute) == ("0UNSHARD0 2UNSHARD0 0F0 2F0 0F1 2F1 2I0 2W0 2REDUCE_GRAD1 2B1 0B0 0REDUCE_GRAD1 0B1")
 
 
@@ -158,7 +158,9 @@ def test_parts_of_a_program_fit_together(name: str) -> None:
             computes = [str(action) for action in flat(lines[-1]) if action.op in OPS]
             assert computes == [str(action) for action in flat(whole.rank_program(rank))]
             if isinstance(made, PartialSchedule) and name != "v_min":
-                near = {each for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for each in hop} | {rank}
+                near = {
+                    neighbour for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for neighbour in hop
+                } | {rank}
                 assert {other for other in range(ranks) if len(part.stage[part.rows(other)])} == near
         assert run_without_blocking(lines) == []
 
@@ -185,10 +187,10 @@ def test_ranks_with_other_programs_are_found() -> None:
             digests.append(value)
             return [value, value]
 
-    for each in (program, other):
+    for rank_program in (program, other):
         kept: Any = Kept("")
         with suppress(UserError):
-            expect_same(each, 1, kept)
+            expect_same(rank_program, 1, kept)
     same, different = (Group(digest) for digest in digests)
     group: Any = same
     expect_same(program, 0, group)

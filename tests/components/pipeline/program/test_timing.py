@@ -53,9 +53,9 @@ def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
 
 def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
     """A message between two of a rank's four stages is as large as one between whole ranks."""
-    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divide(4)
-    assert [found.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
-    assert (found.comm, found.unshard, found.reduce) == (0.5, 2, 4)
+    stage_costs = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divide(4)
+    assert [stage_costs.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
+    assert (stage_costs.comm, stage_costs.unshard, stage_costs.reduce) == (0.5, 2, 4)
 
 
 def test_a_table_has_costs_of_each_stage() -> None:
@@ -74,5 +74,7 @@ def test_many_costs_at_once_take_as_long_as_one_by_one(name: str) -> None:
     """The makespans with several tables are those with each."""
     program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
     lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
-    found = ManyTimings(program, 0.3).makespans(lengths)
-    assert found.tolist() == [time(program, CostTable(comm=0.3, lengths=each)).makespan for each in lengths]
+    makespans = ManyTimings(program, 0.3).makespans(lengths)
+    assert makespans.tolist() == [
+        time(program, CostTable(comm=0.3, lengths=one_lengths)).makespan for one_lengths in lengths
+    ]

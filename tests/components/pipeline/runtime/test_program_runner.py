@@ -45,10 +45,10 @@ class First(nn.Module):
         self.spare = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
     def forward(self, inputs: Tensor, shared: BatchContext) -> Parcel:
-        found = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
+        scaled = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
         unused = self.spare * inputs.double().sum()
-        turned = found * torch.tensor(0.6 + 0.8j, dtype=torch.complex128)
-        return Parcel({"found": found, "unused": unused, "turned": turned}, (inputs.long(), inputs > 2))
+        turned = scaled * torch.tensor(0.6 + 0.8j, dtype=torch.complex128)
+        return Parcel({"found": scaled, "unused": unused, "turned": turned}, (inputs.long(), inputs > 2))
 
 
 class Second(nn.Module):
@@ -138,7 +138,7 @@ class Faulty(First):
         return given
 
 
-def travelled(name: str, fault: str = "") -> dict[str, Any]:
+def run_schedule(name: str, fault: str = "") -> dict[str, Any]:
     """Gradients of this rank, and its part of the loss, after a step with a schedule."""
     device = ComputeDevice(kind="cpu")
     processes = TorchProcesses(device=device, timeout=30.0)
@@ -181,7 +181,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
         loss, *_ = second(first(tokens, shared), shared, partial(SumOfAll().loss, batch=batch))
         torch.autograd.backward(loss)
         total += loss.detach()
-    ranks = run_ranks(travelled, 2, name)
+    ranks = run_ranks(run_schedule, 2, name)
     assert sum(rank["loss"] for rank in ranks) == pytest.approx(float(total), rel=1e-12)
     for module, rank in zip((first, second), ranks, strict=True):
         for key, parameter in module.named_parameters():
@@ -200,7 +200,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
 def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
     """Another dtype, shape, structure or constant than that of the meta pass is an error of the sender, in words."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(travelled, 2, "one_f_one_b", fault)
+        run_ranks(run_schedule, 2, "one_f_one_b", fault)
     assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])
     assert re.search(text, caught.value.failures[0]), caught.value.failures[0]
 
@@ -262,8 +262,8 @@ def test_stages_hand_over_between_any_two_ranks() -> None:
 
 def test_actions_are_ranges_of_a_profile() -> None:
     """Each action of the program once, under its name in the notation; without a profiler there is nothing of them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         pipelines.steps([("gpipe", 4, False, False, "plain")], layers=1)
-    names = [event.name for event in found.events() if event.is_user_annotation]
+    names = [event.name for event in profile.events() if event.is_user_annotation]
     validation = ["0F0", "0F1", "0F2"]
     assert sorted(names) == sorted([f"0{op}{number}" for op in "FB" for number in range(4)] + validation)

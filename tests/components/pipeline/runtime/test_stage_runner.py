@@ -142,7 +142,7 @@ class Folded:
         if action.op == "W" or action.stage == ends:
             return True
         needed = action.stage + before, action.microbatch
-        return any((each.stage, each.microbatch) == needed and each.op in ops for each in done)
+        return any((earlier.stage, earlier.microbatch) == needed and earlier.op in ops for earlier in done)
 
 
 def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> ProgramExecutor:
@@ -217,7 +217,7 @@ def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) ->
     modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
     modules[0].late = nn.Parameter(torch.randn(WIDTH))
-    leaves = [each for module in (*modules, objective) for each in module.parameters()]
+    leaves = [parameter for module in (*modules, objective) for parameter in module.parameters()]
     for microbatches in (2, 3):
         same_as_one_pass(executor, batches(microbatches), [*leaves, *objective.center])
 
@@ -228,7 +228,7 @@ def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> Non
     folded, objective = Folded(schedule), Distance()
     modules = [Fourier(number, folded.stages) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
-    same_as_one_pass(executor, batches(3), [each for module in modules for each in module.parameters()])
+    same_as_one_pass(executor, batches(3), [parameter for module in modules for parameter in module.parameters()])
 
 
 def state_of_losses(*losses: tuple[float, dict[str, Tensor]]) -> StepState:

@@ -48,9 +48,9 @@ def test_the_weight_gradient_of_a_matmul_is_deferred(name: str) -> None:
     y = PRODUCTS[name](x, w)
     assert defer_products(users_of([y], [x]), Deferral())[0] == []
     y = PRODUCTS[name](x, w)
-    found = split.backward_input([y], [grad], [x])
+    input_grads = split.backward_input([y], [grad], [x])
     split.backward_weight()
-    torch.testing.assert_close([*found, w.grad], [*expected])
+    torch.testing.assert_close([*input_grads, w.grad], [*expected])
 
 
 OTHERS: dict[str, Use] = {
@@ -114,12 +114,12 @@ def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
     expected = torch.autograd.grad(y, [x, *parameters], grad)
     split, y = SplitBackward(), layer(x)
     with Asked() as first:
-        found = split.backward_input([y], [grad], [x])
+        input_grads = split.backward_input([y], [grad], [x])
     with Asked() as second:
         split.backward_weight()
     bias = len(parameters) == 2
     assert (first.masks, second.masks) == ([[True, False, False]], [[False, True, bias]])
-    torch.testing.assert_close([*found, *(each.grad for each in parameters)], [*expected])
+    torch.testing.assert_close([*input_grads, *(parameter.grad for parameter in parameters)], [*expected])
 
 
 def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
@@ -166,7 +166,7 @@ def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
 Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
 
 
-def doubled(grads: Any) -> Any:
+def double_grads(grads: Any) -> Any:
     """A gradient, or several, times two."""
     return tuple(None if grad is None else grad * 2 for grad in grads) if isinstance(grads, tuple) else grads * 2
 
@@ -186,7 +186,7 @@ def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Op
 
     def forward(s: Any, x: Tensor) -> Tensor:
         y = p.product(x.flatten(0, 1), s.w)
-        HOOKS[name](y, lambda grads: (called.update([name]), doubled(grads))[1])
+        HOOKS[name](y, lambda grads: (called.update([name]), double_grads(grads))[1])
         return y.tanh()
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
@@ -224,24 +224,24 @@ def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("retained", [False, True])
-@pytest.mark.parametrize("held", [False, True])
-def test_gradients_of_what_is_made_of_a_weight(name: str, held: bool, retained: bool) -> None:
+@pytest.mark.parametrize("saved_by_hooks", [False, True])
+def test_gradients_of_what_is_made_of_a_weight(name: str, saved_by_hooks: bool, retained: bool) -> None:
     """The weight and what retains its gradient get a full pass's, also where hooks hold the saved tensors."""
     kept: list[Tensor] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, unpack) if held else nullcontext():
+        with torch.autograd.graph.saved_tensors_hooks(Kept, unpack) if saved_by_hooks else nullcontext():
             made = MADE[name](s.w)
             kept[:] = made if retained else []
-            for each in kept:
-                each.retain_grad()
+            for tensor in kept:
+                tensor.retain_grad()
             return (x.to(made[-1].dtype) @ made[-1]).tanh() @ s.w.to(made[-1].dtype)  # type: ignore[no-any-return]
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
     expected = in_one(stage, inputs), pop_grads(kept)
-    found = in_two(stage, inputs), pop_grads(kept)
-    assert_same_grads(found[0], expected[0])
-    assert_same_grads((found[1], []), (expected[1], []))
+    split_grads = in_two(stage, inputs), pop_grads(kept)
+    assert_same_grads(split_grads[0], expected[0])
+    assert_same_grads((split_grads[1], []), (expected[1], []))
 
 
 @pytest.mark.parametrize("bias", [True, False])

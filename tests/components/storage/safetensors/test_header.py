@@ -86,8 +86,8 @@ def test_library_accepts_every_header_that_is_written(kinds: list[tuple[str, lis
         path = Path(folder, "file")
         path.write_bytes(head + bytes(max((entry.end for entry in entries.values()), default=0)))
         opened: Any = safe_open(path, "pt")
-        found = {name: opened.get_slice(name) for name in opened.offset_keys()}
-    assert {name: (part.get_shape(), part.get_dtype()) for name, part in found.items()} == {
+        slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    assert {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()} == {
         name: ([*spec.shape], CODES[spec.dtype]) for name, spec in specs.items()
     }
 
