@@ -20,7 +20,7 @@ def trained_names(*adapters: Adapter, model: Any = None) -> list[str]:
 
 
 def test_targets_are_names_ends_of_names_or_patterns() -> None:
-    """A name matches from any dot on; only the factors of what matches are trained."""
+    """A target matches a name from any dot on; only the matching layers' factors are trained."""
     both = [f"model.layers.{n}.self_attn.q_proj.lora_{f}" for n in (0, 1) for f in "AB"]
     assert trained_names(lora("q_proj")) == trained_names(lora("self_attn.q_*")) == both
     assert (
@@ -30,7 +30,7 @@ def test_targets_are_names_ends_of_names_or_patterns() -> None:
 
 
 def test_experts_are_adapted_whole_or_in_part() -> None:
-    """`experts` are both of their parameters, each of which has a name of its own; routers can't be adapted."""
+    """`experts` adapts both expert parameters, and each can be named alone; routers can't be adapted."""
     both = trained_names(lora("experts"), model=sparse())
     assert both == trained_names(lora("experts.*_proj"), model=sparse()) and len(both) == 2 * 4
     assert [name for name in both if ".down_proj" in name] == trained_names(lora("experts.down_proj"), model=sparse())

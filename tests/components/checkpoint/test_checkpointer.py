@@ -173,7 +173,7 @@ def test_a_dangling_link_does_not_take_the_name_of_a_checkpoint(tmp_path: Path) 
 
 
 def test_a_link_among_the_leftovers_blocks_no_start(tmp_path: Path) -> None:
-    """The link is removed, and what it leads to stays."""
+    """A start removes the link, and leaves its target alone."""
     save_steps(tmp_path, 1)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("")

@@ -42,8 +42,8 @@ def test_a_kill_at_any_call_loses_no_committed_step(tmp_path: Path, staging: boo
 
 def test_a_power_cut_at_any_call_loses_no_committed_step(tmp_path: Path) -> None:
     """
-    After each call of two saves with retention the power is cut: everything that was not fsynced is lost, names too;
-    every committed step is restored.
+    The power is cut after each call in two saves with retention: everything not fsynced is lost, names too; every
+    committed step is restored.
     """
     [outcomes] = run_ranks(cut_everywhere, 1, tmp_path)
     assert len(outcomes) > 60
@@ -64,7 +64,7 @@ def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None
     "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "expire_before_commit", "no_rename"]
 )
 def test_the_power_cut_test_finds_missing_fsyncs(tmp_path: Path, mutation: str) -> None:
-    """No fsync at all, none of folders, or one too late: each loses a step, which no kill shows."""
+    """Without fsync, without fsync on folders, or with one too late, a power cut loses a step; no kill shows it."""
     [outcomes] = run_ranks(cut_everywhere, 1, tmp_path, mutation)
     assert _bad(outcomes)
 
@@ -108,8 +108,8 @@ def test_every_byte_is_on_disk_before_the_next_depends_on_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
 def test_a_failing_call_commits_nothing(tmp_path: Path, code: int, staging: bool) -> None:
     """
-    At each call of a save the disk fails once: the error has the path, and before the rename there is neither a step
-    nor a leftover. The same file is never fsynced again: Linux may report success for pages that were lost.
+    The disk fails once at each call in a save: the error has the path, and before the rename there is neither a step
+    nor a leftover. The same file is never fsynced again: Linux may report success for lost pages.
     """
     save_steps(tmp_path / "good", 1, 2)
     committed: list[bool] = []
@@ -170,7 +170,7 @@ def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str
 
 
 def _kill_cleanup_everywhere(base: Path) -> list[int]:
-    """Kill a start that removes leftovers at each of its calls in turn; the steps that the next start restores."""
+    """Kill a start that removes leftovers at each call in turn; return the steps restored by the next start."""
     save_steps(base / "good", 1, 2)
     for name in (".tmp-step-3", ".trash-step-0"):
         shutil.copytree(base / "good/checkpoints/step-1", base / "good/checkpoints" / name)

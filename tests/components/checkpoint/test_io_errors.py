@@ -80,7 +80,7 @@ def _bytes_on_disk(folder: Path, state: dict[str, StateNode]) -> int:
 
 
 def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moments that the optimizer will have count; the error has the folder, the bytes needed and those free."""
+    """The optimizer's future moments count; the error has the folder, the needed bytes and the free bytes."""
     with pytest.raises(UserError) as caught:
         _restore(tmp_path, monkeypatch, 11_999)
     text = str(caught.value)

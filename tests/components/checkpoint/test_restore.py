@@ -58,7 +58,7 @@ def _restore(folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
 
 
 def _fault(folder: Path, where: str, what: str, rank: int) -> tuple[str, int, Any]:
-    """Save step 2 with a fault on one rank: each rank's error, and what all restore afterwards."""
+    """Save step 2 with a fault on one rank; return each rank's error, and the step that all restore afterwards."""
     with _mesh() as mesh:
         shared, own = StateNode({"step": 2}), LocalNode({"step": 2, "rank": mesh.world.rank})
         node = checkpointer(folder, {"shared": shared, "own": own}, mesh)
@@ -174,7 +174,7 @@ def _save_sharded(folder: Path, holders: dict[str, list[int]]) -> None:
 
 
 def _restore_sharded(folder: Path, holders: dict[str, list[int]]) -> dict[str, tuple[float, int]]:
-    """What each rank restores of the entries that it now holds."""
+    """Restore the entries that this rank holds now."""
     with _mesh() as mesh:
         mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
         node, empty = ShardedNode({}, mine), ShardedNode({"fresh": 1}, mine)
@@ -292,7 +292,7 @@ def test_all_ranks_together_read_a_checkpoint_once(tmp_path: Path, saved: int, l
 
 
 def test_a_corrupt_block_that_no_rank_needs_invalidates_the_step(tmp_path: Path) -> None:
-    """Blocks that are in no rank's state are shared out and verified: here, those of a rank that is gone."""
+    """Blocks in no rank's state, here a removed rank's blocks, are divided among the ranks and verified."""
     run_ranks(_save, 3, tmp_path, 1, 2)
     path = tmp_path / "checkpoints" / "step-2" / "rank-2.safetensors"
     data = bytearray(path.read_bytes())

@@ -52,7 +52,7 @@ def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> No
 
 
 def test_a_whole_tensor_is_cut() -> None:
-    """What one process saved is cut for a rank that shards; its other values are as they were."""
+    """A rank that shards gets its part of a tensor saved by one process; other values are unchanged."""
     tensor_slice = TensorSlice((4, 3), (1, 0), (2, 3))
     assembled = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
     assert assembled["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
@@ -74,7 +74,7 @@ def test_a_missing_piece_is_an_error() -> None:
 
 
 def test_replicated_slices_are_not_counted_twice() -> None:
-    """Tensors without dimensions, and those of other dimensions, are no slices."""
+    """Tensors without dimensions, or with other dimensions, are not slices."""
     tensor_slice = TensorSlice((4,), (0,), (2,))
     state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, tensor_slice)
     assert [type(part).__name__ for part in state.values()] == ["SlicedTensor", "Tensor", "Tensor", "str"]

@@ -1,4 +1,4 @@
-"""Hashes of every tensor of the state after each step."""
+"""Hashes of the state's tensors after each step."""
 
 import os
 import shutil

@@ -48,7 +48,7 @@ def request(kind: str, *words: Any) -> Instance:
 
 
 def by_hand(ids: list[int], count: int) -> float:
-    """The log-likelihood of the last ids after those before them, of texts that fit the context."""
+    """Return the log-likelihood of the last ids given the ids before them, for texts that fit the context."""
     logits = Table().infer(torch.tensor([ids[:-1]]), TokenContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
     picked = logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
     return float(picked[-count:].sum())
@@ -75,7 +75,7 @@ def test_the_model_sees_no_more_than_its_context() -> None:
 
 
 def test_text_ends_where_a_task_says() -> None:
-    """Before the first of its ends; what the sampler has no part in is refused."""
+    """The text ends before its first stop string; options without a meaning for the sampler are refused."""
     made = model(context=64)
     (text,) = made.generate_until([request("generate_until", "a", {"until": [], "max_gen_toks": 12})])
     assert text == "bcdefghijklm"

@@ -1,4 +1,4 @@
-"""What several commands look up in recipes."""
+"""Recipe look-ups that several commands share."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def options(folder: Path, *words: str) -> argparse.Namespace:
 
 
 def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> None:
-    """Of equal steps none is guessed: a step that is not there is refused with those that are."""
+    """A tie in steps is not guessed; a missing step is refused with a list of the existing ones."""
     save_steps(tmp_path, 1, validation_loss=3.0)
     save_steps(tmp_path, 2, validation_loss=2.0)
     save_steps(tmp_path, 3)
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 
 
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a checkpoint that is still there is not tried again for ever."""
+    """A checkpoint with another error than a removed file is not tried again for ever."""
     save_steps(tmp_path, 1)
     monkeypatch.setattr(_trained, "_recipe", lambda *_: _Recipe(""))
     monkeypatch.setattr(_trained, "only", lambda *_: "gone")

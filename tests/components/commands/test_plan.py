@@ -56,7 +56,7 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
 
 
 def test_stages_add_up_to_ranks(capsys: Capture) -> None:
-    """Their parameters are what ranks hold, and their passes what the busiest computes."""
+    """Stage parameters sum to the ranks' parameters, and the busiest rank's passes make the computing time."""
     words = ("pipeline", "--device", "cpu", "schedule.use=pipeline.schedules.interleaved_1f1b")
     printed_plan = data(capsys, *words, "model.num_hidden_layers=5")
     ranks = [[entry for entry in printed_plan["stages"] if entry["pipeline_rank"] == rank] for rank in (0, 1)]
@@ -69,7 +69,7 @@ def test_stages_add_up_to_ranks(capsys: Capture) -> None:
 
 
 def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
-    """In words and by the exit status, with what would help."""
+    """The output and the exit status say so, with remedies."""
     said = run_plan(capsys, *EXPERTS, "--ranks", "16", *WHOLE, "stages.sync_each_microbatch=false", code=1)
     assert ": too much" in said
     assert "stages.sync_each_microbatch = true  # " in said
@@ -105,7 +105,7 @@ TINY = (*(f"model.{key}={value}" for key, value in HEAD.items()), "model.hidden_
 def test_sizes_have_a_unit_in_which_they_are_seen(
     capsys: Capture, words: tuple[str, ...], unit: str, scale: float
 ) -> None:
-    """The peak, in the largest unit of which there is one at least, is JSON's bytes; all of the table is in that."""
+    """The table is in the largest unit in which the peak is at least one, and agrees with the JSON's bytes."""
     plan = ("first_run", "--device", "cpu", *words)
     [peak] = data(capsys, *plan)["peak_memory_bytes"]
     assert 1 <= peak / scale < 1000
@@ -130,7 +130,7 @@ def test_sizes_have_a_unit_in_which_they_are_seen(
     ],
 )
 def test_mistakes_get_one_sentence(capsys: Capture, arguments: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    """Which says what is wrong, without a traceback."""
+    """A mistake prints one sentence without a traceback."""
     said = run_plan(capsys, *arguments, code=2)
     assert reason in said
     assert "Traceback" not in said

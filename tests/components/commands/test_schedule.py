@@ -32,7 +32,7 @@ def data(capsys: Capture, *arguments: str) -> Any:
 
 
 def test_a_schedule_by_its_name(capsys: Capture) -> None:
-    """Its numbers are those of the simulation, costs given or not."""
+    """The printed numbers equal the simulation's, with and without costs."""
     sizes = ("dual_pipe_v", "--ranks", "8", "--microbatches", "32")
     summary = data(capsys, *sizes, "--stages-per-rank", "2")
     assert list(summary) == [
@@ -81,7 +81,7 @@ def test_channels_make_a_difference(capsys: Capture) -> None:
 
 
 def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None:
-    """Schedule, ranks and microbatches are those of the recipe; values are laid over it."""
+    """Schedule, ranks and microbatches come from the recipe; values on the command line override it."""
     words = ("mesh.pipeline=2", "batch.micro_size=2", "schedule.use=pipeline.schedules.zero_bubble_v")
     summary = data(capsys, "first_run", *words)
     assert [summary[key] for key in ("schedule", "ranks", "stages_per_rank", "microbatches")] == [
@@ -103,7 +103,7 @@ def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_a_file_is_drawn_like_the_schedule_that_it_was_written_from(capsys: Capture, tmp_path: Path) -> None:
-    """--format csv writes what the command reads again, with the same figures; numbers that are not the file's fail."""
+    """The command reads its own --format csv with the same figures; numbers that contradict the file fail."""
     words = ("v_min", "--ranks", "2", "--microbatches", "6")
     path = tmp_path / "table.csv"
     path.write_text(run_schedule(capsys, *words, "--format", "csv"))
@@ -163,7 +163,7 @@ def test_a_run_is_a_recipe(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_a_comparison_is_of_one_model(capsys: Capture) -> None:
-    """Stages share the costs of a rank's layers: every schedule has the same work, on each number of ranks."""
+    """Stages share the costs of a rank's layers: all schedules have the same work, on any number of ranks."""
     summaries = data(capsys, "--compare", "--ranks", "2,4", "--microbatches", "4,8", "--costs", "F=2,I=2,W=2")
     assert {(item["ranks"], item["microbatches"], item["ideal"]) for item in summaries} == {
         (ranks, microbatches, 6.0 * microbatches) for ranks in (2, 4) for microbatches in (4, 8)
@@ -187,7 +187,9 @@ def test_costs_are_planned(capsys: Capture) -> None:
 
 
 def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys: Capture) -> None:
-    """With four layers on three ranks, those of one stage a rank are compared; on five ranks the reason is said."""
+    """
+    Four layers on three ranks compare only schedules with one stage a rank; five ranks are refused with the reason.
+    """
     words = ("--compare", "pipeline", *SMALL, "--costs", "plan", "--device", "cpu", "--microbatches", "2", "--ranks")
     assert {item["stages_per_rank"] for item in data(capsys, *words, "3")} == {1}
     assert "4 layers can't be cut into" in run_schedule(capsys, *words, "5", code=2)

@@ -27,7 +27,7 @@ def documents(folder: Path) -> list[list[int]]:
 
 
 def test_files_become_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of a folder and of a glob are tokenized in their order; the command says what the store holds."""
+    """Files from a folder and from a glob are tokenized in their order; the command prints the store's contents."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
     (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "z"}\n'))

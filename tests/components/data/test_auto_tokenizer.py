@@ -126,7 +126,7 @@ def test_bytes_are_bytes_in_every_family(model_type: str, tmp_path: Path) -> Non
 
 
 def test_an_export_can_be_saved_again(sources: dict[str, Path], tmp_path: Path) -> None:
-    """The export of a model that was trained from an export has all files that its configuration names."""
+    """A model trained from an export is exported with all files named in its configuration."""
     first, second = model_folder(tmp_path / "first", "qwen2"), model_folder(tmp_path / "second", "qwen2")
     open_tokenizer(sources["byte_level"]).save(first)
     tokenizer = open_tokenizer(first)

@@ -98,7 +98,7 @@ def test_each_example_is_a_row(kind: str) -> None:
 
 
 def test_the_length_is_a_multiple_up_to_the_greatest() -> None:
-    """Of 4, and of 3, and not above what is allowed."""
+    """The length is a multiple within the maximum."""
     lengths = [
         open_rows(Own(), multiple=multiple, max_length=most).length for multiple, most in ((4, 9), (3, 9), (4, 7))
     ]

@@ -82,7 +82,7 @@ def test_state_can_be_loaded_into_a_running_loader(
 
 
 def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """The state is steps and rows taken, and not those that are prefetched; anything else is refused."""
+    """The state counts steps and rows taken without prefetched ones; other states are refused."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=1, prefetch=3) as loader:
         assert loader.state_dict() == {"step": 0, "position": 0}
         steps(loader, names, 2)
@@ -158,7 +158,7 @@ def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any
 
 
 def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """Each epoch has all rows in an order that depends on the seed; unshuffled, rows are in the order of packing."""
+    """An epoch has all rows in an order that depends on the seed; unshuffled rows keep the packing's order."""
     rows = rows_of(train=20)
     orders = []
     for seed in (1, 1, 2):

@@ -34,7 +34,7 @@ def batch(token: int) -> TokenBatch:
 
 
 def errors_of(*ranks: tuple[int, int, TokenBatch]) -> list[str]:
-    """The error of each rank, given by its data-parallel index, number of rows and batch; "" if none."""
+    """Return the errors by rank ("" if none) for data-parallel indices, row counts and batches."""
     world: Any = Threads(len(ranks), barrier=threading.Barrier(len(ranks)))
     errors = [""] * len(ranks)
 

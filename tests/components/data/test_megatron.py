@@ -20,7 +20,7 @@ def corpus(folder: Path, **settings: Any) -> Megatron:
 
 
 def test_documents_are_read_as_they_are(tmp_path: Path) -> None:
-    """Ids, lengths and order are those of the files, in both splits together, and after pickling."""
+    """Ids, lengths and order equal the files', in both splits together, and after pickling."""
     write_megatron(tmp_path / "data_text_document", DOCUMENTS)
     ids_by_document = {}
     for split in ("train", "validation"):

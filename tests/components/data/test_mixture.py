@@ -1,4 +1,4 @@
-"""Mixtures: shares, validation, and what is refused."""
+"""Mixtures: shares, validation, and refused settings."""
 
 from collections import Counter
 from typing import Any
@@ -27,14 +27,14 @@ def weights_of(**settings: Any) -> dict[str, float]:
 
 
 def test_shares_follow_from_weights_epochs_or_temperature() -> None:
-    """Weights are taken as they are; epochs multiply tokens, of which there are 16 each; a temperature flattens."""
+    """Weights are used unchanged; epochs multiply the 16 tokens in a source; a temperature flattens the shares."""
     assert weights_of(weights={"web": 30, "code": 70}) == {"web": 30, "code": 70}
     assert weights_of(epochs={"code": 2.5}) == {"web": 16, "code": 40}
     assert weights_of(epochs={"web": 0.0}, temperature=2.0) == {"web": 0, "code": 4}
 
 
 def test_rows_are_of_one_source_each(job: Any) -> None:
-    """A packing numbers the rows of one source after those of another, in both splits, and names their sources."""
+    """A packing numbers one source's rows after another's, in both splits, and names their sources."""
     mixture = Mixture(sources=SOURCES, weights={"web": 1, "code": 2})
     rows = Padded(tokens=mixture, job=job, length=6)
     rows.open()

@@ -30,7 +30,7 @@ def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = 
 
 
 def compared_texts(made: Preferences) -> list[tuple[str, str]]:
-    """The compared text of both documents of each pair; checks the weights."""
+    """Return both documents' compared texts by pair, and check the weights."""
     documents, tokenizer = made.documents("train"), made.tokenizer
     pairs = []
     for pair in range(len(documents.lengths) // 2):

@@ -44,13 +44,13 @@ def test_each_row_has_its_own_digest() -> None:
 
 
 def test_each_step_has_a_line(tmp_path: Path) -> None:
-    """A step's line has the rows of all its microbatches, and which part of the step they are."""
+    """A step's line lists the rows in all its microbatches, and their part of the step."""
     record(tmp_path).run_phase(Step(1, 9, state={"batches": [batch(1, 2), batch(3)]}))
     assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": row_digests(batch(1, 2, 3))}]
 
 
 def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
-    """Later lines, an incomplete one, and those of ranks that are gone are removed."""
+    """Resuming removes later lines, an incomplete line, and lines from removed ranks."""
     first = record(tmp_path)
     for step in (1, 2, 3):
         first.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
@@ -80,7 +80,7 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
 
 
 def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
-    """A run folder that a stranger sent can't make a run wait, also by the file of a rank that the run lacks."""
+    """A run folder from a stranger can't make a run wait, also with the file of a rank that does not exist."""
     for name in ("rank-0", "rank-7"):
         folder = tmp_path / name
         (folder / "rows").mkdir(parents=True)

@@ -36,9 +36,8 @@ def rows(rows_of: Callable[..., Any]) -> Any:
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
 def test_every_row_is_evaluated_once(rows: Any, names: Any, rows_used: int, replicas: int, micro_size: int) -> None:
     """
-    All ranks see the rows that a single rank sees, each once, in microbatches of their size, and count all.
-
-    Each has as many microbatches, the last of which may have no weight.
+    All ranks together see a single rank's rows once, in microbatches of their size, and count all. They have equally
+    many microbatches; the last may have no weight.
     """
     alone = [row for batch in names(list(validation(rows, rows_used).batches())) for row in batch]
     together, counts = [], set()

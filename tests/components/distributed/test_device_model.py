@@ -1,4 +1,4 @@
-"""What devices can do."""
+"""Device capabilities."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_names_of_devices_are_found(name: str, products: str, peak: float | None
 
 
 def test_every_row_of_the_table_has_its_source() -> None:
-    """Those that can be planned for are read strictly; TF32 is half as fast as bfloat16: none has sparsity."""
+    """Rows for planning are read strictly; TF32 is half as fast as bfloat16: no number has sparsity."""
     for row in rows():
         if row["name"] == "cpu":
             continue
@@ -94,7 +94,7 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_that_is_not_described_is_an_error(text: str | None, reason: str, tmp_path: Path) -> None:
-    """In one sentence that says what a device has."""
+    """The error is one sentence with the keys of a device."""
     path = tmp_path / "mine.toml"
     path.write_text(text or "")
     with pytest.raises(UserError, match=reason):

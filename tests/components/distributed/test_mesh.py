@@ -25,7 +25,7 @@ from support.processes import RanksFailed, run_ranks
 
 @attrs.define
 class FakeProcesses:
-    """A launch of any world size, of which only this process exists."""
+    """A launch with any world size, in which only this process exists."""
 
     world_size: int
     rank: int = 0
@@ -131,7 +131,7 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
 
 
 def test_a_thousand_ranks_take_no_time() -> None:
-    """A rank makes each group that it needs once, of its own dimensions alone, and knows where it is."""
+    """A rank makes only its own groups, once apiece, and knows its indices."""
     sizes = {"pipeline": 4, "data_replicate": 4, "data_shard": 8, "context": 2, "tensor": 4}
     seconds, groups, indices = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
     assert indices == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}

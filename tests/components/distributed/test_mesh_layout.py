@@ -74,7 +74,7 @@ def test_a_wrong_product_names_the_command() -> None:
 
 @hypothesis.given(SIZES, st.data())
 def test_ranks_of_one_copy_of_the_model_hold_each_parameter_together(sizes: tuple[int, ...], data: Any) -> None:
-    """Ranks along `expert_replicate` are all that have equal indices along each dimension that splits parameters."""
+    """Ranks along `expert_replicate` have equal indices along all dimensions that split parameters."""
     whole = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
     stage = math.prod(sizes[1:])
     expert = data.draw(st.sampled_from([number for number in range(1, stage + 1) if stage % number == 0]))

@@ -36,7 +36,7 @@ def _exchange(lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float
 
 
 def messages_to(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float]]:
-    """What each peer of a rank sends, by its index in the line."""
+    """Return the messages of a rank's peers, by their index in the line."""
     line = next(line for line in lines if rank in line)
     here = line.index(rank)
     peers = {index for edge in edges if here in edge for index in edge} - {here}
@@ -114,5 +114,5 @@ def _wait_for_missing_peer() -> str:
 
 
 def test_a_dead_peer_is_an_error() -> None:
-    """A receive from a process that has ended raises an error that names it instead of hanging."""
+    """A receive from a process that has ended raises an error naming it instead of hanging."""
     assert run_ranks(_wait_for_missing_peer, 2) == ["error", "left"]

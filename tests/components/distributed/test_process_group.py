@@ -70,7 +70,7 @@ def _lose_a_peer() -> tuple[str, float]:
 
 
 def test_reductions_keep_the_dtype() -> None:
-    """Sum and maximum are those of all ranks, in place, in the tensor's dtype."""
+    """Sum and maximum run over all ranks, in place, in the tensor's dtype."""
     expected = [(str(dtype), [2, 5], [1, 3]) for dtype in DTYPES]
     assert run_ranks(_reductions, 2) == [expected, expected]
 

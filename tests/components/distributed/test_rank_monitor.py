@@ -159,7 +159,7 @@ def test_closing_leaves_no_descriptor(store: Any) -> None:
 
 
 def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any, tmp_path: Path) -> None:
-    """Every rank's error file has the cause; the earliest timestamp is that of the rank that failed first."""
+    """All error files have the cause; the rank that failed first has the earliest timestamp."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     RankMonitor(1, 2, store, error_file=str(paths[1])).report("no room\nat all")
     RankMonitor(0, 2, store, error_file=str(paths[0])).check_failures()

@@ -38,7 +38,7 @@ def test_bits_are_those_of_splitmix64(key: int, index: int) -> None:
 
 
 def test_bits_equal_the_published_sequence() -> None:
-    """The first numbers from seed 1234567 are those of other implementations of the generator."""
+    """The first numbers from seed 1234567 equal other implementations' numbers."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [bits % 2**64 for bits in splitmix64(1234567, torch.arange(3)).tolist()] == expected
 
@@ -78,7 +78,7 @@ def test_moments(many: Tensor) -> None:
 
 @pytest.mark.parametrize("key", range(4))
 def test_kolmogorov_smirnov(key: int) -> None:
-    """The greatest distance to the normal distribution is below what chance exceeds once in 10,000 times."""
+    """Chance exceeds the bound on the distance to the normal distribution once in 10,000 times."""
     numbers = draw_normal(2**18, key=key).double().sort().values
     count = numbers.numel()
     cdf, steps = torch.special.ndtr(numbers), torch.arange(count + 1, dtype=torch.float64) / count
@@ -102,14 +102,14 @@ def correlation(x: Tensor, y: Tensor) -> float:
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 7, 64, 2047, 2048, 2049, 65536])
 def test_neighbours_are_independent(many: Tensor, lag: int) -> None:
-    """Neither numbers, nor their squares, nor their signs correlate with those `lag` elements later."""
+    """Neither numbers, nor their squares, nor their signs correlate with the numbers `lag` elements later."""
     flat = many.flatten()
     for numbers in (flat, flat**2, flat.sign(), (flat.abs() > 2).double()):
         assert abs(correlation(numbers[:-lag], numbers[lag:])) < 4.5
 
 
 def test_parameters_are_independent() -> None:
-    """Tensors of different keys do not correlate, not even those of keys that differ by one bit or by one step."""
+    """Tensors with different keys do not correlate, even if the keys differ by one bit or by one step."""
     first = draw_normal(512, 512, key=12345).double()
     keys = [12345 ^ 1 << bit for bit in range(0, 64, 5)] + [12346, 12345 + 2**63, ~12345 % 2**64]
     for key in keys:
@@ -129,7 +129,7 @@ def test_pairs_fill_the_square(many: Tensor) -> None:
 
 @given(st.data())
 def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
-    """Any slice of any tensor, of any strides and however it is cut into chunks, equals that part of the whole."""
+    """A slice of any tensor, with any strides and cut into any chunks, equals the same part of the whole."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     key, whole = data.draw(KEYS), torch.empty(shape)
     fill_normal(whole, key, 0.5)
@@ -170,7 +170,7 @@ def test_elements_beyond_two_billion_differ() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_hold_the_float32_numbers(dtype: torch.dtype) -> None:
-    """In every dtype the numbers are those of float32, rounded where that is needed."""
+    """All dtypes have the float32 numbers, rounded where necessary."""
     assert torch.equal(draw_normal(50, 7, std=0.02, dtype=dtype), draw_normal(50, 7, std=0.02).to(dtype))
 
 

@@ -15,7 +15,7 @@ from support.processes import run_ranks
 
 
 def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
-    """What a rank reads of each rank's memory, the files that are left, and the message of a disk that is full."""
+    """Return this rank's view of all memory parts, the remaining files, and the message for a full disk."""
     tempfile.tempdir = folder
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()

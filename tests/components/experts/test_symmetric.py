@@ -1,4 +1,4 @@
-"""Experts that several ranks share out, which read tokens from each other's memory."""
+"""Experts partitioned over several ranks that read tokens from each other's memory."""
 
 from functools import partial
 from typing import Any
@@ -33,13 +33,13 @@ MOST = 14
 
 @pytest.fixture(scope="module")
 def without_capacity() -> Results:
-    """What each of three ranks finds, which waits for the numbers of rows."""
+    """Run dispatch on three ranks that wait for row counts."""
     return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST))
 
 
 @pytest.fixture(scope="module")
 def with_capacity() -> Results:
-    """What each of three ranks finds, with room for all rows that there can be."""
+    """Run dispatch on three ranks with room for all possible rows."""
     return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST, capacity=3.0))
 
 
@@ -57,7 +57,7 @@ def test_room_for_more_rows_changes_nothing(name: str, with_capacity: Results, w
 
 
 def _evaluations() -> list[list[Tensor]]:
-    """What this rank's dispatchers give without gradients for each entry of CHOICES, in both orders."""
+    """Return this rank's outputs without gradients for the entries of CHOICES, in both orders."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -128,7 +128,7 @@ def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
 
 
 def test_shapes_are_known_without_an_exchange() -> None:
-    """On the meta device, where stages learn what they will send, no rank waits for another."""
+    """On the meta device, where stages learn their message sizes, no rank waits for another."""
     mesh: Any = fake(Mesh, expert_group=type("Group", (), {"size": 2})())
     module = experts_of()
     module.dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh)

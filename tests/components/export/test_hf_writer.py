@@ -138,7 +138,10 @@ def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
 
 @pytest.mark.parametrize(("tied", "max_shard"), [(True, 2**30), (False, 5000)])
 def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shard: int) -> None:
-    """Two ranks with a stage each write, each its own files, what one process with all of it does, tied or not."""
+    """
+    Two ranks with one stage apiece write, into files of their own, the tensors that a single process writes, tied or
+    not.
+    """
     run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
@@ -161,7 +164,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
 
 
 def load_in_transformers(folder: Path) -> Any:
-    """The model, and what was missing or too much."""
+    """Return the loaded model, and the missing and unexpected names."""
     from transformers import AutoModelForCausalLM  # takes seconds, which ranks can do without
 
     return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

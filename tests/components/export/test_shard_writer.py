@@ -54,7 +54,7 @@ def config_beside(folder: Path, files: list[PlannedFile]) -> None:
 
 
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
-    """What one process writes."""
+    """Return the tensors written by a single process."""
     mine = share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
@@ -62,7 +62,7 @@ def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
 
 
 def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
-    """The folder holds exactly what is expected, in exactly the files that its index names."""
+    """The folder has exactly the expected tensors, in exactly the files named by its index."""
     source = open_safetensors_folder(folder)
     assert source.specs().keys() == expected.keys()
     assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())
@@ -91,7 +91,7 @@ def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
 
 
 def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
-    """Something goes wrong on rank 1; what this rank hears, and what is left."""
+    """Fail on rank 1; return this rank's error, and the remaining files."""
     world = _world()
     names = {"duplicate": "a", "name": "../a" if world.rank else "a"}.get(kind, f"t{world.rank}")
     source = InMemory({names: torch.ones(3)})

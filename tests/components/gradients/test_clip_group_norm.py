@@ -33,7 +33,7 @@ class Held:
 
 
 class Other:
-    """Another rank, of which this norm is known: a sum of powers, or a maximum."""
+    """Another rank with a known norm: a sum of powers, or a maximum."""
 
     def __init__(self, norm: float = 0.0) -> None:
         self.norm = norm

@@ -20,7 +20,7 @@ def weights_with_gradients() -> Weights:
 
 @pytest.mark.parametrize(("bound", "expected"), [(1.0, (0.6, 0.8)), (10.0, (3.0, 4.0))])
 def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, float]) -> None:
-    """Gradients above max_norm keep their direction and get that norm; those below are unchanged."""
+    """Gradients above max_norm are scaled to that norm in the same direction; smaller ones are unchanged."""
     weights, step = weights_with_gradients(), Step(1, 1, {"grad_norm": torch.tensor(5.0, dtype=torch.float64)})
     ClipNorm(parameters=weights, max_norm=bound).run_phase(step)
     assert [float(p.grad) for _, p in weights.named()] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ both = pytest.mark.parametrize("norm", [_exact, _on_device], ids=["exact", "devi
 
 
 def _over_ranks(gradients: list[Tensor], owners: list[int], norm: Norm = _exact) -> list[float]:
-    """The norm that each of three ranks with these gradients computes."""
+    """Compute the norm on three ranks with these gradients."""
     rank_gradients = [
         [gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == rank] for rank in range(3)
     ]

@@ -132,7 +132,7 @@ def problems(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
 def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
-    """Where the recipe says that the device is the CPU, what needs a GPU is a problem at its place."""
+    """If the recipe says that the device is the CPU, a setting that needs a GPU is a problem at its place."""
     (problem,) = problems("device.kind=cpu", f"kernels.{choice}")
     name = choice.partition("=")[2]
     assert f"[kernels] '{name}' runs on GPUs, and the device is the CPU; write 'auto' or 'eager'" in problem

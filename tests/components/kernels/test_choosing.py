@@ -1,4 +1,4 @@
-"""Which implementation a device gets, and what is said when it can't be."""
+"""The implementation for a device, and the error if there is none."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
-    """Each name leads to something that can be called; of attention and of exchanges, to several functions."""
+    """A name loads a callable; for attention and exchanges it loads several functions."""
     implementation = load(operation, name)
     parts = (
         [getattr(implementation, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
@@ -53,7 +53,7 @@ def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("operation", "name"), [pair for pair in ALL if pair[1] in choosing.TRITON | choosing.GPU])
 @pytest.mark.usefixtures("compiled")
 def test_what_needs_a_gpu_is_refused_on_a_cpu(operation: str, name: str) -> None:
-    """In a sentence that says what to write instead."""
+    """The error is a sentence with a remedy."""
     with pytest.raises(UserError, match=f"{operation} is '{name}', but .* the device is the CPU; write {operation} ="):
         choose(operation, name, CPU)
 

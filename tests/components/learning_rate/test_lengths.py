@@ -34,8 +34,8 @@ def factors(lr: Any) -> list[float]:
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 80, 81, 300, 1000])
 def test_a_length_in_tokens_is_that_of_the_steps_that_have_them(tokens: int) -> None:
     """
-    With a batch ramp, the warm-up ends with the step that reaches its tokens; the decay has the least number of last
-    steps that have its tokens, whatever their sizes.
+    With a batch ramp, the warm-up ends with the step that reaches its tokens; the decay takes the fewest last steps
+    that have its tokens, whatever their sizes.
     """
     up = next(count for count in range(TOTAL + 1) if sum(map(tokens_of, range(1, count + 1))) >= tokens)
     down = next(n for n in range(TOTAL + 1) if sum(map(tokens_of, range(TOTAL - n + 1, TOTAL + 1))) >= tokens)

@@ -1,4 +1,4 @@
-"""Schedules by name, against those of transformers."""
+"""Schedules by name, against transformers' schedules."""
 
 from typing import Any
 

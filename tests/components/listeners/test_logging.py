@@ -78,8 +78,8 @@ def test_another_rank_writes_its_own_file_only(
     open_logging: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """
-    Other ranks than 0 print nothing; each line of a file says on which host its rank is, and where along what the mesh
-    divides. Reports read these lines as any.
+    Other ranks than 0 print nothing; the lines in their files have the host and the rank's mesh indices. Reports read
+    these lines like others.
     """
     mesh = mesh_of(world=Second(), sizes={"pipeline": 2, "tensor": 4}, indices={"pipeline": 1, "tensor": 3})
     open_logging(mesh=mesh, launches={"processes": fake(Processes, node_rank=1, node_count=2)})

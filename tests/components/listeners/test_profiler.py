@@ -52,7 +52,7 @@ def make_profiler(folder: Path, mesh: Any, **settings: Any) -> Profiler:
 
 
 def take(profiler: Profiler, *indices: int) -> None:
-    """Take steps of two phases, the first of which computes."""
+    """Take steps with two phases, the first with computations."""
     for index in indices:
         step = Step(index, 99)
         profiler.on_event(Event("step_started", step))
@@ -65,7 +65,7 @@ def take(profiler: Profiler, *indices: int) -> None:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, which is JSON without numbers that JSON has not."""
+    """Return a trace's events, read as strict JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

@@ -85,7 +85,7 @@ class OneLoss:
 
 
 def test_long_answers_are_summed_without_rounding() -> None:
-    """A sum of 8,192 float32 log-probabilities is that of float64, to the last bit of a float32."""
+    """A sum over 8,192 float32 log-probabilities equals the float64 sum, to the last bit in float32."""
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(1, 16384, generator=generator) * 8
     documents = (torch.arange(16384) >= 8192).long()[None]
@@ -99,7 +99,7 @@ def test_long_answers_are_summed_without_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tie_is_half_however_it_is_rounded(dtype: torch.dtype) -> None:
-    """Pairs whose rewards differ by rounding count a half each, and those that differ by more count 1 or 0."""
+    """Pairs whose rewards differ by rounding count one half; pairs with a larger difference count 1 or 0."""
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(1, 4096, generator=generator) * 8
     documents = (torch.arange(4096) // 128)[None]  # 16 pairs

@@ -1,4 +1,4 @@
-"""Each token predicted from those before it, against plain autograd over all logits."""
+"""Tokens predicted from earlier ones, against plain autograd over all logits."""
 
 from functools import partial
 from typing import Any

@@ -16,7 +16,7 @@ from support.metrics import combine, measure
 
 
 class Layers(nn.Module):
-    """Layers that multiply what they are given by their number and two."""
+    """Layers that multiply their input by their number plus two."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Layers(nn.Module):
 
 
 def of_tokens(count: int) -> BatchContext:
-    """What stages see of a microbatch of one row."""
+    """Return the stages' context for a microbatch with one row."""
     return TokenContext(torch.arange(count)[None], torch.zeros(1, count, dtype=torch.int64))
 
 

@@ -23,7 +23,7 @@ PREDICTED = [0, 0, 1, 2, 1, 0, 3, 3, 0, 2]
 
 
 def confusion(predicted: list[int] = PREDICTED, targets: list[int] = TARGETS) -> Tensor:
-    """Of four classes, of which 1 is rare, 2 is the target of no item."""
+    """Return counts for four classes: class 1 is rare, and no item has target 2."""
     return confusion_matrix(torch.tensor(predicted), torch.tensor(targets), 4)
 
 
@@ -119,7 +119,10 @@ def test_f_beta_is_the_weighted_harmonic_mean_of_precision_and_recall(beta: floa
 
 
 def draw_labels() -> tuple[Tensor, Tensor]:
-    """Decisions and targets of 60 items over 5 labels, of which no item has the last, and none is given the fourth."""
+    """
+    Draw decisions and targets for 60 items over 5 labels; no item has the last label, and the fourth is never
+    predicted.
+    """
     generator = torch.Generator().manual_seed(0)
     predicted, targets = (torch.rand(12, 5, 5, generator=generator) < 0.4 for _ in range(2))
     targets[..., 4], predicted[..., 3] = False, False
@@ -150,7 +153,7 @@ def test_scores_of_several_labels_are_those_of_the_items(beta: float) -> None:
 
 
 def test_labels_count_by_their_weights_and_ignored_ones_not_at_all() -> None:
-    """Weights are of items or of each label; a negative target counts nothing; no items have no scores."""
+    """Weights are by item or by label; a negative target counts nothing; without items there are no scores."""
     targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]])
     predicted = torch.tensor([[True, True], [True, False]])
     assert label_counts(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]

@@ -17,7 +17,7 @@ from support.qwen3 import cpu_kernels
 
 
 class Layers(nn.Module):
-    """Routers of 4 experts by layer, two choices each; the scores of a token are the softmax of its channels."""
+    """Routers with 4 experts by layer and two choices per token; a token's scores are the softmax over its channels."""
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_ranks_add_up(one_rank: Any) -> None:
 
 
 def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
-    """Scores of exactly 0 add none, instead of what is not a number."""
+    """Scores that are exactly 0 add nothing, instead of nan."""
     module = Layers(0)
     metric = open_metric(one_rank, module)
     module(torch.tensor([[[1e4, 0.0, 0.0, 0.0]]]))

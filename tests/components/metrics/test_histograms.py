@@ -22,7 +22,7 @@ NAMES = ("layers.0.norm", "layers.0.weight", "layers.1.weight")
 
 @attrs.frozen
 class Weights:
-    """The parameters of a rank, all of which it counts."""
+    """A rank's parameters, all counted."""
 
     parameters: dict[str, nn.Parameter]
 
@@ -71,7 +71,7 @@ def assert_is_histogram_of(histogram: Histogram, tensor: Tensor, bins: int) -> N
 
 
 def test_counts_are_those_of_numpy(one_rank: Any) -> None:
-    """Each parameter that matches has a histogram of gradients and one of weights, between its own bounds."""
+    """A matching parameter has a histogram for gradients and one for weights, between its own bounds."""
     weights = draw_weights()
     metric = open_metric(weights, one_rank, targets=["*.weight"], bins=7)
     metric.run_phase(Step(1, 9))
@@ -97,7 +97,7 @@ def test_a_pattern_may_have_one_histogram_for_all_its_parameters(one_rank: Any) 
 
 @attrs.define
 class SharedBounds:
-    """A group of ranks that run one after the other, twice: the second time each has the maximum of all."""
+    """A group whose ranks run one after the other, twice: the second time all have the maximum."""
 
     rank: int = 0
     size: int = 2
@@ -109,7 +109,7 @@ class SharedBounds:
 
 
 def test_ranks_with_slices_have_the_histogram_of_the_whole(one_rank: Any, mesh_of: Any) -> None:
-    """Two ranks with rows of each parameter agree on the bounds; their counts add up to those of one process."""
+    """Two ranks with rows of the same parameters agree on the bounds; their counts add up to one process's."""
     world = SharedBounds()
     mesh = mesh_of(world=world)
     parts = [open_metric(draw_weights(rows), mesh, targets=["*"]) for rows in (slice(0, 3), slice(3, None))]

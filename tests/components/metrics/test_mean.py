@@ -38,6 +38,6 @@ def test_a_tensor_of_counts_has_no_mean() -> None:
 
 
 def test_an_unknown_sum_is_refused_with_those_there_are() -> None:
-    """The message lists what the loss sums."""
+    """The message lists the loss's sums."""
     with pytest.raises(UserError, match=r"no sum called 'hit', .*; write one of loss, hits"):
         Mean(mesh=MESH, of="hit").update(FIRST)

@@ -41,7 +41,7 @@ def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) 
 
 
 def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
-    """What it says of a step of 2 seconds, in which each rank has a row of documents of 3 and 1 tokens."""
+    """Measure a step over 2 seconds, with a row of two documents, 3 and 1 tokens long, on each rank."""
     ids = torch.tensor([[0, 0, 0, 1]])
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 4))
     batch = batch.evolve(padding=1)
@@ -52,7 +52,10 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
 
 
 def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: Any) -> None:
-    """By position 3 and, of the frozen weight, 2 products; by pair 3; on two ranks the same of each. Padding counts."""
+    """
+    Operations count 3 by position and 2 for the frozen weight, and 3 by pair; two ranks have twice as many. Padding
+    counts.
+    """
     operations = 4 * (3 * 10 + 2 * 10) + 3 * (100 * 7 + 1000 * 6)
     for ranks in (1, 2):
         world = mock.Mock(size=ranks, rank=0)

@@ -38,7 +38,7 @@ def test_steps_are_those_of_the_paper() -> None:
 
 
 def test_state_loads_into_a_new_optimizer() -> None:
-    """A step after loading the state is bitwise that of the optimizer that was not interrupted."""
+    """A step after loading the state is bitwise equal to an uninterrupted optimizer's."""
     weights, others = Weights(), Weights()
     first, second = open_optimizer(weights), open_optimizer(others)
     weights.give_gradients(1)

@@ -87,7 +87,7 @@ def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype
 
 @pytest.mark.parametrize("of_gradients", [WIDE, NARROW, torch.float16])
 def test_bfloat16_is_rounded_to_the_nearest(of_gradients: torch.dtype) -> None:
-    """From the same weights and state, each number is the nearest to that of torch's step in float64."""
+    """From the same weights and state, all numbers are the nearest to torch's step in float64."""
     ours = weights(NARROW)
     mine = triton(ours)
     for seed in range(4):
@@ -103,7 +103,7 @@ def test_bfloat16_is_rounded_to_the_nearest(of_gradients: torch.dtype) -> None:
 
 
 def test_state_moves_to_torch_and_back() -> None:
-    """Steps by turns of both optimizers, each loading the other's state, are those of one, and steps are counted on."""
+    """Two optimizers that step by turns and load each other's state equal one, and continue its step count."""
     ours, others, theirs = weights(WIDE), weights(WIDE), weights(WIDE)
     mine, other, their = triton(ours), torch_own(others), torch_own(theirs)
     for seed in range(6):
@@ -139,7 +139,7 @@ def test_a_weight_without_a_gradient_keeps_its_state_and_count() -> None:
 
 
 def test_a_step_that_the_device_skips_changes_nothing() -> None:
-    """Weights, moments and counts of steps are bitwise those before; gradients that are not finite leave no trace."""
+    """Weights, moments and step counts are bitwise unchanged; gradients that are not finite leave no trace."""
     ours, theirs = weights(NARROW), weights(NARROW)
     mine, their = triton(ours), triton(theirs)
     for seed, skipped in enumerate((True, False, True, False)):

@@ -40,7 +40,7 @@ def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", [{}, {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5, "ns_steps": 3}])
 def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
-    """Matrices of layers have the bits of torch.optim.Muon, all others but stacks those of torch.optim.AdamW."""
+    """Layers' matrices are bitwise equal to torch.optim.Muon's, all others but stacks to torch.optim.AdamW's."""
     ours, theirs = Weights(SHAPES, dtype), Weights(SHAPES, dtype)
     optimizer = open_optimizer(
         ours, groups=[AdamGroup(targets=["layers.1.up"], lr_multiplier=0.5, weight_decay=0.2)], **how

@@ -60,7 +60,7 @@ GROUPS = [
 
 
 def test_steps_are_those_of_torch_with_such_groups() -> None:
-    """Weights after steps, of which one is skipped, are bitwise torch's with groups that are written out by name."""
+    """Weights after steps, one skipped, are bitwise equal to torch's with groups written out by name."""
     ours, theirs = Weights(SHAPES), Weights(SHAPES)
     steps(open_optimizer(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)
     written: list[dict[str, Any]] = [
@@ -83,7 +83,7 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
 def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> None:
-    """Each parameter has the bits that it has alone, in an optimizer with the settings of its group."""
+    """Parameters are bitwise equal to the result alone in an optimizer with their group's settings."""
     betas = {} if kind is SGD else {"betas": (0.5, 0.6)}
     make = ParameterGroup if kind is SGD else AdamGroup
     weights = Weights(SHAPES)
@@ -120,20 +120,20 @@ def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
     ],
 )
 def test_a_pattern_without_a_parameter_is_refused(patterns: list[list[str]], said: str) -> None:
-    """A pattern that is no name, or whose names all belong to an earlier group, is an error that says which."""
+    """A pattern without a match, or whose matches all belong to an earlier group, is an error naming it."""
     with pytest.raises(UserError, match=r"groups\[\d\] of the optimizer: the pattern ") as caught:
         open_optimizer(AdamW, Weights(SHAPES), groups=[AdamGroup(targets=targets) for targets in patterns])
     assert said in str(caught.value)
 
 
 def texts(recipe: Recipe) -> list[str]:
-    """What `check` warns of in the optimizer."""
+    """Return `check`'s warnings about the optimizer."""
     return [problem.text for problem in recipe.check() if problem.node == "optimizer"]
 
 
 @pytest.mark.parametrize("use", ["adam", "adamw", "muon", "sgd", "stochastic_adamw"])
 def test_check_finds_patterns_without_a_parameter(use: str) -> None:
-    """`check` warns of them at their place, in the words of a run, and of none that a run takes."""
+    """`check` warns about such patterns at their place, in a run's words, and about no pattern that a run accepts."""
     groups = [{"targets": ["model.embed*", "*norm.weight", "embed"]}, {"targets": ["model.norm.*", "*.k_proj.*"]}]
     values = {"optimizer": {"use": f"optim.{use}", "lr": 1e-3, "groups": groups}}
     assert texts(Recipe.load("first_run").with_values(values)) == [

@@ -60,7 +60,7 @@ def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
 
 
 def test_slices_are_those_of_whole_matrices_which_are_computed_once() -> None:
-    """Whatever slices ranks have, results are bitwise those of one process; ranks share the work, each part once."""
+    """With any slices, results are bitwise equal to one process's; ranks divide the work, without repetition."""
     ranks: list[Any] = run_ranks(_orthogonalize_shared, RANKS)
     wholes = matrices()
     for name, (shape, slice_of_rank) in LAYOUTS.items():
@@ -72,7 +72,7 @@ def test_slices_are_those_of_whole_matrices_which_are_computed_once() -> None:
 
 
 def test_results_are_nearly_orthogonal() -> None:
-    """Singular vectors are those of the matrix, and singular values between 0.5 and 1.5, tall or wide."""
+    """The result has the matrix's singular vectors, and singular values between 0.5 and 1.5, tall or wide."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((40, 12), (12, 40), (3, 20, 20)):
         result = orthogonalize(torch.randn(shape, generator=generator), 5).float()

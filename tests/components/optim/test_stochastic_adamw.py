@@ -70,7 +70,7 @@ def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}])
 def test_float32_has_the_steps_of_torch(options: dict[str, bool]) -> None:
-    """Weights and state of float32 are those of torch.optim.AdamW with the same options."""
+    """Float32 weights and state equal torch.optim.AdamW's with the same options."""
     ours, theirs = (Weights(SHAPES, torch.float32, DEVICE) for _ in range(2))
     optimizer = open_optimizer(ours, state_dtype="float32", weight_decay=0.0, **options)
     assert optimizer.memory_bytes() == {"optimizer_state": (3 if "amsgrad" in options else 2) * 4 * (24 + 6)}
@@ -113,7 +113,7 @@ def test_triton_equals_eager_bitwise(options: dict[str, bool]) -> None:
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("means", ["bfloat16", "float32"])
 def test_resuming_is_bit_exact(means: str, amsgrad: bool) -> None:
-    """Steps after loading the state are bitwise those of the optimizer that was not interrupted."""
+    """Steps after loading the state are bitwise equal to an uninterrupted optimizer's."""
     weights, first = after(3, state_dtype=means, amsgrad=amsgrad)
     others = narrow_weights()
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_lr_is_the_base_times_lr_factor() -> None:
 
 
 def test_inconsistent_state_is_refused() -> None:
-    """State of other parameters is an error that names them, as is state of different numbers of steps."""
+    """State for other parameters, or with different step counts, is an error naming them."""
     _, optimizer = after(1)
     with pytest.raises(KeyError, match="vector"):
         open_optimizer(narrow_weights()).load_state_dict({"matrix": {}})

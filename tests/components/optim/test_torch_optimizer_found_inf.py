@@ -1,4 +1,4 @@
-"""Steps that the device skips, which the host learns a step later, beside the same steps that the host skips."""
+"""Steps skipped on the device, which the host learns a step later, beside the same steps skipped by the host."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -80,9 +80,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[s
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> None:
     """
-    Weights are the same bits after each of some steps, and the state after the last, the first step skipped or not.
-
-    In an update the host reads nothing of the device.
+    Weights are bitwise equal after the compared steps, and the state after the last, the first step skipped or not. In
+    an update the host reads nothing from the device.
     """
     make, dtype, gradient, settings = OPTIMIZERS[name]
     for skips in ({1, 3}, {2, 3, 5}):

@@ -34,8 +34,8 @@ def two_dtype_weights() -> Weights:
 )
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
     """
-    The bytes announced before the first step are those of the state after it, without counters of steps; the forecast
-    has every tensor of that state.
+    The bytes announced before the first step equal the state's bytes after it, without step counters; the forecast has
+    all the state's tensors.
     """
     weights = two_dtype_weights()
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
@@ -52,7 +52,7 @@ def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any)
 
 
 def _kinds(state: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], Any]:
-    """Return shape and dtype of each tensor of an optimizer's state."""
+    """Return the shapes and dtypes of an optimizer's state."""
     return {
         (name, key): (tensor.shape, tensor.dtype)
         for name, parts in state.items()

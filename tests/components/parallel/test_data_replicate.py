@@ -14,7 +14,7 @@ from drawloom.components.ports.distributed import Pending
 
 
 class Twins(SingleProcess):
-    """Two replicas that have the same, and what they sum: the gradients known by then, by the tensors' sizes."""
+    """Two equal replicas and their sums: the gradients known by then, by tensor size."""
 
     size = 2
 
@@ -90,7 +90,7 @@ def test_blocks_are_sent_while_others_are_computed() -> None:
 
 
 def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
-    """In W a block is sent as soon as its gradients are known, the last one first, before those of others are."""
+    """In W a block is sent once its gradients are known, last block first, before earlier blocks' are known."""
     module, group = Stack(), Twins()
     shards = store_of(module, group, 1).modules[module]
     split, x = SplitBackward(), torch.randn(4, 2)
@@ -109,7 +109,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
 
 
 def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
-    """A weight of several layers, or of one and of what is before them, has a gradient of each, and is sent at last."""
+    """A weight shared by layers, or by a layer and the embedding, has several gradients, and is sent at last."""
     module, plain, group = Stack(), Stack(), Twins()
     for model in (module, plain):
         model.layers[2] = model.layers[0]

@@ -61,7 +61,7 @@ def _stages(
 
 
 def _inspect_shards() -> list[dict[str, Any]]:
-    """What a rank holds, and whether a layer's parameters are slices after a forward, by setting."""
+    """Return a rank's contents, and whether a layer's parameters are slices after a forward, by setting."""
     with mesh_along("data_shard") as (mesh, device):
         records = []
         mixed = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
@@ -109,7 +109,7 @@ def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
 
 
 def _gradients_between() -> dict[bool, list[list[int]]]:
-    """By setting and microbatch of a step: elements of gradients that are whole, and that are in slices."""
+    """Return the elements of whole and sliced gradients, by setting and microbatch."""
     with mesh_along("data_shard") as (mesh, device):
         sums: dict[bool, list[list[int]]] = {}
         for sync in (False, True):
@@ -137,14 +137,14 @@ def _numel(grad: Any) -> int:
 
 
 def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_says_so() -> None:
-    """Without it each rank has those of whole parameters until the last microbatch, with it none at any time."""
+    """Without the setting ranks keep whole gradients until the last microbatch, with it none at any time."""
     for sums in run_ranks(_gradients_between, 2):
         every = sums[True][0][1]
         assert sums == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}
 
 
 def _check_reduction_with_head() -> dict[str, list[bool]]:
-    """Which gradients are in slices when the last block's backward pass begins: those of a head, and of the rest."""
+    """Return which gradients are slices when the last block's backward pass begins: the head's, and the rest."""
     is_reduced: dict[str, list[bool]] = {}
     with mesh_along("data_shard") as (mesh, device):
         [stage] = (stages := _stages(mesh, device, True)).local
@@ -172,7 +172,7 @@ def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None
 
 
 def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
-    """Of each reduction in W: how many gradients of whole weights there are besides, and whether what is sent is 0."""
+    """Return, for all reductions in W, the number of other whole gradients, and whether a sent tensor is 0."""
     reductions: list[tuple[int, bool]] = []
     with mesh_along("data_shard") as (mesh, device):
         stages = _stages(mesh, device, True)
@@ -201,7 +201,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
 
 
 def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
-    """Head, three blocks, and the rest are reduced once each, with their gradients, before those of later ones."""
+    """Head, three blocks, and the rest are reduced once, with their gradients, before later blocks' gradients."""
     for reductions in run_ranks(_check_reduction_in_weight_pass, 2):
         assert reductions == [(0, False)] * 5
 
@@ -247,7 +247,7 @@ def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None
 
 
 def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
-    """What a rank keeps of each parameter in mixed precision, and whether it is trained."""
+    """Return a rank's dtypes in mixed precision, and whether parameters are trained."""
     with mesh_along("data_shard") as (mesh, device):
         adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
         mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
@@ -256,7 +256,7 @@ def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
 
 
 def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
-    """In slices as in one process: no optimizer needs more of them; those that are not cast keep their dtype."""
+    """Slices and whole weights alike: no optimizer needs more precision; weights that are not cast keep their dtype."""
     [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
     assert sharded == [alone, alone]
     for name, (dtype, trained) in alone.items():

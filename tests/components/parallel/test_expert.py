@@ -17,7 +17,7 @@ class Rank(SingleProcess):
 
 
 def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() -> None:
-    """Two ranks hold half of each parameter of experts and of the factors that adapt them, one after the other."""
+    """Two ranks have the first and second half of all expert parameters and their adapter factors."""
     splits = []
     for rank in range(2):
         with torch.device("meta"):

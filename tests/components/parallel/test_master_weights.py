@@ -50,7 +50,7 @@ def test_each_layer_computes_in_its_dtype() -> None:
 
 
 def test_gradients_of_microbatches_are_summed_in_float32() -> None:
-    """The sum is that of each microbatch's bfloat16 gradient, added in float32: to the bit, and far from bfloat16's."""
+    """The sum adds the microbatches' bfloat16 gradients in float32: equal to the bit, and far from a bfloat16 sum."""
     module, batches = network(), inputs(50)
     store = ParameterStore.of([module], MIXED)
     parts = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in batches]
@@ -122,7 +122,7 @@ def test_wide_gradients_reach_a_fused_optimizer() -> None:
 
 
 def test_frozen_parameters_keep_the_copy_alone() -> None:
-    """What is not trained has no master: layers' copies are all that is kept of it."""
+    """A frozen parameter has no master weights: only the layers' copy is kept."""
     module = network()
     module[0].weight.requires_grad_(False)
     store = ParameterStore.of([module], MIXED)
@@ -143,7 +143,7 @@ def test_tied_weights_stay_one() -> None:
 
 
 def test_50_steps_stay_with_those_of_autocast() -> None:
-    """Losses differ from those of torch.autocast, on the same masters and data, by no more than bfloat16 rounds off."""
+    """Losses differ from torch.autocast's, with the same masters and data, by bfloat16 rounding at most."""
     ours, theirs = network(), network()
     store = ParameterStore.of([ours], MIXED)
     optimizers = [

@@ -11,7 +11,7 @@ from drawloom.components.parallel.meta_collectives import collective, sent_bytes
     [("all_gather", (8, 3), 0.75), ("reduce_scatter", (1, 3), 0.75), ("all_reduce", (2, 3), 1.5)],
 )
 def test_bytes_are_those_of_rings(kind: str, shape: tuple[int, ...], parts: float) -> None:
-    """Of four ranks each sends three quarters of the larger tensor, and twice that where all have the sum."""
+    """Four ranks send three quarters of the larger tensor, and twice as much where all get the sum."""
     x = torch.empty(2, 3, device="meta")
     output = collective(x, shape, kind, "tensor", 4)  # type: ignore[arg-type]
     assert (output.shape, output.is_meta, output.dtype) == (shape, True, x.dtype)

@@ -11,7 +11,7 @@ from support.schedules import schedule
 
 
 def problems(*words: str) -> list[Problem]:
-    """What `check` finds in the first run with these values."""
+    """Return the problems that `check` reports in the first run with these values."""
     project = Project.of("drawloom")
     return project.graph(project.load("first_run", words=words)).errors
 

@@ -12,21 +12,23 @@ ROWS, LENGTH, EXPERTS = 3, 6, 4
 
 
 class Recorder(SingleProcess):
-    """One of several ranks, which adds up by hand what all have."""
+    """One of several ranks, which adds up all contributions by hand."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.given: list[Tensor] = []
 
     def sum(self, tensor: Tensor) -> None:
-        """Note what this rank has."""
+        """Record this rank's contribution."""
         self.given.append(tensor.clone())
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 @pytest.mark.parametrize("tensors", [1, 2, 4])
 def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) -> None:
-    """Counts, weights and lengths are those of rows, however context and tensor ranks share and pad their tokens."""
+    """
+    Counts, weights and lengths belong to whole rows, however context and tensor ranks divide and pad their tokens.
+    """
     torch.manual_seed(contexts + 10 * tensors)
     chosen, weights = torch.randint(0, EXPERTS, (ROWS, LENGTH, 2)), torch.rand(ROWS, LENGTH)
     values = torch.rand(ROWS, EXPERTS)

@@ -1,4 +1,4 @@
-"""What ranks with shards send one another."""
+"""Messages between ranks with shards."""
 
 from typing import Any
 
@@ -27,9 +27,8 @@ SIZES: dict[str, Any] = {
 
 def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """
-    What a rank has computed: weights of several shapes, which are sent alone or packed.
-
-    256 in bfloat16, whose next number is 258, swallows each 1 of the others.
+    Return a rank's gradients in several shapes, sent alone or packed. 256 in bfloat16, whose next number is 258,
+    swallows the others' 1.
     """
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(size, generator=generator) for size in ((6, 4), (3, 5), (4, 3), (7,), (9, 2), (1, 4))]
@@ -93,10 +92,8 @@ def test_shards_compute_what_whole_weights_do(
     precision: dict[str, Any], close: float, small: int, by_block: bool
 ) -> None:
     """
-    Logits are those of one process, bit by bit, and gradients the float32 sums of those of each rank's rows.
-
-    In bfloat16 these are rounded once. So it is for weights that a program gathers, that a forward gathers itself, and
-    block by block.
+    Logits are bitwise equal to one process's, and gradients to the float32 sums over the ranks' rows, rounded once in
+    bfloat16. This holds for weights gathered by a program, by a forward, and block by block.
     """
     case = Case(SIZES, precision, steps=2)
     [whole] = run_ranks(alone, 1, case, 3)

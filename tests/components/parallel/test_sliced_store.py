@@ -1,4 +1,4 @@
-"""What ranks would hold of sharded parameters; tests/components/planning/test_plan.py compares it with real ranks."""
+"""Simulated ranks' sharded parameters; tests/components/planning/test_plan.py compares them with real ranks."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def _module() -> nn.ModuleDict:
 
 
 def test_a_rank_has_its_part_of_the_first_dimension() -> None:
-    """All parts have the same size but the last; what layers compute with is whole, in their dtype."""
+    """All parts but the last have the same size; layers compute with whole parameters in the compute dtype."""
     module = _module()
     ranks = PlannedMesh.of({"data_shard": 2}, 2).group("data_shard")
     store = SlicedStore.sliced(
@@ -30,7 +30,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
 
 
 def test_the_largest_unit_is_reduced_by_itself() -> None:
-    """A block, or what no block holds."""
+    """The largest unit is a block, or the parameters outside all blocks."""
     module = _module()
     assert largest_unit(module, [module["block"]]) == 30
     assert largest_unit(module, []) == 50

@@ -26,7 +26,7 @@ class Rank(SingleProcess):
 
 
 def _exchange_rows() -> list[dict[str, Any]]:
-    """What this rank has of exchanges of a row of 3 tokens, and of their gradients."""
+    """Return this rank's results and gradients after exchanges in a row with 3 tokens."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -62,8 +62,8 @@ def _exchange_rows() -> list[dict[str, Any]]:
 
 def test_exchanges_and_their_gradients() -> None:
     """
-    What each rank gets, and the gradient of what it gave: sums where ranks compute something else, parts where the
-    same; the third token is alone on the second rank, which is padded, and so is the third word of a vocabulary.
+    Ranks get the results and input gradients: sums where ranks compute different things, parts where the same. The
+    third token, and the third word of a vocabulary, are alone on the second, padded rank.
     """
     first, second = run_ranks(_exchange_rows, 2)
     assert [record["shape"] for record in first] == [[2, 1], [1, 3, 1], [1, 3, 1], [2], [2], [1, 4], [1, 3]]
@@ -84,7 +84,7 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
-    """The slices of all ranks are disjoint and as large as the parameter together; what has no entry is whole."""
+    """The ranks' slices are disjoint and together as large as the parameter; a parameter without an entry is whole."""
     with torch.device("meta"):
         model = dense(num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
         sizes = {name: tuple(part.shape) for name, part in whole(model).named_parameters()}
@@ -116,7 +116,7 @@ def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
-    """Of two ranks that split a layer's inputs, the sum of what they give has the bias once."""
+    """Two ranks that split a layer's inputs add the bias once in their sum."""
     torch.manual_seed(0)
     layer, x = Linear(4, 3, cpu_kernels(), True, "rowwise"), torch.randn(5, 4)
     expected, parts = layer(x), list[Tensor]()

@@ -92,7 +92,7 @@ def test_a_late_step_is_judged_before_the_next_changes_weights(late: bool) -> No
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_resumed_run_counts_on(late: bool) -> None:
-    """The state has the first loss and the lost steps, that of a late step too; steps that go back do not count."""
+    """The state has the first loss and the lost steps, also a late step's; repeated steps do not count."""
     phase: Any = Divergence(steps=3)
     train(phase, (5.5, 1.0), LOST["far above"], LOST["far above"], late=late)
     state = phase.state_dict()

@@ -17,7 +17,7 @@ from support.weights import Weights
 
 
 def move(weights: Weights, number: int) -> None:
-    """Change all parameters by what the number says."""
+    """Change all parameters by a function of the number."""
     for _, parameter in weights.named():
         parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
 

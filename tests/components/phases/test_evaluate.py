@@ -73,7 +73,7 @@ def test_a_new_run_evaluates_before_its_first_step(
 
 
 def test_evaluation_time_is_excluded(one_rank: Any) -> None:
-    """Its seconds are excluded, so that tokens per second are those of training."""
+    """Its seconds are excluded, so tokens per second are about training alone."""
     assert run_phase(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded_seconds > 0
 
 

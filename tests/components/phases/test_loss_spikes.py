@@ -18,7 +18,7 @@ CALM = [2.0, 2.1, 1.9, 2.0]
 
 @attrs.define
 class Data:
-    """An endless order of rows, of which steps take 10."""
+    """An endless order with 10 rows per step."""
 
     position: int = 40
 
@@ -48,7 +48,7 @@ def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A loss far above those in the window is a warning; a skipped step, a small rise and a lower loss are none."""
+    """A loss far above the window is a warning; a skipped step, a small rise and a lower loss are not."""
     phase = make_phase()
     steps: list[Step] = []
     for index, loss in enumerate([*CALM, 9.0, float("inf"), 1.0], 1):

@@ -31,7 +31,7 @@ class Other:
 
 
 def routers(*biased: bool) -> list[Router]:
-    """Routers of 4 experts, which send each token to the expert of its greatest channel."""
+    """Return routers with 4 experts that send a token to its greatest channel's expert."""
     kernels = cpu_kernels()
     made = [Router(4, 4, 1, Routing(scoring_func="sigmoid", bias=has), kernels).double() for has in biased]
     for router in made:
@@ -81,7 +81,7 @@ def test_biases_move_by_the_sign_of_what_is_missing_over_all_microbatches(one_ra
 
 
 def test_tokens_of_other_ranks_count(mesh_of: Any) -> None:
-    """Here all tokens go to expert 0; with those of another rank expert 1 has had most."""
+    """All local tokens go to expert 0; with another rank's tokens expert 1 has most."""
     [router] = all_routers = routers(True)
     phase = open_phase(all_routers, mesh_of(replicas=Other(torch.tensor([[0, 9, 0, 0]]))), update_rate=1.0)
     send(all_routers, 4, 0, 0, 0)

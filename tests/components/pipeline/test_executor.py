@@ -22,7 +22,7 @@ from support.steps import evaluate, train
 
 
 class Squares:
-    """The loss: the sum of squares of outputs; each token weighs 1."""
+    """A loss that sums squared outputs; tokens weigh 1."""
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "positions", "document_ids", "weights")
 
@@ -44,7 +44,7 @@ HEAD: Any = SameAsHidden()
 
 
 class Scale(nn.Module):
-    """A stage: multiplies by a weight; `seen` keeps weak references to what it gave."""
+    """A stage that multiplies by a weight; `seen` has weak references to its outputs."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ LAYERS = {2: 4, 4: 8}
 
 @pytest.fixture(scope="module")
 def parts() -> dict[int, list[list[dict[str, Any]]]]:
-    """For each number of ranks what every rank had after a step of each case."""
+    """Return all ranks' results after the steps of all cases, by rank count."""
     common: tuple[Any, ...] = {}, "cpu", pipelines.FLOAT64, 1
     return {
         ranks: run_ranks(pipelines.steps, ranks, cases, *common, LAYERS[ranks], timeout=120)
@@ -209,7 +209,7 @@ REPLICATED: list[pipelines.Case] = [(name, 6, True, False, "smoothed") for name 
 
 
 def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
-    """Two pipelines of two ranks, each with half of the microbatches, agree with one process in float64."""
+    """Two pipelines with two ranks and half the microbatches apiece agree with one process in float64."""
     common = {"data_replicate": 2}, "cpu", pipelines.FLOAT64, 1
     parts = run_ranks(pipelines.steps, 4, REPLICATED, *common, LAYERS[2], timeout=120)
     for number, case in enumerate(REPLICATED):

@@ -1,4 +1,4 @@
-"""Weight gradients that products add in their epilogue, as on a GPU, beside those that autograd adds."""
+"""Weight gradients added in products' epilogues, as on a GPU, beside gradients added by autograd."""
 
 from typing import Any
 

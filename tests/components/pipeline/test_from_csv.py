@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_a_schedule(path: Path) -> None:
-    """The stages of each rank and the program are those of the file."""
+    """The ranks' stages and the program equal the file's."""
     table = FromCsv(path=path)
     assert table.stage_to_rank(4) == (0, 1, 2, 3, 3, 2, 1, 0)
     assert texts(table.program(4, 8).rank_program(2)) == texts(schedule("dual_pipe_v").program(4, 8).rank_program(2))
@@ -69,7 +69,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     "text", [b"root:x:0:0:secret\n", b"secret,0F0\n", b'"secret\n', b"\xff\xfesecret", b"0F0" * 10**6]
 )
 def test_no_message_shows_what_another_file_holds(tmp_path: Path, text: bytes) -> None:
-    """A path may lead anywhere: of a file that does not begin like a table only that is said."""
+    """A path may lead anywhere: a file that does not begin like a table is refused without its contents."""
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(UserError, match=r"it is not a table of actions such as 3F7$") as caught:
         FromCsv(path=tmp_path / "other").stage_to_rank(2)

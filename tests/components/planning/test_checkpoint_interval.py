@@ -12,7 +12,7 @@ from support.plans import RECIPE
 
 
 def test_no_other_number_of_steps_loses_less() -> None:
-    """Of a job on one host and of one on four, which fails four times as often, and so saves twice as often."""
+    """A job on four hosts fails four times as often as one on a single host, and saves twice as often."""
     intervals = {}
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})

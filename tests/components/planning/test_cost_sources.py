@@ -32,7 +32,7 @@ def test_a_plan_costs_as_much_in_other_stages() -> None:
 
 
 def test_a_trace_gives_costs_for_any_stages() -> None:
-    """Those of its own stages, and shares of them."""
+    """A trace gives its own stages' costs, and shares of them."""
     program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
     traced = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
@@ -49,10 +49,8 @@ def test_units_are_those_of_a_rank() -> None:
 
 def test_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    Sums of slices, and what every stage costs besides, are the costs of stages of any numbers of layers in a plan.
-
-    Those of a model with a large vocabulary, whose last slice has the head and costs most; where the host is not the
-    limit.
+    Sums over slices, and the other costs per stage, equal a plan's stage costs for any layer counts. The model's large
+    vocabulary makes the last slice, with the head, the costliest; the host is not the limit.
     """
     words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
     planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100").without_host())
@@ -69,10 +67,9 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    What layers do again and keep, summed by stage, are the seconds and bytes of stages that recompute, in a plan.
-
-    So it is for all layers of a stage and for one in some, where the host is not the limit. A recipe that recomputes by
-    itself leaves nothing to choose.
+    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes for stages that recompute.
+    This holds for all layers in a stage and for one in some, where the host is not the limit. A recipe that recomputes
+    by itself leaves nothing to choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
     planned = Planned(recipe, device_model("h100").without_host())
@@ -102,7 +99,7 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 
 def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, DeviceModel, Plan]:
-    """A recipe, a device that has a part of what it needs, and the plan with what `auto` finds."""
+    """Return a recipe, a device with a part of the needed memory, and `auto`'s plan."""
     ranks = f"mesh.data_shard={shards}", "mesh.data_replicate=1", "mesh.pipeline=2"
     recipe = Recipe.load("first_run", *ranks, "model.num_hidden_layers=8", "batch.global_size=32", *words)
     device = device_model("h100").without_host()
@@ -113,7 +110,7 @@ def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, Devi
 
 
 def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
-    """Where memory is short, what is found by recomputing fits, and is faster than with one policy for all stages."""
+    """If memory is short, the plan with recomputation fits, and is faster than with one policy for all stages."""
     recipe, small, auto_plan = short_of_memory(0.55, 1, "vars.length=2048", "batch.micro_size=4")
     assert auto_plan.fits and {*auto_plan.program.recompute} - {"none"}
     policies = [{"stages": {"recompute": policy}} for policy in ("none", "selective", "blocks")]
@@ -122,7 +119,7 @@ def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
 
 
 def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
-    """Those of sharded parameters are, while backward passes go on: what is found fits beside them."""
+    """Sharded parameters' gradients are whole during backward passes, and the plan fits beside them."""
     words = ("vars.length=1024", "model.hidden_size=1024", "model.intermediate_size=3072", "model.vocab_size=8000")
     _, _, auto_plan = short_of_memory(0.82, 2, *words, "batch.micro_size=2")
     assert auto_plan.memory[0].whole_gradients > 1.9 * auto_plan.memory[0].gradients
@@ -130,7 +127,7 @@ def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
 
 
 def test_units_count_what_is_recomputed() -> None:
-    """A stage that recomputes all of its blocks, or one of two, takes so much of a forward longer in its backward."""
+    """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
     costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
     assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
     assert costs.comm == 1

@@ -1,4 +1,4 @@
-"""Plans against real steps: what is planned is what a run holds."""
+"""Plans against real steps: planned memory is a run's memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,19 +65,19 @@ def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = 
 
 
 def by_kind(*users: Any) -> dict[str, int]:
-    """The bytes of what holds memory in a run."""
+    """Return a run's bytes by memory kind."""
     return {str(kind): size for kind, size in memory_by_kind(users).items()}
 
 
 def batch() -> TokenBatch:
-    """A microbatch of whole rows, each of one document."""
+    """Return a microbatch with whole rows, one document apiece."""
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 199
     zeros = torch.zeros_like(tokens)
     return TokenBatch(tokens, tokens, tokens % LENGTH, zeros, torch.ones(ROWS, LENGTH))
 
 
 class Saved:
-    """Distinct memory that autograd keeps, other than that of parameters."""
+    """Distinct memory kept by autograd, without parameters."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
@@ -133,7 +133,7 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
 
 
 def _persistent_bytes(base: str, words: Sequence[str]) -> dict[str, int]:
-    """What this rank of two holds."""
+    """Return this rank's bytes by kind."""
     with Recipe.load(base, *words).open(["stages", "optimizer"]) as run:
         return by_kind(run["stages"], run["optimizer"])
 
@@ -150,7 +150,7 @@ MESHES: list[tuple[str, tuple[str, ...]]] = [
 def test_what_ranks_of_a_mesh_hold_is_planned(
     name: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards, parts of matrices, experts and stages: of each of two real ranks, to the byte."""
+    """Shards, parts of matrices, experts and stages on two real ranks are planned to the byte."""
     monkeypatch.chdir(tmp_path)
     base, given = RECIPES[name]
     bytes_by_rank = run_ranks(_persistent_bytes, 2, base, (*given, *words))
@@ -173,7 +173,7 @@ def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() ->
 
 
 def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None:
-    """What a deeper model needs grows by the same with each layer: in bytes, operations and seconds."""
+    """A deeper model's needs grow by the same amount with every layer: in bytes, operations and seconds."""
     sizes = [plan_recipe("dense", f"model.num_hidden_layers={layers}") for layers in (1, 2, 40)]
     for measure in ("seconds", "flops", "total_kept_bytes"):
         one, two, many = (getattr(sized_plan.costs[0].passes["F"], measure) for sized_plan in sizes)
@@ -181,7 +181,7 @@ def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None
 
 
 def test_operations_are_those_that_the_model_counts() -> None:
-    """Products of forward and backward, from the operations that run, are those of the formula of the model."""
+    """Forward and backward products, counted as they run, equal the model's formula."""
     for name in ("dense", "experts"):
         model_plan = plan_recipe(name)
         run = sum(model_plan.costs[0].passes[op].flops for op in "FB") * model_plan.microbatches
@@ -200,7 +200,7 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
-    """With stages.capture the passes of a small model take what the GPU needs, far less than the host would."""
+    """With stages.capture a small model's passes take the GPU's time, far less than the host's."""
     words = DENSE[:-1]
     plain, captured = (
         plan(Recipe.load("first_run", *words, f"stages.capture={how}"), device_model("h200")).time.compute
@@ -210,7 +210,7 @@ def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
 
 
 def test_products_of_an_optimizer_are_part_of_the_update() -> None:
-    """Those of Muon, of which ranks with shards of its matrices have a part each."""
+    """Muon's products are divided over the ranks with shards of its matrices."""
     adam, one, two = (
         plan_recipe(name, "batch.micro_size=1", f"mesh.data_shard={shards}").time.update
         for name, shards in (("experts", 1), ("muon", 1), ("muon", 2))
@@ -224,8 +224,8 @@ PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batc
 
 def test_attention_of_packed_rows_takes_the_kernel_and_the_documents_that_a_run_has(tmp_path: Path) -> None:
     """
-    A store at hand says how long documents are: shorter ones have fewer pairs, at the rate of the kernel for packed
-    rows. A kernel that the recipe names has that rate on whole rows, too; a CPU has one for all.
+    A store at hand has the documents' lengths: shorter ones have fewer pairs, at the packed kernel's rate. A kernel
+    named in the recipe has that rate on whole rows, too; a CPU has one rate for all.
     """
     store_of(tmp_path / "store", [["a" * 2999, "b" * 4999]])
 
@@ -254,6 +254,6 @@ FAULTS: list[tuple[tuple[str, ...], int | None, str]] = [
 
 @pytest.mark.parametrize(("words", "ranks", "reason"), FAULTS)
 def test_what_does_not_fit_a_mesh_is_an_error(words: tuple[str, ...], ranks: int | None, reason: str) -> None:
-    """In one sentence that says what to write."""
+    """The error is a sentence with a remedy."""
     with pytest.raises((UserError, RecipeError), match=reason):
         plan_recipe("dense", *words, ranks=ranks)

@@ -24,12 +24,12 @@ DEVICE = DeviceModel(
 
 
 def recorder(attended: AttentionFractions | None = None) -> Recorder:
-    """For a device of a million bytes and operations each second, of which products reach half."""
+    """Return a recorder for a device with a million bytes and operations per second; products reach half."""
     return Recorder(DEVICE, lambda _: 100.0, attended or AttentionFractions())
 
 
 def test_what_lives_is_counted_until_it_is_freed() -> None:
-    """Results that share memory count once, those of parameters not at all, and what is freed leaves only the peak."""
+    """Results that share memory count once, parameters not at all, and freed memory only in the peak."""
     weight = nn.Parameter(torch.empty(256, 256, device="meta"))
     with recorder() as recording:
         recording.begin()

@@ -1,4 +1,4 @@
-"""What would help a recipe that does not fit."""
+"""Remedies for a recipe that does not fit."""
 
 import attrs
 import tomli
@@ -16,7 +16,7 @@ RECIPE = Recipe.load(
 
 
 def remedies_at(part: float) -> list[Remedy]:
-    """What helps on two ranks of a device with this part of the memory that the recipe takes."""
+    """Return the remedies on two ranks of a device with this part of the recipe's memory."""
     roomy = plan(RECIPE, device_model("cpu"), 2)
     device = attrs.evolve(device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
     return remedies(RECIPE, plan(RECIPE, device, 2))

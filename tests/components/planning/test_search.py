@@ -22,7 +22,7 @@ RECIPE = Recipe.load(
 
 
 def test_the_fastest_plans_come_first_and_are_overlays() -> None:
-    """Each is what the recipe takes with these settings; there is at least a plan of shards, replicas and stages."""
+    """An overlay gives the recipe its plan; there is at least a plan with shards, with replicas and with stages."""
     candidates = search(RECIPE, device_model("cpu"), 2)
     seconds = [candidate.plan.time.seconds for candidate in candidates]
     assert all(later > 0.98 * earlier for earlier, later in pairwise(seconds))
@@ -37,7 +37,7 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
 
 
 def test_the_fastest_pipeline_is_tried_with_auto() -> None:
-    """Its overlay has the costs of each layer, and gives the same plan; no other schedule is faster on that mesh."""
+    """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on that mesh."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = device_model("cpu")
@@ -66,10 +66,9 @@ def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
 
 def test_stages_that_auto_makes_too_large_are_left_out() -> None:
     """
-    A pipeline that fits is found where the stages of `auto` would hold too much.
-
-    The head costs more than layers, so that `auto` gives the first stage, which has the embedding, most of these: of a
-    model that is hardly trained, parameters are what a rank holds.
+    A pipeline that fits is found where the stages of `auto` would not fit. The head costs more than layers, so `auto`
+    gives most layers to the first stage, which has the embedding: in a hardly trained model, a rank's memory is
+    parameters.
     """
     words = [
         *("precision.compute=bfloat16", "precision.parameter=bfloat16", "vars.length=16", "batch.global_size=2"),
@@ -87,7 +86,7 @@ def test_stages_that_auto_makes_too_large_are_left_out() -> None:
 
 
 def test_experts_are_tried_on_one_rank_and_on_several() -> None:
-    """Also where the recipe shares them out: its own size of that dimension is no part of what is tried."""
+    """Both are tried even if the recipe partitions experts: its own expert dimension is ignored."""
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
     recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
     every = [tomli.loads(candidate.overlay) for candidate in search(recipe, device_model("h200"), 2)]
@@ -96,7 +95,7 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
 
 
 def test_rows_are_divided_as_the_recipe_says() -> None:
-    """Among as many ranks in every mesh; the others are what is tried."""
+    """All meshes have the recipe's context dimension; the search tries the other dimensions."""
     every = search(RECIPE.with_values({"mesh": {"context": 2}}), device_model("cpu"), 4)
     sizes = {
         (size.context, size.pipeline, size.data_shard) for size in (candidate.plan.mesh.sizes for candidate in every)
@@ -124,7 +123,7 @@ def test_ranks_that_suit_no_mesh_are_told() -> None:
 
 
 def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
-    """Without their activations being recorded; where none fits, those of least memory are shown."""
+    """Their activations are not recorded; if no plan fits, plans with the least memory are shown."""
     small = attrs.evolve(
         device_model("cpu"), memory=plan(RECIPE, device_model("cpu"), 1).memory[0].persistent["parameters"]
     )

@@ -1,4 +1,4 @@
-"""What a stage costs, put together from recordings of one block of each kind."""
+"""A stage's costs, composed from recordings of one block of each kind."""
 
 from typing import Any
 
@@ -29,9 +29,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_costs_what_a_recording_of_all_its_blocks_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    Bytes held, their peaks and seconds are those of the whole stage, pass by pass.
-
-    The peak of an input pass that recomputes is at most 2 % more: where it is depends on which blocks those are.
+    Bytes, their peaks and seconds equal the whole stage's, pass by pass. An input pass that recomputes has a peak at
+    most 2 % higher: it depends on the recomputed blocks.
     """
     recipe, policy, layers, words = CASES[case]
     compose, asked = StageMeter.costs, []

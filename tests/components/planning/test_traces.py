@@ -73,7 +73,7 @@ def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: P
 
 
 def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path) -> None:
-    """Of a run that was killed meanwhile: the newest of all ranks counts, and if there is none that is said."""
+    """In a run killed meanwhile the newest trace from all ranks counts; without one there is an error."""
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
     traced, whole = read_traced_step(tmp_path, PROGRAM), tmp_path / "traces/steps-3-4-rank-0.json.gz"

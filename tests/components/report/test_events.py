@@ -27,7 +27,7 @@ def test_a_process_without_an_end_was_killed() -> None:
 
 
 def test_what_stops_a_run_is_an_event() -> None:
-    """The page repeats what the log says of signals, failures, skipped steps, warnings and changes of the recipe."""
+    """The page has the log's signals, failures, skipped steps, warnings and recipe changes."""
     log = parse_log(
         [
             *BEGIN,

@@ -27,7 +27,7 @@ def test_a_short_series_is_kept_as_it_is() -> None:
 
 
 def test_a_long_series_loses_no_spike() -> None:
-    """Means, least and greatest values of the points are those of the steps that each stands for."""
+    """A point's mean, least and greatest values summarize all its steps."""
     values = np.random.default_rng(0).normal(size=12_345)
     values[7_777] = 1e6
     curve = metrics_of(*({"step": step + 1, "loss": float(value)} for step, value in enumerate(values))).curves()[

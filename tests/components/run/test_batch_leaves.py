@@ -1,4 +1,4 @@
-"""Leaves of batches that components read, compared with those that data write."""
+"""Batch leaves read by components, compared with the leaves written by data."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def _draws() -> list[Any]:
 
 
 def test_every_generator_resumes_from_its_state(open_randomness: Callable[..., ProcessRandomness]) -> None:
-    """After load_state_dict all four draw what they drew after state_dict, cached normals included."""
+    """After load_state_dict all four repeat the draws after state_dict, cached normals included."""
     node = open_randomness()
     _draws()
     state = node.state_dict()
@@ -106,7 +106,7 @@ def _through_json(item: Any) -> Any:
 
 @pytest.mark.gpu
 def test_the_gpu_generator_resumes_from_its_state(open_randomness: Callable[..., ProcessRandomness]) -> None:
-    """After load_state_dict it draws what it drew after state_dict."""
+    """After load_state_dict it repeats the draws after state_dict."""
     torch.rand(5, device="cuda")
     node = open_randomness()
     state = node.state_dict()

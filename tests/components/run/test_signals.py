@@ -67,7 +67,7 @@ def _send(number: int) -> None:
 
 
 def _send_until_exit(signals: Signals, number: int) -> None:
-    """Repeat a signal: the reader may see the first one late, and ignores what follows that too closely."""
+    """Repeat a signal: the reader may see the first one late, and ignores signals in quick succession."""
     for _ in range(300):
         _send(number)
         if signals.exit.called.wait(0.1):  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> No
 
 
 def test_a_signal_after_the_final_tasks_raises_nothing(signals: Signals) -> None:
-    """What is left is to close the nodes; the caller of the run gets no exception of a signal."""
+    """Only closing the nodes remains; the run's caller gets no exception for a signal."""
     with signals.raising():
         pass
     _send(signal.SIGINT)

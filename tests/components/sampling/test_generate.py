@@ -86,7 +86,7 @@ def test_a_full_cache_takes_no_more() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_without_finite_numbers_is_refused_in_a_sentence(temperature: float, one_rank: Any) -> None:
-    """A model that has diverged gives nan, of which neither the largest nor a random one is a token."""
+    """A diverged model gives nan, from which neither the greedy nor a random choice is a token."""
     broken = mock.Mock(infer=lambda tokens, shared: torch.full((1, tokens.shape[1], 5), math.nan))
     with pytest.raises(UserError, match="no text can be sampled: the model's logits are not finite"):
         draw_continuation(broken, one_rank, temperature=temperature)

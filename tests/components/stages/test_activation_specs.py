@@ -1,4 +1,4 @@
-"""What passes between stages, found on the meta device."""
+"""Activation specs between stages, computed on the meta device."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def shapes_and_dtypes(tree: Any) -> list[tuple[torch.Size, torch.dtype]]:
 @pytest.mark.parametrize("make", [dense, sparse])
 @pytest.mark.parametrize("ends_apart", [False, True])
 def test_a_model_that_keeps_shapes_runs_one_layer(make: Any, ends_apart: bool) -> None:
-    """What every stage takes is what a run of all layers finds, and one layer runs, for any number of shapes."""
+    """The stages' inputs equal the result of running all layers, for any number of shapes, though one layer runs."""
     spans = partition_layers(6, STAGES)
     if ends_apart:
         ends = LayerRange(0, 0, embedding=True, head=False), LayerRange(6, 6, embedding=False, head=True)
@@ -59,7 +59,7 @@ def test_a_model_that_keeps_shapes_runs_one_layer(make: Any, ends_apart: bool) -
 
 
 def test_hidden_states_of_layers_are_found_by_running_all() -> None:
-    """Hidden states that are asked for go along with the last ones, those of every layer before."""
+    """Requested hidden states go along with the last ones, from all earlier layers."""
     spans, model = partition_layers(6, STAGES), dense(num_hidden_layers=6)
     declared = ActivationSpecs(spans, Built(model), True)
     given = batch(hidden_states=HiddenStates((1, 4)))

@@ -1,4 +1,4 @@
-"""What `check` says of stages with their neighbours."""
+"""Problems that `check` reports on stages and their neighbours."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_gradients_that_shards_would_narrow_are_refused() -> None:
 
 
 def problems(recipe: drawloom.Recipe) -> list[str]:
-    """What `check` says of ranks along tensor."""
+    """Return the problems that `check` reports on ranks along tensor."""
     return [text for text in map(str, recipe.graph.problems) if "'tensor'" in text]
 
 
@@ -38,7 +38,7 @@ def problems(recipe: drawloom.Recipe) -> list[str]:
     ],
 )
 def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
-    """Each size that does not divide is a problem of its own, with the number; what divides has none."""
+    """A size that is not divisible is a problem with its number; divisible sizes have none."""
     messages = problems(drawloom.Recipe.load(recipe, *words))
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
 

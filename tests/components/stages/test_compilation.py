@@ -1,4 +1,4 @@
-"""Compiled blocks, and what `check` says of them."""
+"""Compiled blocks, and `check`'s messages about them."""
 
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("policy", ["none", "blocks", "selective"])
 def test_compiled_blocks_share_one_graph_and_have_the_gradients(policy: Any, frames: list[int]) -> None:
-    """Three blocks are one graph without a break; the gradients are those of eager blocks, recomputed or not."""
+    """Three blocks are one graph without a break; the gradients equal eager blocks', recomputed or not."""
     grads = []
     for compiled in (False, True):
         module = built(compiled)
@@ -98,7 +98,7 @@ def test_a_compiled_block_can_be_split(frames: list[int]) -> None:
 
 
 def warnings_of(*words: str) -> list[str]:
-    """What `check` warns of in the stages of a pipeline."""
+    """Return `check`'s warnings on a pipeline's stages."""
     recipe = drawloom.Recipe.load("first_run", *words)
     return [str(problem) for problem in recipe.graph.problems if problem.warning and "[stages]" in str(problem)]
 

@@ -34,7 +34,7 @@ def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, 
 
 
 def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
-    """What a rank draws of a weight, evenly split or not, are the elements of the weight that one process draws."""
+    """A rank's values, evenly split or not, are the elements of the weight drawn by one process."""
     whole, none = fill_model()
     assert not none
     for rank in range(2):
@@ -46,14 +46,14 @@ def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
 
 
 def test_another_seed_draws_other_values() -> None:
-    """Embeddings of two seeds differ, and those of one seed are the same bits."""
+    """Embeddings from two seeds differ, and from one seed are bitwise equal."""
     (first, _), (again, _), (other, _) = fill_model(), fill_model(), fill_model(seed=2)
     name = next(name for name, tensor in first.items() if tensor.ndim == 2)
     assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
 
 
 def test_only_frozen_parameters_have_an_origin() -> None:
-    """What is trained is in the checkpoint; what is frozen follows from the seed, and the state says from which."""
+    """A checkpoint holds trained parameters; frozen ones follow from the seed recorded in the state."""
     values = InitialValues(dense(), 7, torch.device("cpu"), None, {})
     trained, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
     assert values.origin([trained]) == "" and values.origin([trained, frozen]) == "seed 7"

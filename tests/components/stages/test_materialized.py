@@ -155,7 +155,7 @@ class Shares:
 
 
 def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
-    """Memory would make it two, of which a checkpoint has one; a module of two layers stays one."""
+    """Two copies in memory would have one entry in a checkpoint; a module shared by two layers stays one."""
     with pytest.raises(UserError, match=r"^1\.weight and 3\.weight are one parameter of two modules"):
         open_stages(one_rank, job, Blueprint(), transforms=[Shares(module=False)])
     stages = open_stages(one_rank, job, Blueprint(), transforms=[Shares(module=True)])
@@ -165,7 +165,7 @@ def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
 
 
 def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
-    """What a transform froze is neither trained nor saved: the state says what it follows from."""
+    """Frozen parameters are neither trained nor saved: the state has their origin."""
     stages = open_stages(one_rank, job, Blueprint(), transforms=[Freeze()])
     assert [name for name, _ in stages.named()] == ["0.weight"]
     assert stages.state_dict().keys() == {"0.weight", "frozen"}
@@ -253,7 +253,7 @@ class Scale(nn.Module):
 
 
 def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> None:
-    """A buffer keeps its own dtype, whatever that of parameters is; one that is state is saved and loaded."""
+    """A buffer keeps its own dtype, whatever the parameters' dtype; a persistent buffer is saved and loaded."""
     stages, other = open_stages(one_rank, job, WithBuffers()), open_stages(one_rank, job, WithBuffers())
     buffers = dict(stages.local[0].module.named_buffers())
     assert len(buffers) == 8
@@ -269,7 +269,7 @@ def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> No
 
 
 def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) -> None:
-    """Two stages of a rank that hold a buffer each under one name both get what was saved."""
+    """Two stages on a rank with a buffer under the same name both load the saved value."""
 
     class Common(WithBuffers):
         def build(self, span: LayerRange) -> nn.Module:
@@ -282,7 +282,7 @@ def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) 
 
 
 def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """Counts are those of the folder; tables, which it does not hold, those of their modules."""
+    """Counts come from the folder; tables, absent from it, come from their modules."""
     theirs = {f"theirs.{layer}.weight": torch.randn(2, 2) for layer in range(4)}
     save_file(
         theirs | {f"theirs.{layer}.count": torch.tensor(layer) for layer in range(4)}, tmp_path / "model.safetensors"
@@ -296,7 +296,7 @@ def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, t
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
-    """Each rank reads its layers under the folder's names, in its own precision; what is frozen stays frozen."""
+    """Ranks read their layers under the folder's names, in their own precision; frozen weights stay frozen."""
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
@@ -334,7 +334,7 @@ class Cuts(Loops):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: Any, job: Any) -> None:
-    """Each rank builds those of its stages; sizes that are not those of the model are refused."""
+    """Ranks build their stages' layers; sizes that contradict the model are refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = open_stages(mesh, job, Blueprint(), schedule=Cuts())
     assert [name for name, _ in stages.named()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]

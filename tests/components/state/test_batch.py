@@ -21,7 +21,7 @@ def test_rows_are_taken_of_leaves_that_have_rows() -> None:
 
 
 def test_tokens_are_taken_of_leaves_that_have_tokens() -> None:
-    """A slice of context has some tokens of each row, and all of the leaves that have one value for a row."""
+    """A context slice has some tokens from every row, and all values of leaves with one value per row."""
     whole = clips()
     part = whole.take_tokens(torch.tensor([0, 5]))
     assert part.frames["left"].tolist() == [[0, 5], [6, 11], [12, 17], [18, 23]]

@@ -231,7 +231,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_errors_name_the_path_in_the_tree(fault: str) -> None:
-    """Every error names the path, the problem, and what to write instead if there is something."""
+    """Errors name the path, the problem, and a remedy if there is one."""
     work, message = FAULTS[fault]
     with pytest.raises(ValueError) as caught:
         work()

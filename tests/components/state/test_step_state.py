@@ -109,7 +109,7 @@ def test_a_whole_is_read_in_shards(name: str) -> None:
 
 
 class Views(RuleBasedStateMachine):
-    """Writes and reads in any order, against a list of rows as the model of what must be read."""
+    """Writes and reads in any order, against a list of rows as the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_the_inferred_spec_follows_the_last_write() -> None:
 
 
 def test_split_drops_values_and_inferred_specs() -> None:
-    """A name that had numbers can have rows after a split; specs are those of the split."""
+    """A name with numbers can have rows after a split; specs are the split's."""
     state = StepState()
     for written in (torch.ones(()), torch.ones(1)):
         state.split(2, {"given": Shard(1)})
@@ -275,7 +275,7 @@ def test_values_without_a_graph_are_the_written_objects() -> None:
 
 
 def test_a_pass_without_microbatches_has_whole_values_alone() -> None:
-    """A state of 0 microbatches reads what was written in the global view, and has no other view."""
+    """A state with 0 microbatches reads values from the global view, and has no other view."""
     state = StepState({"batches": []}, microbatches=0, specs={"batches": Stack()})
     assert state["batches"] == [] and "losses" not in state
     with pytest.raises(PipelineStateError):

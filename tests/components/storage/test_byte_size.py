@@ -22,5 +22,5 @@ def test_the_unit_follows_the_size(size: int, text: str) -> None:
 
 
 def test_columns_of_tables_have_a_unit_also_for_few_bytes() -> None:
-    """What shares a column is written in the unit of the largest number, kB at least."""
+    """A column is written in its largest number's unit, kB at least."""
     assert [unit_of(size)[0] for size in (0, 10**6, 10**9)] == ["kB", "MB", "GB"]

@@ -19,7 +19,7 @@ from drawloom.graph import UserError
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
 def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -> None:
-    """Size and hash are those of the bytes, however many chunks they take."""
+    """Size and hash cover all bytes, however many chunks they take."""
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
@@ -75,7 +75,7 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
-    """Nothing waits for the writer of a pipe that has the name of a leftover, of a folder or of a file."""
+    """Nothing waits for a pipe's writer if the pipe has a leftover's name, for a folder or a file."""
     for name in ("pipe", ".export.partial-1", ".file.tmp"):
         os.mkfifo(tmp_path / name)
     durable_files.remove_folder(tmp_path / "pipe")
@@ -214,7 +214,7 @@ def test_a_replaced_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monke
 
 
 def test_a_file_that_can_not_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk leaves the old content, and nothing beside it; what a killed process left is no obstacle."""
+    """A full disk keeps the old content, and nothing beside it; a killed process's leftover is no obstacle."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

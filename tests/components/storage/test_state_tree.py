@@ -39,7 +39,7 @@ STATES = st.recursive(
 
 
 def _through_files(state: Any) -> Any:
-    """What another process would read: nothing but bytes passes."""
+    """Return the state as another process would read it: only bytes pass."""
     tree, tensors = pack(state)
     return unpack(json.loads(json.dumps(tree, allow_nan=False)), load(_file_of(tensors)))
 
@@ -108,7 +108,7 @@ def test_names_tell_paths_apart() -> None:
 
 
 def test_an_ordered_dict_is_a_dict() -> None:
-    """What torch's modules give is taken."""
+    """An ordered dict from torch's modules is accepted."""
     assert _through_files(torch.nn.Linear(1, 1).state_dict()).keys() == {"weight", "bias"}
     assert type(_through_files({"a": OrderedDict(b=1)})["a"]) is dict
 
@@ -138,7 +138,7 @@ def test_both_missing_and_unexpected_tensors_are_listed() -> None:
 
 
 def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
-    """A part of a whole tensor is a slice of it, a part of a slice one of the whole; everything else is unchanged."""
+    """A part of a whole tensor is a slice, a part of a slice is a slice of the whole; everything else is unchanged."""
     whole, outer = torch.arange(12.0).view(6, 2), TensorSlice((6, 2), (2, 0), (4, 2))
     state = {"a": [whole, 1], "b": SlicedTensor(whole[2:], outer), "c": (torch.ones(2), float("nan"), None)}
     tree, tensors = pack(state)

@@ -53,7 +53,7 @@ def test_lines_out_of_order_are_counted(order: list[int], kept: list[int], told:
 
 
 def test_a_line_of_another_step_than_was_written_removes_no_other(tmp_path: Path) -> None:
-    """A changed line with a later step is out of order, and not those after it."""
+    """A changed line with a later step is out of order, and the lines after it are not."""
     path = tmp_path / "log"
     path.write_bytes(CONTENT.replace(b'"step": 2', b'"step": 7'))
     lines, damage = read_steps(path)

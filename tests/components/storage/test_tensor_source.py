@@ -10,7 +10,7 @@ SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor(
 
 
 def test_in_memory_gives_detached_tensors() -> None:
-    """Shapes and dtypes are those of the tensors, and no gradient hangs on what is given."""
+    """Shapes and dtypes equal the tensors', and the returned tensors have no gradient."""
     assert SOURCE.specs() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
     assert not SOURCE.tensor("a").requires_grad
     assert (SOURCE.specs()["a"].bytes, SOURCE.specs()["b"].bytes) == (24, 16)

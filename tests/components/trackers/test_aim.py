@@ -38,7 +38,7 @@ class Second:
 
 @pytest.fixture(scope="module")
 def load_before_timing() -> None:
-    """Aim is imported, which takes seconds of those for which a tracker waits."""
+    """Import Aim before its import seconds count for a tracker's timeout."""
     load_aim()
 
 
@@ -350,7 +350,7 @@ def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple
 
 @pytest.mark.usefixtures("with_repository")
 def test_histograms_are_distributions_and_are_rewound(make: Any, tmp_path: Path) -> None:
-    """Counts and bounds are those given; a run that resumes after step 2 has no later ones, until it writes them."""
+    """Counts and bounds equal the tracked ones; a run resumed after step 2 has no later ones, until it writes them."""
     first = make()
     first.rewind(0)
     for step in (1, 2, 3, 4):
@@ -386,7 +386,7 @@ def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
 
 
 def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float], Any]:
-    """Track as a process of a run that is killed after step 4, or resumed after step 2; return what the server has."""
+    """Track like a run killed after step 4, or resumed after step 2; return the server's values."""
     job = fake(RunInfo, name="test", seed=0, path=folder)
     tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
     tracker.open()

@@ -16,7 +16,7 @@ from drawloom.graph import UserError
 
 
 class Repo:
-    """What Aim makes, as far as folders go."""
+    """A stand-in for Aim's repository, as far as folders go."""
 
     dies = False
 

@@ -103,7 +103,7 @@ def test_rewind_keeps_a_complete_line_without_a_newline(tmp_path: Path, one_rank
 def test_the_checkpoint_wins_over_damaged_lines(
     tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Values of a changed or unreadable line are those that a checkpoint has of its step; other lines are counted."""
+    """Values in a changed or unreadable line come from a checkpoint with its step; other lines are counted."""
     known = [(2, {"loss": 2.0}), (3, {"loss": 3.0}), (9, {"loss": 9.0})]
     node = JsonlTracker(
         folder=Folder(tmp_path), mesh=one_rank, checkpoints=Every({"c": fake(KnownSteps, known_steps=known)})
@@ -128,7 +128,7 @@ def test_the_checkpoint_wins_over_damaged_lines(
 
 
 def test_step_0_is_kept_until_the_run_begins_anew(tracker: JsonlTracker, tmp_path: Path) -> None:
-    """What was measured before training is a line, which only a rewind to before it removes."""
+    """A measurement before training is a line, removed only by a rewind to before it."""
     tracker.track(0, {"validation_loss": 5.5})
     tracker.track(1, {})
     tracker.rewind(0)

@@ -57,7 +57,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[mlflow\]'"):
         load_mlflow()

@@ -77,7 +77,7 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
 
 
 def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A writer that never returns costs the time that the end waits, one that raises nothing; each is one warning."""
+    """A hanging writer costs the end's waiting time, a raising one nothing; both log one warning."""
     hanging, failing = make(queue_size=2, timeout=0.1), make()
     forever = threading.Event()
     hanging._writer_class = lambda *arguments, **more: forever.wait()
@@ -95,7 +95,7 @@ def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: py
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tensorboard\]'"):
         load_writer()

@@ -17,7 +17,7 @@ from support.processes import run_ranks
 
 
 def track_and_resume(folder: Path) -> tuple[list[dict[str, Any]], Any]:
-    """What Trackio has of a run of two steps that was resumed after the first; in a process with a database."""
+    """Return Trackio's values for a run with two steps, resumed after the first, in a process with a database."""
     os.environ["TRACKIO_DIR"] = str(folder)
     from drawloom.components.ports.run import RunInfo
 
@@ -50,7 +50,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[trackio\]'"):
         load_trackio()

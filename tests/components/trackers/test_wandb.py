@@ -29,7 +29,7 @@ def open_tracker(folder: Path, mesh: Any, job: Any) -> WandbTracker:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """What a file for `wandb sync` holds: a log as LevelDB has it, of records that the package knows."""
+    """Return the records in a file for `wandb sync`: a LevelDB log with the package's records."""
     kinds: Any = import_module("wandb.proto.wandb_internal_pb2")  # whose types are made when it is imported
     content, offset, parts = path.read_bytes(), HEAD, b""
     while offset + HEAD <= len(content):
@@ -87,7 +87,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[wandb\]'"):
         load_wandb()

@@ -91,7 +91,7 @@ def test_a_source_is_never_part_of_the_module() -> None:
 
 
 def test_a_part_of_a_model_is_filled(tmp_path: Path) -> None:
-    """A stage asks for its own tensors of a folder that holds the whole model, also for one of a group of them."""
+    """A stage reads its own tensors from a folder with the whole model, also one tensor from a group."""
     module = module_of(b=torch.zeros(3))
     load_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
     assert torch.equal(module.b, torch.ones(3))

@@ -1,4 +1,4 @@
-"""Tensors through mappers: in what order, at what cost, and what is known beforehand."""
+"""Tensors through mappers: order, cost, and specs before reading."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_nothing_needs_gradients() -> None:
 
 
 def test_specs_are_known_before_reading() -> None:
-    """Shapes and dtypes that will come are those that come."""
+    """The announced shapes and dtypes are the delivered ones."""
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
@@ -64,7 +64,7 @@ def test_specs_are_known_before_reading() -> None:
 
 
 def test_specs_that_do_not_fit_a_group_are_reported() -> None:
-    """What could not be converted is known without reading it, with the names on both sides."""
+    """An impossible conversion is reported without reading, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
         group_specs(chunk("a", ["b", "c"]).groups[0], kinds)

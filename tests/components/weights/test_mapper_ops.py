@@ -1,4 +1,4 @@
-"""What each of the smallest mappers does, and that it can be undone."""
+"""The smallest mappers, and their inverses."""
 
 from collections.abc import Callable
 
@@ -74,7 +74,7 @@ def test_a_mapper_and_its_inverse_give_the_tensors_back(
 
 
 def test_rename_by_pattern() -> None:
-    """Whole names are matched, their groups can be used, and what does not match keeps its name."""
+    """Patterns match whole names and can use groups; other names are unchanged."""
     mapper = rename_by_pattern(NAMES, r"layers\.(\d)\.attention\.(.)", r"model.\1.\2_proj")
     assert mapper.inputs == NAMES
     assert mapper.outputs == ["model.0.q_proj", "model.0.k_proj", "layers.10.attention.q", "norm"]
@@ -87,7 +87,7 @@ def test_rename_by_pattern_never_merges() -> None:
 
 
 def test_select_child() -> None:
-    """Only what lies inside the child is taken: a name that begins alike is another module."""
+    """Only names inside the child are selected: a name with the same beginning is another module."""
     mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
     assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])
     assert select_child(NAMES, "head").groups == ()

@@ -40,7 +40,7 @@ def kinds(**sizes: int) -> dict[str, TensorSpec]:
 
 
 def test_files_hold_as_many_names_as_can_be_read() -> None:
-    """However small tensors are, a file's header stays below what is read."""
+    """However small the tensors, a file's header stays below the reader's limit."""
     shards = split({f"t{number}": TensorSpec((0,), torch.uint8) for number in range(60_001)}, 1)
     assert [len(shard) for shard in shards] == [30_000, 30_000, 1]
 
@@ -70,7 +70,7 @@ def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path: Path) -> None:
-    """What the mapper can't make of the tensors is known before a file is begun."""
+    """A tensor the mapper can't convert is reported before a file is begun."""
     source = InMemory({"a": torch.ones(1), "b": torch.ones(2)})
     with pytest.raises(UserError, match="ab can't be made of a, b"):
         write_safetensors(tmp_path, source, stack(["a", "b"], "ab"))
@@ -103,7 +103,7 @@ def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]]
 
 
 def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """What was written is let go of before the next group is asked for."""
+    """A written group is released before the next group is requested."""
     alive: list[weakref.ref[Tensor]] = []
 
     class Fresh:
@@ -121,7 +121,7 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_one_file_has_no_index(tmp_path: Path) -> None:
-    """What fits in one file is `model.safetensors`, marked as torch's."""
+    """A single file is `model.safetensors`, marked with torch's format."""
     tensors = {"b": torch.arange(6.0).view(2, 3).T, "a": torch.ones(2, dtype=torch.bfloat16)}
     write_safetensors(tmp_path, InMemory(tensors), identity("b", "a"), 100)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

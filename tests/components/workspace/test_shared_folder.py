@@ -25,7 +25,7 @@ def parcel(number: float = 1.0) -> Packed:
 
 
 def files(folder: Path) -> list[str]:
-    """What lies in the folder."""
+    """List the folder's files."""
     return sorted(os.listdir(folder))
 
 
@@ -41,7 +41,7 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_one_generation_published(tmp_path: Path) -> None:
-    """Publishing again replaces what was there, tensors and all, and leaves other ranks' places alone."""
+    """Publishing again replaces the earlier generation, tensors included, and leaves other ranks' files alone."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 11, parcel(11.0))
     second = publish(tmp_path, 1, parcel(2.0))
@@ -97,7 +97,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, changes: dict[str
 
 @pytest.mark.parametrize("name", ["json", "safetensors"])
 def test_links_and_pipes_are_not_read(tmp_path: Path, name: str) -> None:
-    """What is no plain file is refused at once."""
+    """Everything but a plain file is refused at once."""
     publish(tmp_path, 0, parcel())
     (path,) = tmp_path.glob(f"*.{name}")
     path.rename(tmp_path / "elsewhere")
@@ -134,7 +134,7 @@ def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
-    """While generations replace each other, each read returns one whole generation."""
+    """While generations replace each other, a read returns one whole generation."""
     publish(tmp_path, 0, parcel(0.0))
     over = threading.Event()
 

@@ -68,7 +68,7 @@ def test_nothing_is_left() -> None:
 
 
 def test_a_reader_changes_its_own_only() -> None:
-    """Shared memory is sealed: no process can change what another reads."""
+    """Shared memory is sealed: no process can change another's view."""
     with shared(Packed({}, {"a": torch.ones(2)})) as ticket:
         first, second = open_shared(ticket), open_shared(ticket)
         first.tensors["a"].zero_()
@@ -81,7 +81,7 @@ def test_a_reader_changes_its_own_only() -> None:
 
 
 def test_a_killed_process_leaves_nothing() -> None:
-    """The system frees what a process shared, even if it was killed."""
+    """The system frees a process's shared memory, even if the process was killed."""
     program = """
     import os, signal, torch
     from drawloom.components.storage.state_tree import Packed

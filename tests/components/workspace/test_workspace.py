@@ -1,4 +1,4 @@
-"""Ranks that lay down configurations and tensors, and one that reads them: real processes, and what they leave."""
+"""Ranks that write configurations and tensors, and one that reads them, as real processes, and their leftovers."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ class _Trouble(Exception):
 
 
 def _failing(group: TorchGroup, where: str, path: str | None) -> str:
-    """Fail on rank 1, while writing or while consuming, or on the reader; what this rank learns of it."""
+    """Fail on rank 1, while writing or while consuming, or on the reader; return this rank's error."""
     config: Any = {"bad": object()} if (where, group.rank) == ("writer", 1) else {"rank": group.rank}
     try:
         with get_configs_parallel(config, [0, 1, 2], group, path):
@@ -111,7 +111,7 @@ def _pairs(rank: int, folder: str | None) -> list[Any]:
 
 @pytest.fixture(scope="module", params=["memory", "folder"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What four ranks found, through shared memory or through a folder that did not exist before."""
+    """Return four ranks' results, through shared memory or through a new folder."""
     folder = str(tmp_path_factory.mktemp("shared") / "not" / "yet") if request.param == "folder" else None
     return run_ranks(_scenarios, 4, folder)
 
@@ -148,7 +148,7 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
 
 
 def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
-    """Every rank raises an error that lists the argument of each rank."""
+    """All ranks raise an error that lists the ranks' arguments."""
     expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
@@ -159,7 +159,7 @@ def test_ranks_stay_in_step(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_groups_do_not_interfere(ranks: list[dict[str, Any]]) -> None:
-    """Two groups at once, each with a gathering inside of another, have each their own."""
+    """Two groups at once, both with a nested gathering, get their own results."""
     assert [rank["pairs"] for rank in ranks] == [
         [{"outer": 0}, {"outer": 1}],
         [{"inner": 1}, {"inner": 0}],
@@ -226,7 +226,7 @@ def _die_after_writing(folder: str) -> tuple[str, float]:
 
 
 def test_a_killed_writer(tmp_path: Path) -> None:
-    """The others hear of it soon; what it left is never read, and removed when its successor begins."""
+    """The others learn of it soon; its leftovers are never read, and removed when its successor begins."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_die_after_writing, 2, str(tmp_path))
     assert "exit code -9" in caught.value.failures[1]

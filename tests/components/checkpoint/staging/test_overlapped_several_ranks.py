@@ -27,7 +27,7 @@ def _state(dim: int) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def _save_and_load(folder: Path) -> dict[str, tuple[torch.Tensor, float]]:
-    """Two steps are saved by each stager, while the state changes; the whole weight and the number of each."""
+    """Save two steps with each stager while the state changes; return whole weights and step numbers."""
     dist.init_process_group("cpu:gloo")
     state, mine = _state(0)
     before = mine.clone()

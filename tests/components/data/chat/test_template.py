@@ -42,7 +42,9 @@ def test_renderings_are_those_of_transformers(text: str) -> None:
 
 
 def test_marks_of_generation_and_the_date_are_understood() -> None:
-    """`{% generation %}` renders what it holds; the day is the recipe's, and a template that asks for it needs one."""
+    """
+    `{% generation %}` renders its contents; the day comes from the recipe, and a template that uses the day needs one.
+    """
     text = "{% generation %}a{% endgeneration %}{{ strftime_now('%d %b %Y') }}"
     with process(text, date="2024-07-26") as template:
         assert template.render([{"messages": []}]) == ["a26 Jul 2024"]

@@ -25,7 +25,7 @@ def process(text: str) -> Iterator[ChatTemplate]:
 def render_chat(
     text: str, messages: Sequence[Any], weights: Sequence[float] | None = None, tools: Any = None
 ) -> Rendered:
-    """A conversation; the assistant's turns are trained, or those with a weight."""
+    """Render a conversation; train the assistant's turns, or the turns with a weight."""
     given = [float(message["role"] == "assistant") for message in messages] if weights is None else weights
     with process(text) as template:
         return render_turns(template, messages, given, tools)
@@ -46,7 +46,7 @@ def trained_texts(rendering: Rendered) -> list[str]:
     ids=["chatml", "headers", "brackets"],
 )
 def test_a_turn_is_its_answer_and_its_end(text: str, wanted: list[str]) -> None:
-    """Neither the generation prompt before it, nor what the template writes after the end token: off by none."""
+    """Neither the generation prompt before the turn nor the text after the end token is trained: off by none."""
     rendering = render_chat(text, say("hi", "one", "and?", " two \n"))
     assert trained_texts(rendering) == wanted
     begins = [rendering.text[: span.first] for span in rendering.trained]
@@ -68,7 +68,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_n
 
 
 def test_a_template_that_drops_the_system_turn_from_the_prompt_is_refused() -> None:
-    """With an answer behind it the system's text is gone: what would be trained is not what is asked later."""
+    """With an answer behind it the template drops the system's text, so training would differ from generation."""
     with pytest.raises(AmbiguousTurnError, match="turn 3"):
         render_chat(BRACKETS, say("a", "one", system="be brief"))
 

@@ -1,4 +1,4 @@
-"""Rows in chunks; that each row comes once is the contract of RowOrder."""
+"""Rows in chunks; the RowOrder contract checks that all rows come once."""
 
 from typing import Any
 

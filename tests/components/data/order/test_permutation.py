@@ -69,7 +69,7 @@ def test_items_of_many_are_those_of_a_feistel_network(seed: int, epoch: int, cou
 
 
 def test_many_items_come_once_each() -> None:
-    """Of 2^20 + 3 items each comes once, neighbours are apart, and an order of windows is that of all."""
+    """All 2^20 + 3 items come once, neighbours are apart, and windows agree with the whole order."""
     count = MAX_SORTED + 3
     items = Permutation(5, "rows", 0, count).all()
     assert np.bincount(items, minlength=count).tolist() == [1] * count

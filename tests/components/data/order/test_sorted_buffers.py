@@ -1,4 +1,4 @@
-"""Rows sorted by length in a buffer; that each row comes once is the contract of RowOrder."""
+"""Rows sorted by length in a buffer; the RowOrder contract checks that all rows come once."""
 
 from typing import Any
 

@@ -53,7 +53,7 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
 
 @given(shares, st.integers(0, 10**12))
 def test_a_share_holds_at_every_position(shares: list[int], position: int) -> None:
-    """However long a run is, each source has had its share to within half a row for each source, and all have all."""
+    """In a run of any length a source's share is exact to half a row per source, and the counts add up."""
     counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).counts(position)
     assert sum(counts.values()) == position
     for share, count in zip(shares, counts.values(), strict=True):
@@ -87,7 +87,7 @@ def test_weights_are_shares_of_tokens() -> None:
 
 
 def test_other_shares_continue_each_source() -> None:
-    """After a change of shares, and with a new source, each source goes on with the row that it would have had next."""
+    """After a change in shares, and with a new source, each source continues with its next row."""
     segments = [Segment(0, {"a": 1, "b": 1}), Segment(9, {"a": 1, "b": 2, "c": 1}), Segment(21, {"c": 1, "a": 1})]
     stream = RowStream(sources_of(50, 60, 70), Sequential(), segments)
     rows = stream.rows(range(31))

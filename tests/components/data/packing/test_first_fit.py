@@ -46,5 +46,5 @@ def test_runs_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_many_rows_as_documents_are_possible() -> None:
-    """A run of documents of which no two fit together needs a row for each."""
+    """Documents too long to fit together get one row apiece."""
     assert pack_first_fit([9] * 300, 16) == [[item] for item in range(300)]

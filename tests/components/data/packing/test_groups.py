@@ -1,4 +1,4 @@
-"""Rows of whole documents: what all groupings share."""
+"""Rows of whole documents: properties common to all groupings."""
 
 import pickle
 from collections import Counter
@@ -37,7 +37,7 @@ def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, s
 
 
 def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped in several blocks, documents are those of one."""
+    """Grouping in several blocks and in one block gives the same documents."""
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:

@@ -1,4 +1,4 @@
-"""What all packings share: order, splits, workers, and the check of a resumed run."""
+"""Order, splits, workers and the check of a resumed run, common to all packings."""
 
 import json
 import logging
@@ -75,7 +75,7 @@ def test_cut_conversations_are_counted(job: Any, caplog: pytest.LogCaptureFixtur
 
 
 def test_the_last_row_is_padded(job: Any) -> None:
-    """What is left of the last row is the end token, without targets, and lowers the fill rate."""
+    """The end token without targets fills the last row, and lowers the fill rate."""
     rows = packing(Texts(train=["abcde"]), job)
     assert rows.batch("train", [1]).tokens.tolist() == [[*b"e", 256, 256, 256]]
     assert rows.batch("train", [1]).weights.tolist() == [[1.0, 0.0, 0.0, 0.0]]

@@ -66,7 +66,7 @@ def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, 
 
 @given(documents, lengths)
 def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
-    """Tokens, targets, positions and document ids equal those of a loop over the tokens."""
+    """Tokens, targets, positions and document ids equal the result of a loop over the tokens."""
     batch = pack_all(texts, length)
     columns = [batch.tokens, batch.targets, batch.positions, batch.document_ids]
     assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
@@ -100,7 +100,7 @@ def test_no_target_is_in_another_document(texts: list[list[int]], length: int) -
 
 @given(documents, lengths, st.data())
 def test_rows_have_random_access(texts: list[list[int]], length: int, data: st.DataObject) -> None:
-    """A batch of chosen rows equals those rows one by one; a batch of no rows is empty."""
+    """A batch with chosen rows equals the rows one by one; a batch without rows is empty."""
     table = pack(texts, length)
     whole, rows = table.batch(range(table.index.rows)), table.index.rows
     chosen = data.draw(st.lists(st.integers(0, rows - 1))) if rows else []
@@ -125,7 +125,7 @@ def test_a_batch_owns_its_memory() -> None:
 
 
 def test_a_weight_is_that_of_the_target() -> None:
-    """A token's loss weighs what its target weighs in its document, also across a cut; without a target nothing."""
+    """A token's loss has its target's weight, also across a cut; a token without a target has weight zero."""
     batch = pack([[1, 2, 3], [4, 5]], 3, [[9.0, 0.0, 0.5, 2.0], [9.0, 1.0, 0.0]]).batch([0, 1])
     assert batch.tokens.tolist() == [[1, 2, 3], [END, 4, 5]]
     assert batch.targets.tolist() == [[2, 3, END], [IGNORE_INDEX, 5, END]]

@@ -34,7 +34,7 @@ JOB = fake(RunInfo, name="test", seed=1, path=Path("runs/test"))
 
 
 def contexts(lengths: tuple[int, ...], length: int, stride: int) -> dict[int, int]:
-    """For each predicted id, the tokens before it that the model sees, by the loop of transformers' documentation."""
+    """Count the tokens visible before each predicted id, with the loop in transformers' documentation."""
     context_lengths: dict[int, int] = {}
     begin = 1
     for size in lengths:

@@ -52,7 +52,7 @@ def test_names_do_not_depend_on_the_location_of_the_corpus(corpus: Path) -> None
 
 @pytest.mark.usefixtures("corpus")
 def test_a_glob_without_a_file_is_refused() -> None:
-    """A glob that matches nothing, or only folders, is an error that names it, even next to one that matches."""
+    """A glob without a match, or with only folders, is an error naming it, even next to a matching one."""
     for pattern in ("corpus/*.md", "corpus/b/*c"):
         with pytest.raises(UserError) as error:
             find(["corpus/*.txt", pattern])
@@ -89,7 +89,7 @@ def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
 
 
 def test_compressed_files_are_decompressed(tmp_path: Path) -> None:
-    """`.gz` and `.zst` are read as what they hold, also of several frames, and their formats are known."""
+    """`.gz` and `.zst` files, also with several frames, are decompressed, and their inner formats recognized."""
     two_frames = gzip.compress(b"one ") + gzip.compress(b"two")
     (tmp_path / "a.jsonl.gz").write_bytes(two_frames)
     (tmp_path / "b.txt.zst").write_bytes(b"".join(bytes(pyarrow.compress(part, "zstd")) for part in (b"one ", b"two")))
@@ -108,7 +108,7 @@ def test_a_cut_off_compressed_file_is_an_error(tmp_path: Path, name: str) -> Non
 
 
 def test_a_folder_is_all_files_below_it(tmp_path: Path) -> None:
-    """Its path alone means what the glob of all files means, with the same names."""
+    """A folder's path means the glob for all its files, with the same names."""
     (tmp_path / "b").mkdir()
     for name in ("b/two.txt", "one.txt"):
         (tmp_path / name).touch()

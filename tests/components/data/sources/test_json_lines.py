@@ -1,4 +1,4 @@
-"""JSON lines in ranges of bytes; `test_jsonl.py` has what is in a line."""
+"""JSON lines in byte ranges; `test_jsonl.py` tests the lines' contents."""
 
 import json
 from pathlib import Path

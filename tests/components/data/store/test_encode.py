@@ -69,7 +69,7 @@ def test_what_can_not_be_tokenized_is_named(tmp_path: Path) -> None:
 
 
 def test_another_process_opens_its_own_tokenizer(tokenizer: HuggingFaceTokenizer) -> None:
-    """What is sent to another process is not open, and gives the same ids once it is."""
+    """A tokenizer arrives closed in another process, and gives the same ids once it is opened."""
     fresh = copy_unopened(tokenizer)
     assert isinstance(fresh, HuggingFaceTokenizer) and "_tokenizer" not in vars(fresh)
     fresh.open()

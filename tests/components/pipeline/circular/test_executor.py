@@ -1,4 +1,4 @@
-"""The circular pipeline as an executor; tests/meshes/test_steps.py compares its steps with those of one process."""
+"""The circular pipeline as an executor; tests/meshes/test_steps.py compares its steps with one process's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ Work = tuple[str, int, int]
 
 
 def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list[Any]:
-    """What `use` makes of an executor of four layers and of this rank, for each value of its setting `delayed`."""
+    """Return the results of `use` on four layers' executor and this rank, for both values of `delayed`."""
     with mesh_along("pipeline") as (mesh, device):
         sizes: dict[str, Any] = {
             "num_hidden_layers": 4,
@@ -56,7 +56,7 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
 
 
 def works(executor: CircularExecutor, _rank: int) -> list[Work]:
-    """What a rank does with four microbatches in a step, in order, and how many messages it waits for at a time."""
+    """Return a rank's actions in a step with four microbatches, in order, and its message counts per wait."""
     done: list[Work] = []
 
     class Watched(StagePasses):
@@ -76,9 +76,8 @@ def works(executor: CircularExecutor, _rank: int) -> list[Work]:
 
 def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model() -> None:
     """
-    A rank's layers run in the order of `pipeline.schedules.circular`, forwards and backwards, delayed or not.
-
-    Embedding and head run on each rank for half of the microbatches.
+    A rank's layers run in the order of `pipeline.schedules.circular`, forwards and backwards, delayed or not. Embedding
+    and head run on all ranks for their part of the microbatches.
     """
     program = pipelines.schedule("circular", stages_per_rank=REPEATS).program(RANKS, 4)
     for rank, results in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
@@ -106,7 +105,7 @@ def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
 
 
 def test_the_last_rank_has_the_losses_of_all() -> None:
-    """Each microbatch's loss and weight are on the rank of the last layer, though other ranks compute some of them."""
+    """All microbatch losses and weights are on the last layer's rank, though other ranks compute some."""
     [(first, _, _)], [(sums, by_microbatch, trained)] = run_ranks(on_ranks, RANKS, losses, False)
     assert first == [0.0, 0.0] and trained
     wanted = [float(batch.weights.double().sum()) for batch in pipelines.batches(3)]
@@ -115,7 +114,7 @@ def test_the_last_rank_has_the_losses_of_all() -> None:
 
 
 def refusal(executor: CircularExecutor, _rank: int) -> str:
-    """What is said of a loss of hidden states of several layers."""
+    """Return the error for a loss over several layers' hidden states."""
     object.__setattr__(executor, "objective", pipelines.StatesLoss())
     with pytest.raises(UserError) as caught:
         train(executor, pipelines.batches(2))
@@ -123,6 +122,6 @@ def refusal(executor: CircularExecutor, _rank: int) -> str:
 
 
 def test_stages_that_give_several_tensors_are_refused() -> None:
-    """What travels is one tensor; a loss of several layers' hidden states is refused with an executor to write."""
+    """One tensor travels; a loss over several layers' hidden states is refused with an executor to write."""
     [[message]] = run_ranks(on_ranks, 1, refusal, False)
     assert "returns a tuple" in message and 'use = "pipeline.executor"' in message

@@ -91,7 +91,7 @@ def test_stages_that_gather_by_block_are_only_reduced() -> None:
 
 
 def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_short() -> None:
-    """Each B and W but the last adds gradients to slices; I, which computes none, does not."""
+    """All B and W but the last add gradients to slices; I, without gradients to add, does not."""
     line = with_shard_actions(
         lower(read_program("0: 0F0 0F1 0F2 0B0 0I1 0F3 0W1 0B3 0I2 0F4 0W2 0B4\n"), 0), {0}, {0}, {0}
     )
@@ -103,9 +103,8 @@ def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_sho
 
 def run_without_blocking(lines: Sequence[RankProgram]) -> list[str]:
     """
-    What the ranks wait for at the end, if sends never block and each direction between two ranks is a queue.
-
-    Raises AssertionError where a receive gets another message than it names.
+    Return the messages the ranks still wait for, if sends never block and a queue links two ranks in each direction.
+    Raises AssertionError if a receive gets another message than it names.
     """
     queues: dict[tuple[int, int], deque[str]] = defaultdict(deque)
     posted: dict[tuple[int, int], list[str]] = defaultdict(list)  # receives that wait, by sender and receiver
@@ -146,8 +145,8 @@ LAYOUTS = [(1, 3), (2, 1), (2, 5), (3, 4), (4, 8), (5, 3), (6, 14)]
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_program_fit_together(name: str) -> None:
     """
-    From its own actions and its neighbours', each rank has its part of the program, with messages in the same order on
-    both sides, so that all ranks come to an end; schedules that know some ranks alone build no more than these.
+    From its own actions and its neighbours' a rank gets its part of the program, with messages in the same order on
+    both sides, so all ranks come to an end; schedules built for some ranks build only these.
     """
     for made, (ranks, microbatches) in product(variants(name, 3), LAYOUTS):
         whole = with_whole_backwards(made.program(ranks, microbatches))
@@ -166,7 +165,7 @@ def test_parts_of_a_program_fit_together(name: str) -> None:
 
 
 class Group:
-    """Two ranks, of which the other says that its program has this digest."""
+    """Two ranks, the other with a program with this digest."""
 
     size, rank = 2, 0
 
@@ -178,7 +177,7 @@ class Group:
 
 
 def test_ranks_with_other_programs_are_found() -> None:
-    """What a rank expects of its neighbour is compared with what that does, and a difference names both."""
+    """A rank compares its expected neighbour program with the neighbour's own; a difference names both."""
     program, other = (read_program(text) for text in ("0: 0F0 0B0\n1: 1F0 1B0\n", "0: 0F0 0B0\n1: 1F0 1I0 1W0\n"))
     digests = []
 

@@ -1,4 +1,4 @@
-"""What stages recompute, in words and in what they hold."""
+"""Recomputation of stages, in words and in bytes."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from support.schedules import schedule
 
 
 def test_policies_are_told_by_runs_of_stages() -> None:
-    """Stages that recompute the same are one run; those that recompute nothing are left out."""
+    """Neighbouring stages with the same policy are one run; stages without recomputation are left out."""
     assert text_of(("blocks", "blocks", "none", 2, "selective")) == (
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
     )
@@ -18,7 +18,7 @@ def test_policies_are_told_by_runs_of_stages() -> None:
 
 
 def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
-    """Microbatches between forward and input gradients, then those until weight gradients, behind each action."""
+    """Return microbatches between forward and input gradients, then until weight gradients, after every action."""
     now, counts_over_time = [0] * (2 * len(stages)), []
     for action in flat(program.rank_program(rank)):
         stage_index, waits = stages.index(action.stage), len(stages) + stages.index(action.stage)
@@ -30,7 +30,7 @@ def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zero_bubble_v", "dual_pipe_v", "v_min", "zero_bubble_h2"])
 def test_the_most_that_a_rank_holds_is_that_of_all_times(name: str) -> None:
-    """Whatever stages hold of a microbatch, the peak over the times that are kept is that over all actions."""
+    """With any bytes per microbatch, the peak over the kept times is the peak over all actions."""
     program, random = schedule(name).program(4, 9), np.random.default_rng(0)
     for rank in range(4):
         live = Held.of(program, rank)

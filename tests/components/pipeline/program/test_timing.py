@@ -30,7 +30,7 @@ def test_an_action_is_in_a_later_wave_than_its_inputs() -> None:
 
 
 def test_a_deadlock_names_the_waiting_actions() -> None:
-    """The error says which action each rank waits to do."""
+    """The error lists the actions that ranks wait to do."""
     with pytest.raises(DeadlockError, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
         time(read_program("0: 0B0 0F0\n1: 1B0 1F0\n"), Costs())
 
@@ -59,7 +59,7 @@ def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
 
 
 def test_a_table_has_costs_of_each_stage() -> None:
-    """By op; cut into other stages, the model costs as much, and what one stage costs comes from those that it was."""
+    """Costs are by op; cut into other stages, the model costs as much, by the layers' old stages."""
     table = CostTable(comm=1.0, lengths=np.array([[1.0, 4, 2, 2], [3, 8, 4, 4]]))
     program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
     assert table.of(program).tolist() == [1, 4, 3, 4, 4]
@@ -71,7 +71,7 @@ def test_a_table_has_costs_of_each_stage() -> None:
 
 @pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_1p", "gpipe", "v_min"])
 def test_many_costs_at_once_take_as_long_as_one_by_one(name: str) -> None:
-    """The makespans with several tables are those with each."""
+    """The makespans equal those with single tables."""
     program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
     lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
     makespans = ManyTimings(program, 0.3).makespans(lengths)

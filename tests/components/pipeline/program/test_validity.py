@@ -30,7 +30,7 @@ def test_valid_programs_have_no_violation(text: str) -> None:
     ],
 )
 def test_violations_are_reported(text: str, fault: str) -> None:
-    """Actions that are missing, doubled or out of order, and deadlocks, some of which torch accepts, are reported."""
+    """Missing, doubled and misordered actions, and deadlocks, some accepted by torch, are reported."""
     reported = violations(read_program(text))
     assert reported and reported[0].startswith(fault)
 

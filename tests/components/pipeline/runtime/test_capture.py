@@ -1,4 +1,4 @@
-"""Passes that are recorded once and replayed: with a stand-in for CUDA graphs that computes again what it recorded."""
+"""Recorded and replayed passes: a stand-in for CUDA graphs repeats the recorded computation."""
 
 import logging
 from collections.abc import Callable
@@ -26,26 +26,26 @@ from support.processes import run_ranks
 
 @attrs.define
 class Again:
-    """Computes a function again, and writes what it gives to where the first results are; as a graph would."""
+    """A function's stand-in graph: computes again, and overwrites the first results."""
 
     run: Callable[[], Any]
     outputs: Any
 
     def replay(self) -> None:
-        """Run it, which on a GPU recording has not done, and write what it gives."""
+        """Run the recorded function, as a GPU does only here, and write its results."""
         for there, here in zip(leaves(self.outputs), leaves(self.run()), strict=True):
             if isinstance(there, Tensor):
                 there.data.copy_(here)
 
 
 class Recorder:
-    """Counts the slots, and what is recorded."""
+    """Counter of slots and recordings."""
 
     def __init__(self) -> None:
         self.slots = self.recorded = self.running = 0
 
     def new(self) -> Callable[[Callable[[], Any]], Again]:
-        """What records in a slot."""
+        """Return a recorder for a slot."""
         self.slots += 1
         return self.record
 
@@ -64,7 +64,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
-    """What the last of three steps leaves."""
+    """Return the results of the last of three steps."""
     how = {"dtypes": {"parameter": "float32"}, "taken": 3, "layers": 4, **how}
     return pipelines.steps(cases, lengths=lengths, settings={"capture": capture}, **how)
 
@@ -138,7 +138,7 @@ def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(sizes: 
 
 
 def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> None:
-    """One after the other they take turns in one slot, of which each pass is recorded once."""
+    """Microbatches one after the other take turns in one slot, and its passes are recorded once."""
     steps([("one_f_one_b", 4, True, False, "plain")], True)
     assert (recorder.slots, recorder.recorded) == (1, 2)
     steps([("gpipe", 4, True, False, "plain")], True)
@@ -146,7 +146,7 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
 
 
 def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
-    """Rows of several lengths: only those like the first microbatch are recorded, and the numbers are right."""
+    """With rows in several lengths, only those like the first microbatch are recorded, and the numbers are right."""
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         (replayed,) = steps([CASES[0]], True, (4, 1))
     assert_same(replayed, steps([CASES[0]], False, (4, 1))[0])
@@ -168,7 +168,7 @@ def test_rows_of_one_document_are_captured_as_packed_ones(
 
 
 def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that waits for the GPU: the error names the stage and what to write."""
+    """For a pass that waits for the GPU, for example, the error names the stage and the remedy."""
 
     def record(_run: Callable[[], Any]) -> Again:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")

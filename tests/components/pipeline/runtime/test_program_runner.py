@@ -1,4 +1,4 @@
-"""What may travel between stages."""
+"""Trees of tensors that travel between stages."""
 
 import re
 from functools import partial
@@ -29,7 +29,7 @@ NO_HEAD: Any = None
 
 @attrs.frozen
 class Parcel:
-    """What goes from the first stage to the second: a tree with all kinds of leaves."""
+    """A message from the first stage to the second: a tree with all kinds of leaves."""
 
     hidden: dict[str, Tensor]
     counts: tuple[Tensor, Tensor]
@@ -52,7 +52,7 @@ class First(nn.Module):
 
 
 class Second(nn.Module):
-    """Uses most of it; a weight of its own does not depend on what came."""
+    """A stage that uses most of its input, with a weight independent of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class SumOfAll:
 
 @attrs.frozen
 class Spread:
-    """This rank's stages, and what passes between all."""
+    """This rank's stages, and the tensors between all stages."""
 
     local: list[Stage]
     boundaries: ActivationSpecs
@@ -206,7 +206,7 @@ def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: 
 
 
 def hops(owners: tuple[int, ...]) -> float:
-    """This rank's part of the loss of a chain of stages that lie on these ranks."""
+    """Return this rank's part of the loss for a chain of stages on these ranks."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -261,7 +261,7 @@ def test_stages_hand_over_between_any_two_ranks() -> None:
 
 
 def test_actions_are_ranges_of_a_profile() -> None:
-    """Each action of the program once, under its name in the notation; without a profiler there is nothing of them."""
+    """A profile has all the program's actions once, by their notation; without a profiler there are no ranges."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         pipelines.steps([("gpipe", 4, False, False, "plain")], layers=1)
     names = [event.name for event in profile.events() if event.is_user_annotation]

@@ -26,7 +26,7 @@ from support.steps import train
 
 
 def test_a_loss_of_another_form_is_named() -> None:
-    """A mean alone, as other frameworks take it, is refused with the class and what it should return."""
+    """A mean alone, common in other frameworks, is refused with the class and the required form."""
 
     class Mean:
         def loss(self, *_: Any) -> Tensor:
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Fourier(Block):
-    """A block that takes and gives complex numbers, but for those of either end."""
+    """A block from and to complex numbers, real at both ends."""
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__("residual", ours=number % 2 == 0)
@@ -137,7 +137,7 @@ class Folded:
         return Program.of([folded], self.stage_to_rank(1))
 
     def _may_follow(self, action: Action, done: list[Action]) -> bool:
-        """Whether there is what it takes from another stage."""
+        """Return whether the input from another stage exists."""
         ops, before, ends = ("F", -1, 0) if action.op == "F" else ("BI", 1, self.stages - 1)
         if action.op == "W" or action.stage == ends:
             return True
@@ -164,7 +164,7 @@ def batches(count: int) -> list[TokenBatch]:
 
 
 def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], leaves: list[Tensor]) -> None:
-    """The gradients of a step are those of plain autograd through all stages."""
+    """Compare a step's gradients with plain autograd through all stages."""
     for batch in microbatches:
         output, shared = executor.objective.inputs(batch)
         for stage in executor.stages.local:
@@ -212,7 +212,7 @@ BLOCKS = [
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) -> None:
-    """Whatever the schedule: parameters of stages and of the loss, of the last moment, and tensors that are none."""
+    """With any schedule, stage and loss parameters, also those used only at last, get gradients."""
     folded, objective = Folded(schedule), Distance()
     modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
@@ -224,7 +224,7 @@ def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) ->
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> None:
-    """What passes between stages may be complex."""
+    """Stages may pass complex tensors."""
     folded, objective = Folded(schedule), Distance()
     modules = [Fourier(number, folded.stages) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
@@ -248,7 +248,7 @@ def test_losses_are_in_the_order_of_microbatches_whatever_the_order_of_passes() 
 
 
 def test_named_sums_that_differ_between_microbatches_are_named() -> None:
-    """The message says which microbatch has which other sum."""
+    """The message names the microbatch and its differing sum."""
     state = state_of_losses((1.0, {}), (1.0, {"hits": torch.tensor(1.0)}))
     message = r"\['losses'\]: at \['sums'\]: microbatch 1 has other entries than the first: \['hits'\]"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Streams of stages, of which stand-ins write down what they are given."""
+"""Streams for stages, with stand-ins that record their work."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ MAIN = "main"
 
 @attrs.define(eq=False)
 class Stream:
-    """A stream that remembers its work and what it has waited for: by stream, how far."""
+    """A stream that records its work and its waits by stream and position."""
 
     device: str = "cuda"
     work: list[Any] = attrs.field(factory=list)
@@ -31,13 +31,13 @@ class Stream:
         self.wait_event((other, len(other.work), dict(other.seen)))
 
     def wait_event(self, event: tuple["Stream", int, dict[int, int]]) -> None:
-        """Wait for what another stream had been given, and for what that had waited for."""
+        """Wait for another stream's work so far, and for all it had waited for."""
         other, count, seen = event
         for key, count_seen in (*seen.items(), (id(other), count)):
             self.seen[key] = max(count_seen, self.seen.get(key, 0))
 
     def record_event(self) -> tuple["Stream", int, dict[int, int]]:
-        """What this stream was given until now."""
+        """Record this stream's work so far."""
         return self, len(self.work), dict(self.seen)
 
 

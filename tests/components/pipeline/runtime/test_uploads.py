@@ -1,4 +1,4 @@
-"""The order in which batches come to a GPU, with streams that write down what is asked of them."""
+"""The order in which batches come to a GPU, with streams that record their calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from support.clips import Clips, clips
 
 @attrs.define
 class Stream:
-    """A stream with a name, and what happened in it and in others, in order."""
+    """A stream with a name and a common record of calls."""
 
     name: str
     seen: list[str]
@@ -28,7 +28,7 @@ class Stream:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of streams and tensors, on a device that is neither CPU nor GPU."""
+    """Record calls to streams and tensors, on a device that is neither CPU nor GPU."""
     calls: list[str] = []
     inside = ["compute"]
 

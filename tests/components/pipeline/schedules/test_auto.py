@@ -58,16 +58,15 @@ def _peak(program: Program, activations: Sequence[float], pending: Sequence[floa
 
 
 def _sum_per_stage(values: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """The sums of what the slices of each stage have."""
+    """Sum the slices' values by stage."""
     return [sum(values[sum(sizes[:stage]) : sum(sizes[: stage + 1])]) for stage in range(len(sizes))]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -> None:
     """
-    Of all partitions of a few layers and all published schedules, tried one by one, none that fits is faster.
-
-    Layers differ in costs, bytes, and in how long their ops take; messages take time, and stages cost something each.
+    An exhaustive trial over all partitions of a few layers and all published schedules has no faster one that fits.
+    Layers differ in costs, bytes, and durations by op; messages take time, and stages have costs of their own.
     """
     chance = random.Random(seed)
     ranks, layers, microbatches = chance.choice([(2, 5, 4), (2, 6, 3), (3, 6, 4)])
@@ -110,7 +109,7 @@ AGAIN: dict[Literal["selective", "blocks"], Recomputation] = {
 
 
 def _recompute_fractions(policy: Recompute, layers: int) -> tuple[float, float]:
-    """What parts of their forwards some layers do again, and of their activations they keep."""
+    """Return the repeated part of a forward, and the kept part of the activations, for some layers."""
     if policy == "none":
         return 0.0, 1.0
     if policy == "selective":
@@ -121,7 +120,7 @@ def _recompute_fractions(policy: Recompute, layers: int) -> tuple[float, float]:
 
 @attrs.frozen
 class Model:
-    """Layers with costs in a forward, of which gradients of inputs and of weights take as long, and bytes."""
+    """Layers with a forward cost, equal to the input and the weight gradients' costs, and bytes."""
 
     slices: list[float]
     activations: list[float]
@@ -142,7 +141,7 @@ class Model:
         return _makespan(program, [[f, (2 + again) * f, (1 + again) * f, f] for (again, _), f in costs], self.comm)
 
     def auto(self, ranks: int, limit: float, **settings: Any) -> tuple[Program, float]:
-        """What is found in so much memory, and how long it takes."""
+        """Return the program found within the limit, and its makespan."""
         costs: dict[str, Any] = {
             "slices": self.slices,
             "activations": self.activations,
@@ -156,7 +155,9 @@ class Model:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: int) -> None:
-    """Of all partitions of a few layers, and all policies of each stage, tried one by one, none that fits is faster."""
+    """
+    An exhaustive trial over all partitions of a few layers, and all stages' policies, has no faster one that fits.
+    """
     chance = random.Random(seed)
     ranks, layers, microbatches = 2, 5, chance.choice([3, 4])
     slices, activations = ([chance.uniform(*ends) for _ in range(layers)] for ends in ((0.5, 2.0), (1.0, 2.0)))
@@ -265,7 +266,7 @@ def test_every_process_finds_the_same() -> None:
 
 
 def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:
-    """Placement and layers are those for the planned number of microbatches, with any other number too."""
+    """Placement and layers come from the planned number of microbatches, with any other number too."""
     made = Auto(comm=0.25, microbatches=8, slices=[1.0] * 11 + [3.0])
     sizes = made.layers_by_stage(4, 12)
     for microbatches in (1, 3, 8, 20):
@@ -275,7 +276,7 @@ def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:
 
 
 def test_stages_a_rank_can_be_asked_for() -> None:
-    """With a number of stages on each rank, the program has it, and each stage at least one slice."""
+    """With a number of stages per rank, the program has it, and no stage is without a slice."""
     for stages in (1, 2, 3):
         made = Auto(stages_per_rank=stages, slices=[1.0] * 12)
         assert len(made.stage_to_rank(2)) == len(made.layers_by_stage(2, 12)) == 2 * stages

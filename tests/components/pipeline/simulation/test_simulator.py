@@ -1,4 +1,4 @@
-"""The figures of simulations; those of whole schedules are in tests/schedules/test_figures.py."""
+"""Simulations' figures; tests/schedules/test_figures.py has whole schedules'."""
 
 from itertools import pairwise
 
@@ -73,7 +73,7 @@ def test_a_deadlock_has_no_simulation() -> None:
 @pytest.mark.parametrize("sharding", [Sharding(), Sharding(gathered=True), Sharding(True, by_microbatch=True)])
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_v", "dual_pipe_v"])
 def test_actions_on_shards_that_cost_nothing_change_no_time(name: str, sharding: Sharding) -> None:
-    """Start and end of every compute action are those without shards, whose actions are there all the same."""
+    """Start and end of compute actions are unchanged by shards, and the shard actions exist."""
     program, costs = schedule(name).program(4, 12), Costs(1, 1.5, 0.5, comm=0.25)
     plain, run = simulate(program, costs), simulate(program, costs, sharding=sharding)
     assert np.allclose(run.start, plain.start) and np.allclose(run.end, plain.end)

@@ -20,7 +20,7 @@ def draw_xml(simulation: Simulation) -> ElementTree.Element:
 
 
 def bars(picture: ElementTree.Element) -> dict[str, ElementTree.Element]:
-    """The rectangles of actions by what they are called."""
+    """Return the rectangles for actions by their title."""
     rectangles = {}
     for rectangle in picture.iter(f"{SVG}rect"):
         for title in rectangle.findall(f"{SVG}title"):

@@ -48,14 +48,14 @@ def test_long_timelines_are_cut_into_bands() -> None:
 
 
 def test_very_long_timelines_have_one_letter_a_unit() -> None:
-    """A timeline of too many bands is drawn with a letter for each unit of time, and dots for idle time."""
+    """A timeline with too many bands has a letter for each time unit, and dots for idle time."""
     lines = draw_lines("zero_bubble_v", 8, 32)
     assert lines[7].startswith("rank 7  ·······FfFfFf")
     assert sum(line.count("F") + line.count("f") for line in lines if line.startswith("rank")) == 8 * 2 * 32
 
 
 def test_a_timeline_that_is_mostly_waits_has_few_columns() -> None:
-    """Of messages that take a billion times as long as actions, and of actions that differ as much."""
+    """Messages a billion times as long as actions, and actions that differ as much, are drawn in few columns."""
     for costs in (Costs(comm=1e9), Costs(1, 1e9, 1)):
         assert sum(map(len, draw_lines("v_half", 3, 7, costs=costs))) < 100_000
 
@@ -67,7 +67,7 @@ def test_measured_costs_keep_their_proportions() -> None:
 
 
 def test_a_second_row_shows_when_weights_are_gathered_and_gradients_reduced() -> None:
-    """Actions on shards are drawn below those at the same time, also one that takes no time."""
+    """Shard actions are drawn below simultaneous actions, even if they take no time."""
     program = schedule("one_f_one_b").program(2, 2)
     costs = Costs(backward=2, unshard=1)
     assert draw_text(simulate(program, costs, sharding=Sharding(True, by_microbatch=True))).splitlines() == [

@@ -92,7 +92,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which gradients of input, weight and bias each backward pass of a convolution is asked for."""
+    """Recorder of the gradients requested in a convolution's backward passes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
-    """The first pass finds the input's gradient alone, and the second those of weight and bias, each once."""
+    """The first pass computes only the input's gradient, and the second the weight's and bias's, once."""
     make, shape = CONVOLUTIONS[name]
     layer, x = make(), torch.randn(shape, requires_grad=True)
     y = layer(x)
@@ -226,7 +226,7 @@ def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -
 @pytest.mark.parametrize("retained", [False, True])
 @pytest.mark.parametrize("saved_by_hooks", [False, True])
 def test_gradients_of_what_is_made_of_a_weight(name: str, saved_by_hooks: bool, retained: bool) -> None:
-    """The weight and what retains its gradient get a full pass's, also where hooks hold the saved tensors."""
+    """The weight and a tensor that retains its gradient equal a full pass, even if hooks hold the saved tensors."""
     kept: list[Tensor] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:

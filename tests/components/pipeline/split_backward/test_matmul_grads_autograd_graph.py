@@ -13,7 +13,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def leaves_of(users: Users, names: dict[str, Tensor]) -> dict[str, list[str]]:
-    """For each leaf the names of the nodes that use it."""
+    """Return the names of the nodes that use a leaf, by leaf."""
     called = {id(tensor): name for name, tensor in names.items()}
     return {
         called[id(node.variable)]: sorted("output" if user is None else user.name() for user in its)  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def test_split_backward_equals_full_backward(name: str, ops: Ops, dtype: torch.d
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_re_entrant_checkpoints_are_refused(ops: Ops) -> None:
-    """A re-entrant checkpoint is refused with what to write instead, and no gradient has changed."""
+    """A re-entrant checkpoint is refused with a remedy, and no gradient has changed."""
     stage, inputs = re_entrant(ops), inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
     with pytest.raises(UserError, match="use_reentrant=False"):
@@ -228,7 +228,7 @@ def test_an_input_may_be_used_as_a_weight() -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_leaves_outside_of_modules_get_gradients(ops: Ops) -> None:
-    """Leaves that belong to no module, such as those of the loss, get the gradients of a full pass."""
+    """Leaves outside of modules, such as the loss's, get a full pass's gradients."""
     product = Parts(ops).product
     known, vector, matrix = nn.Parameter(torch.randn(6, 6)), *(torch.randn(*shape) for shape in ((6,), (6, 6)))
     leaves: list[Any] = [known, vector.requires_grad_(), matrix.requires_grad_()]
@@ -513,7 +513,7 @@ def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
-    """Without an input that needs a gradient, all weight gradients are deferred but that of a first torch operation."""
+    """Without an input that needs a gradient, all weight gradients but a first torch operation's are deferred."""
     stage, inputs = make_stage("input without gradient", ops)
     split, outputs = split_of(stage, inputs)
     with Products() as first:
@@ -539,7 +539,7 @@ def put_off(stage: Stage) -> list[str]:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_weights_can_be_frozen_and_unfrozen_between_steps(ops: Ops) -> None:
-    """Each microbatch computes gradients of the weights that are trainable at that time."""
+    """Microbatches compute gradients for the weights trainable at their time."""
     p = Parts(ops)
     stage = Stage(lambda s, x: s.b(s.a(x).tanh()), a=p.linear(), b=p.linear())
     stage.a.requires_grad_(False)

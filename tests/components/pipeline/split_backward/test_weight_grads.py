@@ -186,7 +186,7 @@ def test_a_sparse_gradient_is_added_to() -> None:
 
 
 def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
-    """Summands of a bfloat16 weight are cast to the dtype of its float32 sum before they are added to each other."""
+    """A bfloat16 weight's summands are cast to the dtype of its float32 sum before the addition."""
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     weight.grad = torch.zeros(3, dtype=torch.float32)

@@ -176,7 +176,7 @@ def test_any_index_is_read_or_refused(text: bytes) -> None:
 
 
 def test_a_wrong_total_size_is_reported(tmp_path: Path) -> None:
-    """An index that counts other bytes than its files have is of other files; one that counts none is fine."""
+    """An index whose byte count contradicts its files belongs to other files; one without a count is fine."""
     folder = write_shards(tmp_path, {"a": "x.safetensors"}, x=["a"])
     assert open_safetensors_folder(folder).specs().keys() == {"a"}
     for total, fits in ((8, True), (8.0, True), (9, False)):
@@ -198,7 +198,7 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
 
 
 def test_missing_shard(tmp_path: Path) -> None:
-    """A file that the index names and that is not there is named, with a tensor that should be there."""
+    """The error names the absent file, and a tensor it should contain."""
     with pytest.raises(UserError, match=r"places 'a' in 'x\.safetensors': .*x\.safetensors can't be read"):
         open_safetensors_folder(write_shards(tmp_path, {"a": "x.safetensors"}))
 
@@ -212,7 +212,7 @@ def test_damaged_file(tmp_path: Path, content: bytes) -> None:
 
 
 def test_cut_file(tmp_path: Path) -> None:
-    """A file that lost its end is refused before anything is read of it, and one that loses it later while reading."""
+    """A truncated file is refused before a read, or during one if it is truncated later."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, path)
     source = open_safetensors_folder(tmp_path)
@@ -224,7 +224,7 @@ def test_cut_file(tmp_path: Path) -> None:
 
 
 def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
-    """What was checked is what is read, or nothing is."""
+    """The checked file is read, or nothing is."""
     save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
     save_file({"a": torch.zeros(100)}, tmp_path / "other")

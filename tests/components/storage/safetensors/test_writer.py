@@ -79,7 +79,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that writes a few bytes at a time still gets all of them, each to its place."""
+    """A system that writes a few bytes at a time still gets all bytes, at their offsets."""
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:3], offset))
     tensors = {"a": torch.randn(5), "b": torch.randn(2).double()}
