@@ -6,7 +6,7 @@ from support.qwen3 import dense
 
 
 def test_parameters_and_all_of_a_module_are_named() -> None:
-    """A target is a parameter, a module with all that it holds, or a pattern; an end of a name begins at a dot."""
+    """A target is a parameter, a module with its contents, or a pattern; the end of a name begins at a dot."""
 
     def trained_names(*targets: str) -> set[str]:
         module = adapted_model(dense(), [FullTuning(targets=list(targets))])

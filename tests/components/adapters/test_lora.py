@@ -14,7 +14,7 @@ from support.qwen3 import dense, sparse
 
 
 def trained_names(*adapters: Adapter, model: Any = None) -> list[str]:
-    """The names of the parameters that are trained, without the numbers of layers."""
+    """Return the trained parameters' names without the layer numbers."""
     module = adapted_model(model or dense(), adapters)
     return sorted(name for name, parameter in module.named_parameters() if parameter.requires_grad)
 

@@ -87,7 +87,7 @@ KINDS: dict[str, Any] = {
 
 
 def inputs(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (2, 7), of which one is ignored."""
+    """Return tokens and targets, (2, 7), with one ignored target."""
     tokens = torch.arange(14).view(2, 7) % vocab_size
     targets = tokens.roll(-1, 1).clone()
     targets[1, 2] = IGNORE_INDEX
@@ -120,8 +120,9 @@ def test_split_backward_gives_the_gradients_of_a_full_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_compute_the_same(kind: str) -> None:
-    """A model without adapters has the logits of the adapted one with the merged weights; a head that was tied is not
-    any more."""
+    """
+    A model without adapters, filled with the merged weights, has the adapted model's logits; a tied head is untied.
+    """
     model, adapters = KINDS[kind]()
     module = adapt(model, *adapters)
     tied = kind == "tied"

@@ -21,13 +21,13 @@ from support.processes import run_ranks
 
 
 def _bad(outcomes: list[Remains]) -> list[Remains]:
-    """Crashes after which a committed step was lost, or an incomplete folder had the name of a step."""
+    """Return the crashes that lost a committed step, or left an incomplete folder with a step's name."""
     return [remains for remains in outcomes if remains.restored < remains.committed or remains.torn]
 
 
 @pytest.mark.parametrize("staging", [False, True])
 def test_a_kill_at_any_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
-    """At each call of two saves with retention a process is killed: every committed step is restored."""
+    """A process is killed at every call in two saves with retention: every committed step is restored."""
     [outcomes] = run_ranks(kill_everywhere, 1, tmp_path, staging)
     steps = [remains.restored for remains in outcomes]
     assert len(steps) > 40
@@ -170,7 +170,7 @@ def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str
 
 
 def _kill_cleanup_everywhere(base: Path) -> list[int]:
-    """Kill a start that removes leftovers at each call in turn; return the steps restored by the next start."""
+    """Kill a start that removes leftovers, at one call after another; return the steps restored by the next start."""
     save_steps(base / "good", 1, 2)
     for name in (".tmp-step-3", ".trash-step-0"):
         shutil.copytree(base / "good/checkpoints/step-1", base / "good/checkpoints" / name)

@@ -19,7 +19,7 @@ from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
 
 
 def _error_of_rank(code: int) -> Agreed:
-    """The error of a rank on which a system call failed."""
+    """Return the error on a rank with a failed system call."""
 
     def fail() -> None:
         raise OSError(code, os.strerror(code), "/runs/x/file")
@@ -33,7 +33,7 @@ def _error_of_rank(code: int) -> Agreed:
 def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """One line has the error, the bytes needed and the bytes free, for each errno of a full disk."""
+    """One line has the error, the needed bytes and the free bytes, for every errno of a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
     assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000) == expected
@@ -74,7 +74,7 @@ def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 def _bytes_on_disk(folder: Path, state: dict[str, StateNode]) -> int:
-    """Return the bytes of the files that ranks write for a checkpoint."""
+    """Return the size of the ranks' files in a checkpoint."""
     checkpointer(folder, state).save(Step(1, 1))
     return sum(path.stat().st_size for path in (folder / "checkpoints/step-1").glob("rank*"))
 

@@ -100,7 +100,7 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
 
 
 def test_a_dangling_link_is_corrupt(tmp_path: Path) -> None:
-    """A link under the name of a checkpoint, which leads nowhere, is skipped, and named if there is no other."""
+    """A dangling link with a checkpoint's name is skipped, and named if there is no other checkpoint."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-3").symlink_to("gone")
     with pytest.raises(UserError, match="step-3: it is a symbolic link"):

@@ -58,7 +58,7 @@ def _restore(folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
 
 
 def _fault(folder: Path, where: str, what: str, rank: int) -> tuple[str, int, Any]:
-    """Save step 2 with a fault on one rank; return each rank's error, and the step that all restore afterwards."""
+    """Save step 2 with a fault on one rank; return the ranks' errors, and the step restored by all afterwards."""
     with _mesh() as mesh:
         shared, own = StateNode({"step": 2}), LocalNode({"step": 2, "rank": mesh.world.rank})
         node = checkpointer(folder, {"shared": shared, "own": own}, mesh)
@@ -86,7 +86,7 @@ def _error(node: Checkpointer) -> str:
 
 
 def _draw_on(folder: Path) -> tuple[float, float]:
-    """Save the generators of each rank, draw, restore, and draw again."""
+    """Save all ranks' generators, draw, restore, and draw again."""
     with _mesh() as mesh:
         randomness = ProcessRandomness(job=NamedRun(name="x", seed=3), mesh=mesh)
         randomness.open()
@@ -283,7 +283,7 @@ def _restore_slices(folder: Path) -> tuple[bool, int]:
 
 @pytest.mark.parametrize(("saved", "loaded"), [(3, 2), (1, 3), (2, 1)])
 def test_all_ranks_together_read_a_checkpoint_once(tmp_path: Path, saved: int, loaded: int) -> None:
-    """A rank reads its rows and at most a block around each piece of them; none is read for its digest alone."""
+    """A rank reads its rows and at most a block around every piece; nothing is read for its digest alone."""
     run_ranks(_save_slices, saved, tmp_path)
     bytes_of_all = ROWS * WIDTH
     for good, count in run_ranks(_restore_slices, loaded, tmp_path):

@@ -17,7 +17,7 @@ Cuts = list[list[int]]
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
-    """Boxes that tile a shape: each dimension is cut somewhere, also into empty parts."""
+    """Draw boxes that tile a shape: all dimensions are cut somewhere, also into empty parts."""
     edges = []
     for length in shape:
         inner = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
@@ -33,7 +33,7 @@ def numbers(shape: tuple[int, ...]) -> Tensor:
 
 @given(st.data())
 def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> None:
-    """Every slice of the new layout has the elements of the whole, from the pieces that it needs alone."""
+    """Every slice in the new layout has the whole tensor's elements, from the needed pieces alone."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     whole = numbers(shape)
     saved, wanted = data.draw(layouts(shape)), data.draw(layouts(shape))
@@ -99,7 +99,7 @@ def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject
 
 
 def test_tensors_that_no_slice_is_cut_of_are_needed_whole() -> None:
-    """A counter, a tensor of another shape, and one with a use that wants all of it."""
+    """A counter, a tensor with another shape, and a tensor whose use requires the whole are needed whole."""
     half = TensorSlice((4, 2), (0, 0), (2, 2))
     assert needed_rows((), [(None, half)]) is None
     assert needed_rows((3, 2), [(None, half)]) is None

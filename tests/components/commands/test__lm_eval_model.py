@@ -21,7 +21,7 @@ TABLE = torch.randn(257, 257, generator=torch.Generator().manual_seed(0)) + 5 * 
 
 
 class Table:
-    """The logits of a token depend on it, and on its position once that is above 3."""
+    """A model whose logits depend on the token, and on positions above 3."""
 
     def __init__(self) -> None:
         self.longest = 0

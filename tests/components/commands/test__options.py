@@ -46,7 +46,10 @@ def test_an_integer_has_a_least() -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing folder, one that takes no files, a file in place of it, and a folder in place of the file."""
+    """
+    A missing folder, an unwritable folder, a file in place of the folder, and a folder in place of the file are
+    refused.
+    """
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     commands = ["embed runs/none a.txt", "reference-logps dpo", "lm-eval r --tasks x", "plan first_run", "report r"]

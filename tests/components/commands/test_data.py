@@ -30,7 +30,7 @@ def test_statistics_are_shown(recipe: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_sources_of_a_mixture_are_shown(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each source has a line below its split, in training with its share of tokens and rows; a row names its source."""
+    """A source has a line below its split, in training with its share of tokens and rows; a row names its source."""
     store_of(tmp_path / "one", [["abc"] * 9])
     store_of(tmp_path / "other", [["defghij"] * 6])
     sources = [f"tokens.sources.{name}={{use='data.tokenized',path='{name}',{NONE}}}" for name in ("one", "other")]

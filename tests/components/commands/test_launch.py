@@ -42,7 +42,7 @@ def test_a_failure_is_printed_only_if_no_process_has(
     code: int,
     printed: str,
 ) -> None:
-    """The exit code is that of the cause, and of a signal as shells report it; a stopped run is no failure to name."""
+    """The exit code is the cause's, for a signal as in shells; a stopped run is not a failure."""
     assert report_failure(_failures(tmp_path, codes, reported)) == code
     assert capsys.readouterr().err == printed
 
@@ -65,7 +65,7 @@ def test_wrong_arguments_are_refused_before_a_process_starts(
 
 
 def test_error_files_are_those_that_torch_reads(tmp_path: Path) -> None:
-    """A rank that learnt of another's failure has a later date, so that torch takes the other for the cause."""
+    """A rank that learnt of another's failure has a later date, so torch takes the other for the cause."""
     for rank, is_cause in enumerate([False, True]):
         write_error_file(str(tmp_path / f"error-{rank}"), "a bug", is_cause=is_cause)
     assert json.loads((tmp_path / "error-0").read_text())["message"]["message"] == "a bug"

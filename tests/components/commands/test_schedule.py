@@ -139,7 +139,7 @@ def test_all_are_compared(capsys: Capture) -> None:
 
 
 def test_evaluation_is_drawn_for_the_stages_of_a_schedule(capsys: Capture, tmp_path: Path) -> None:
-    """With --forward-only, each stage runs its forwards alone, and no rank keeps activations; of a file, too."""
+    """With --forward-only, stages run only forwards, and ranks keep no activations; for a file, too."""
     words = ("v_half", "--ranks", "4", "--microbatches", "8")
     summary = data(capsys, *words, "--forward-only")
     assert summary["actions"] == {"F": 64, "B": 0, "I": 0, "W": 0} and summary["peak_activations"] == [0] * 4

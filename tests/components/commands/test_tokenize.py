@@ -52,7 +52,7 @@ def test_a_tokenizer_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_impossible_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No processes, a file that is missing, and an end token for bytes are errors of one line."""
+    """Zero processes, a missing file, and an end token for bytes are errors in one line."""
     (tmp_path / "a.txt").touch()
     words = ["tokenize", str(tmp_path / "a.txt"), "--to", str(tmp_path / "out")]
     assert main([*words, "--end-token", "x"]) == 2

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed, compared with one that is not."""
+"""A killed and resumed run, compared with an uninterrupted one."""
 
 import json
 import sys
@@ -150,7 +150,9 @@ def test_other_causes_than_resuming_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A difference before the kill is none of resuming; on a GPU the setting is named that rules the device out."""
+    """
+    A difference before the kill does not come from resuming; on a GPU the error names the setting for determinism.
+    """
 
     def run(runs: Runs) -> int:
         for name, loss in (("straight", 1.0), ("resumed", 2.0)):

@@ -20,7 +20,9 @@ TEXT = ["In 2024, 1234 people paid 1234 for 2024 rooms, and don't say why; é is
 
 
 def byte_level() -> Tokenizer:
-    """A tokenizer that joins digits, unlike Qwen2's, and keeps letters and accents apart, which Qwen2's composes."""
+    """
+    Return a tokenizer that joins digits, unlike Qwen2's, and keeps letters and accents apart, composed in Qwen2's.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,7 +82,7 @@ def own_ids(tokenizer: AnyTokenizer) -> list[list[int]]:
 def test_transformers_gives_the_trained_ids_in_every_family(
     kind: str, model_type: str, sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """AutoTokenizer gives the ids of a tokenizer of one's own, whether code of the folder may run or not."""
+    """AutoTokenizer gives a trained tokenizer's ids, whether the folder's code may run or not."""
     tokenizer, folder = open_tokenizer(sources[kind]), model_folder(tmp_path, model_type)
     tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer) == read_ids(folder, trust_remote_code=True)
@@ -92,7 +94,7 @@ def test_transformers_gives_the_trained_ids_in_every_family(
 def test_a_declared_class_is_replaced_if_it_gives_other_ids(
     model_type: str, declared: str | None, tmp_path: Path
 ) -> None:
-    """Also a class that the tokenizer's own configuration names, and a configuration that names none."""
+    """A class named by the tokenizer's own configuration is replaced too, and a missing class name is added."""
     source = tmp_path / "source"
     source.mkdir()
     by_words().save(str(source / "tokenizer.json"))
@@ -156,7 +158,7 @@ def test_a_base_that_transformers_reads_otherwise_is_warned_of(
 def test_ids_that_cannot_agree_are_warned_of(
     sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release of transformers that rebuilds yet another family's tokenizers is noticed when one is saved."""
+    """Saving notices a release of transformers that rebuilds yet another family's tokenizers."""
     monkeypatch.setattr(auto_tokenizer, "REBUILT", ())
     with caplog.at_level(logging.WARNING):
         open_tokenizer(sources["byte_level"]).save(model_folder(tmp_path, "qwen2"))

@@ -47,7 +47,7 @@ IDS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 1]]
 
 @attrs.frozen
 class Own:
-    """Examples of one's own, as a list, a sequence that is no list, or an iterable."""
+    """User-defined examples, as a list, another sequence, or an iterable."""
 
     kind: str = "list"
     ids: list[list[int]] = attrs.field(factory=lambda: IDS)
@@ -138,7 +138,7 @@ def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.
 
 
 def test_a_tokenizer_file_may_be_the_vocabulary_of_the_model(tmp_path: Path) -> None:
-    """Rows that open before the tokenizer know its vocabulary: a run trains, and an example of other ids is named."""
+    """Rows opened before the tokenizer know its vocabulary: a run trains, and an example with other ids is named."""
     write_corpus(tmp_path)
     tokenizer_folder(tmp_path / "tokenizer")
     examples = [{"input_ids": [number, 1, 2, 3]} for number in range(40)]

@@ -29,7 +29,7 @@ def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: 
 
 
 def trained_texts(made: Conversations) -> list[str]:
-    """The trained text of each row for training."""
+    """Return the rows' trained text."""
     documents = made.documents("train")
     tokenizer: Any = made.tokenizer
     texts = []
@@ -66,7 +66,7 @@ def test_a_table_has_the_conversations_of_lines(tmp_path: Path) -> None:
 
 
 def test_which_turns_are_trained(tmp_path: Path) -> None:
-    """All, the last, or each in a row of its own, where history is rendered as it was when the turn was answered."""
+    """All turns, the last, or one per row are trained, with history rendered as it was when the turn was answered."""
     row = {"messages": say("a", "<think>\nx\n</think>\n\none", "b", "<think>\ny\n</think>\n\ntwo")}
     assert trained_texts(corpus(tmp_path, {"messages": say("a", "one", "b", "two")})) == ["one<|im_end|>two<|im_end|>"]
     answers = ["<think>\nx\n</think>\n\none<|im_end|>", "<think>\ny\n</think>\n\ntwo<|im_end|>"]

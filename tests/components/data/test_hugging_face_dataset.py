@@ -31,7 +31,7 @@ def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    """A folder that is no data set, and a name that it has not, are errors."""
+    """A folder without a data set, and an unknown name in one, are errors."""
     with pytest.raises(UserError, match="is not a data set: it has no state"):
         list(HuggingFaceDataset(path=tmp_path).documents("train"))
     write_dataset(tmp_path / "saved", "text")

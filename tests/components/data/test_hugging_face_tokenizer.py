@@ -71,7 +71,7 @@ def test_an_unknown_end_token_lists_candidates(tmp_path: Path) -> None:
 
 
 def test_invalid_paths_are_refused(tmp_path: Path) -> None:
-    """A missing file, and a file that is not a tokenizer, are errors that name it."""
+    """A missing file, and a file that is not a tokenizer, are errors naming it."""
     with pytest.raises(UserError, match="there is no file"):
         open_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')

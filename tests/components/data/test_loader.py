@@ -58,7 +58,7 @@ def reference_steps(seed: int, first: int, last: int) -> list[list[list[int]]]:
 def test_a_resumed_loader_continues_the_order(
     rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
 ) -> None:
-    """A loader with other workers that loads the state of any step continues its order, also across epochs."""
+    """A loader with other workers, loaded from any step's state, continues the order, also across epochs."""
     rows = rows_of(train=ROWS)
     with loading(rows, one_rank, job, workers=workers) as loader:
         assert steps(loader, names, 3) == reference_steps(job.seed, 0, 3)
@@ -219,7 +219,7 @@ def test_a_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, n
 
 @attrs.frozen
 class Disagreeing:
-    """A world in which another rank of the same data-parallel index sees other rows."""
+    """A world in which another rank with the same data-parallel index sees other rows."""
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value, [*value[:-1], "other"]]

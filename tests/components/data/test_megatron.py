@@ -40,7 +40,7 @@ def test_an_empty_data_set_has_no_documents(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    """A missing file, another format, and files that are cut off are errors that name the file."""
+    """A missing file, another format, and a truncated file are errors naming the file."""
     with pytest.raises(UserError, match=r"data_text_document\.idx can't be read"):
         corpus(tmp_path)
     write_megatron(tmp_path / "data_text_document", DOCUMENTS)

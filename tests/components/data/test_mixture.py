@@ -92,7 +92,7 @@ def problems(**settings: Any) -> Counter[str]:
 
 
 def test_check_finds_what_is_wrong_with_shares() -> None:
-    """Names without a source, sources without a weight, numbers that are no shares, and shares that are given twice."""
+    """Names without a source, sources without a weight, impossible shares, and duplicate shares are problems."""
     assert problems(weights={"web": 1.0, "cod": 1.0}).keys() == {
         "weights.cod: sources has no 'cod'; did you mean 'code'?",
         "weights leaves out code; write weights.code, which may be 0",

@@ -86,7 +86,7 @@ def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplo
 
 
 def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
-    """Both documents begin with the ids of the same prompt; the template's BOS is in each once, and in no answer."""
+    """Both documents begin with the same prompt's ids; the template's BOS is in both once, and in no answer."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS}, template=HEADERS)
     documents, [begin] = made.documents("train"), made.tokenizer.encode_control("<s>").tolist()
     pair = [documents.read(number, 0, 99).ids.tolist() for number in (0, 1)]
@@ -96,7 +96,7 @@ def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
 
 
 def test_parquet_has_the_pairs_of_json_lines(tmp_path: Path) -> None:
-    """Also where some messages have keys that others lack, which a table fills with nulls."""
+    """The pairs agree even if some messages lack keys, filled with nulls in a table."""
     rows = [{"prompt": ASK, **ANSWERS}, {"prompt": [{**ASK[0], "name": "Ann"}], **ANSWERS}]
     template = CHATML.replace("message.role +", "message.role + (message.name if message.name is defined else '') +")
     one = corpus(tmp_path, *rows, template=template)

@@ -1,4 +1,4 @@
-"""The record of the rows that steps have seen."""
+"""The record of rows seen by steps."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resume counts damaged lines; a folder that is removed meanwhile is written anew, each with a warning."""
+    """A resume counts damaged lines; a folder removed meanwhile is written anew; both are warnings."""
     node = record(tmp_path)
     for step in (1, 2, 3):
         node.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
@@ -80,7 +80,7 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
 
 
 def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
-    """A run folder from a stranger can't make a run wait, also with the file of a rank that does not exist."""
+    """A run folder from a stranger can't make a run wait, also with a nonexistent rank's file."""
     for name in ("rank-0", "rank-7"):
         folder = tmp_path / name
         (folder / "rows").mkdir(parents=True)

@@ -13,7 +13,7 @@ def arrays(*documents: list[int], weights: list[list[float]] | None = None) -> T
 
 
 def test_parts_of_documents_stay_inside_of_them() -> None:
-    """A part is that of the whole document, and ends with it; weights follow."""
+    """A part equals the same part in the whole document, and ends with it; weights follow."""
     token_arrays = arrays([1, 2, 3], [], [4, 5], weights=[[0.0, 1.0, 2.0], [], [3.0, 4.0]])
     assert token_arrays.lengths.tolist() == [3, 0, 2]
     assert token_arrays.read(0, 1, 9).ids.tolist() == [2, 3] and token_arrays.read(2, 0, 1).ids.tolist() == [4]

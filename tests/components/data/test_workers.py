@@ -57,7 +57,7 @@ def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
 
 
 def test_every_leaf_of_an_own_batch_comes_from_another_process() -> None:
-    """Trees of tensors, dtypes that numpy does not have, tensors without dimensions, and values of the host."""
+    """Trees of tensors, dtypes missing in numpy, tensors without dimensions, and host values arrive unchanged."""
     with spawn_workers(ClipRows(), 1) as workers:
         batch: Any = next(workers.batches(iter([[3, 5]] * 2), 1, timeout=30))
     wanted = clips([3, 5])

@@ -54,7 +54,7 @@ def test_float32_is_multiplied_as_torch_says() -> None:
 
 
 def test_a_gpu_is_found_by_its_name() -> None:
-    """And one that the table has no memory of can't be planned for."""
+    """A GPU is matched by its product name; one without a memory size in the table can't be planned for."""
     gpu = model_of_gpu("NVIDIA H100 80GB HBM3")
     assert gpu == device_model("h100")
     assert gpu is not None
@@ -67,7 +67,7 @@ DESCRIBED = "bfloat16 = 100\nfloat32 = 50\nmemory = 8\nbandwidth = 500\nlink = 1
 
 
 def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
-    """In units of data sheets; products are of the rate that a step reaches, also in a dtype without a figure."""
+    """The units are data sheets'; products have the rate reached in steps, also in a dtype without a figure."""
     path = tmp_path / "mine.toml"
     path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
     described = device_model(str(path))

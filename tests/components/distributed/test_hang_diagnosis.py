@@ -50,7 +50,7 @@ WAITS = "waits for an all-reduce in group world"
     ],
 )
 def test_silent_ranks_are_named_before_ranks_in_no_collective(answers: dict[int, RankStatus], words: str) -> None:
-    """If all answer, ranks in no collective are named; if all are in one, the collective of each."""
+    """If all answer, ranks in no collective are named; if all are in one, their collectives are."""
     assert diagnosis(answers, 3).startswith(words)
 
 

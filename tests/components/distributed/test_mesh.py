@@ -49,7 +49,7 @@ class FakeProcesses:
 
 @attrs.define
 class View:
-    """The part of a NodeView that `constraints` reads."""
+    """The NodeView members read by `constraints`."""
 
     settings: dict[str, Any]
 
@@ -118,7 +118,9 @@ def test_every_process_makes_the_same_groups() -> None:
 
 
 def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, int]]:
-    """Seconds that a mesh of 1,024 ranks takes, torch's groups in it, and where this rank is; no other rank exists."""
+    """
+    Return the seconds for a mesh of 1,024 ranks, torch's groups in it, and this rank's indices; no other rank exists.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
     processes._launch, processes._joined, processes._limit = Launch(rank, 1024, rank % 8, 8), True, timedelta(seconds=9)
@@ -141,7 +143,7 @@ def test_a_thousand_ranks_take_no_time() -> None:
 
 
 def test_experts_divide_the_ranks_of_a_stage() -> None:
-    """`check` reports an `expert` that does not divide the known ranks of a stage, and an unchecked mesh raises."""
+    """`check` reports an `expert` that does not divide a stage's known ranks, and an unchecked mesh raises."""
     text = "expert = 2 does not divide data_replicate × data_shard × context × tensor"
     for sizes in ({"data_replicate": 3}, {"data_replicate": 1}, {"context": 3, "pipeline": 2, "data_replicate": 1}):
         problems: list[Any] = list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def messages_to(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[in
     ],
 )
 def test_tensors_arrive_in_the_order_sent(lines: list[list[int]], edges: list[Edge]) -> None:
-    """Each rank receives from all of its peers, in order, along any edges and in several lines at once."""
+    """Ranks receive from all their peers, in order, along any edges and in several lines at once."""
     world = sum(len(line) for line in lines)
     assert run_ranks(_exchange, world, lines, edges) == [messages_to(rank, lines, edges) for rank in range(world)]
 

@@ -88,9 +88,8 @@ def test_ranks_gather_values_of_unequal_length() -> None:
 
 def test_a_rank_sends_to_all_and_ranks_gather_tensors_of_any_shape() -> None:
     """
-    A column becomes that of rank 2, and its neighbours stay; gathered tensors have their own shapes, 0 rows too.
-
-    Two gathers may be in progress, and be waited for in any order.
+    Rank 2's column is sent to all, and its neighbours stay; gathered tensors have their own shapes, 0 rows too. Two
+    gathers may be in progress, and are awaited in any order.
     """
     expected = [[[], []], [[2.0, 2.0, 2.0]], [[3.0, 3.0], [3.0, 3.0]], 0.0, 1.0, 2.0]
     for rank, received in enumerate(run_ranks(_broadcast_and_gather_each, 3)):

@@ -100,7 +100,7 @@ def test_a_timeout_of_zero_is_refused() -> None:
 
 
 def test_close_without_open_does_nothing() -> None:
-    """A node that was never opened can be closed, as after a failure of an earlier node."""
+    """A node can be closed without having been opened, as after an earlier node's failure."""
     _processes().close()
     assert torch.distributed.is_available()
 

@@ -32,7 +32,7 @@ def both(store: Any, **changes: Any) -> tuple[RankMonitor, RankMonitor]:
 
 
 def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The failure of rank 1 is printed once, and rank 0, which fails a moment later, has the same one."""
+    """Rank 1's failure is printed once, and rank 0, failing a moment later, has the same one."""
     zero, one = both(store)
     failure = one.report("rank 1 has no disk", 2)
     assert failure == Failure(1, "rank 1 has no disk", 2) == zero.report("rank 0 lost rank 1")
@@ -93,7 +93,7 @@ def test_the_message_of_an_exception_names_rank_and_location(
 def test_the_rank_with_the_traceback_reports_first(
     store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that raises another rank's Agreed error waits for that rank's own report."""
+    """A rank that raises another rank's Agreed error waits for the other's own report."""
     zero, one = both(store)
 
     def wait(*_: object) -> None:

@@ -95,7 +95,7 @@ def test_tails(many: Tensor, bound: float) -> None:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """The correlation of two tensors, in standard errors of one that is 0."""
+    """Return two tensors' correlation, in standard errors around 0."""
     x, y = x.flatten() - x.mean(), y.flatten() - y.mean()
     return float((x @ y) / (x.norm() * y.norm())) * math.sqrt(x.numel())
 
@@ -197,7 +197,7 @@ def test_torchs_generator_is_not_used() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bits_are_equal_on_cpu_and_gpu(dtype: torch.dtype) -> None:
-    """Every bit that a GPU computes is the CPU's: of 64 million numbers, with tails out to 5.7, and of a slice."""
+    """A GPU computes the CPU's bits: for 64 million numbers, with tails out to 5.7, and for a slice."""
     shape, sizes, offsets = (8192, 8192), (1000, 77), (5000, 3)
     for part, options in (
         (torch.empty(shape, dtype=dtype), {}),

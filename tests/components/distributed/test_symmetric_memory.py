@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group share."""
+"""Memory shared by a group's ranks."""
 
 import os
 import tempfile
@@ -46,7 +46,7 @@ def test_each_rank_reads_what_the_others_wrote(tmp_path: Path) -> None:
 
 
 def test_one_process_has_memory_of_its_own() -> None:
-    """A group of one rank has one part, which begins as zeros."""
+    """A group with one rank has one part, filled with zeros."""
     memory = SingleProcess().symmetric_memory(8)
     memory.barrier()
     assert len(memory.parts) == 1 and torch.equal(memory.parts[0], torch.zeros(8, dtype=torch.uint8))

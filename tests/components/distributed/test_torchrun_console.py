@@ -1,4 +1,4 @@
-"""Which rank prints problems that are found before the process group exists."""
+"""The rank that prints problems before the process group exists."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from support.processes import run_ranks
 
 
 def _is_first(failing: tuple[int, ...]) -> bool | None:
-    """Whether this rank prints a problem that these ranks find; None if it is not one of them."""
+    """Return whether this rank prints a problem on these ranks; None if it is not among them."""
     torchrun.STORE_TIMEOUT = 30.0  # on a busy machine the store takes longer; then each rank would print it
     console = rank_console()
     return console.is_first("a mistake") if int(os.environ["RANK"]) in failing else None

@@ -1,4 +1,4 @@
-"""Experts that several ranks share out: tokens get to them and back, however many each rank has."""
+"""Experts partitioned over several ranks: tokens get to them and back, in any numbers per rank."""
 
 from typing import Any
 

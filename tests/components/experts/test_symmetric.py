@@ -118,8 +118,8 @@ def _refusals() -> list[str]:
 
 def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
     """
-    Rows beyond the capacity make the microbatch's loss NaN, and then a message that names a capacity which is enough;
-    tokens beyond the memory are refused at once. Nothing is dropped in silence.
+    Rows beyond the capacity make the microbatch's loss NaN, then an error with a sufficient capacity; tokens beyond the
+    memory are refused at once. Nothing is dropped in silence.
     """
     crowded, empty = run_ranks(_refusals, 2)
     assert crowded[0] == "True" and empty[0] == "False"

@@ -123,7 +123,7 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
 
 
 def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
-    """Each of two ranks holds one layer, and exports it with the other."""
+    """Export a layer from one of two ranks, together with the other's."""
     dist.init_process_group("gloo")
     world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
@@ -139,8 +139,7 @@ def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
 @pytest.mark.parametrize(("tied", "max_shard"), [(True, 2**30), (False, 5000)])
 def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shard: int) -> None:
     """
-    Two ranks with one stage apiece write, into files of their own, the tensors that a single process writes, tied or
-    not.
+    Two ranks with a stage apiece write, into separate files, the tensors written by a single process, tied or not.
     """
     run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
     torch.manual_seed(0)
@@ -171,7 +170,7 @@ def load_in_transformers(folder: Path) -> Any:
 
 
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    """Exporting a part of the model is an error that lists the missing parameters, and nothing is written."""
+    """Exporting a part of the model is an error listing the missing parameters, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
     with pytest.raises(UserError, match=r"missing parameters model\.norm\.weight, lm_head\.weight"):

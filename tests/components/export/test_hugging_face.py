@@ -76,7 +76,7 @@ def test_an_export_of_an_earlier_step_is_replaced(tmp_path: Path, one_rank: Any)
 
 @attrs.frozen
 class WorldMesh:
-    """A mesh of which only the world matters here."""
+    """A mesh with nothing but a world."""
 
     world: Any
 

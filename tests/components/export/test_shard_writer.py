@@ -40,14 +40,14 @@ def parameters(named: dict[str, Tensor]) -> dict[str, ModelParameter]:
 
 
 def mapper() -> Mapper:
-    """Gate and up of each layer become one."""
+    """Return a mapper that joins the layers' gate and up."""
     layers = [f"layers.{layer}." for layer in range(LAYERS)]
     joined = (stack([f"{layer}gate", f"{layer}up"], f"{layer}gate_up") for layer in layers)
     return parallel(*joined, identity(*(f"{layer}norm" for layer in layers)))
 
 
 def config_beside(folder: Path, files: list[PlannedFile]) -> None:
-    """Writes a config that counts the files, when all of them are there."""
+    """Write a config with the file count, once all files exist."""
     names = [file.name for file in files]
     assert {*names} <= {*os.listdir(folder)}
     (folder / "config.json").write_text(json.dumps(len(names)))
@@ -84,7 +84,7 @@ def _deal(folder: Path) -> None:
 
 
 def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
-    """Three ranks that each write a third make one folder, whole."""
+    """Three ranks that write one third apiece make one whole folder."""
     run_ranks(_deal, 3, tmp_path / "export")
     assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
     assert sorted(os.listdir(tmp_path)) == ["alone", "export"]

@@ -1,4 +1,4 @@
-"""Clipping of groups of parameters by norms of any order, against torch's on the whole gradients."""
+"""Clipping groups of parameters by norms of any order, against torch's on the whole gradients."""
 
 from typing import Any
 

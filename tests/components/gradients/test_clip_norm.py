@@ -29,7 +29,7 @@ def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, 
 
 @pytest.mark.parametrize(("norm", "factor"), [(math.nan, 1.0), (math.inf, 0.0)])
 def test_a_norm_that_is_not_finite_has_a_defined_factor(norm: float, factor: float) -> None:
-    """The gradients of a step that is skipped are left as they are, or zero."""
+    """A skipped step's gradients are unchanged, or zero."""
     weights = weights_with_gradients()
     before = [parameter.grad.clone() for _, parameter in weights.named() if parameter.grad is not None]
     state = {"grad_norm": torch.tensor(norm, dtype=torch.float64)}

@@ -74,7 +74,7 @@ def test_any_sharding_gives_the_same_bits(owned_values: list[tuple[list[float], 
 
 
 def test_small_gradients_are_not_lost_beside_a_large_one() -> None:
-    """4000 squares that each vanish when added to 1 in float64 change the norm together."""
+    """4000 squares, too small to change 1 in float64 one by one, change the norm together."""
     gradients = [torch.tensor([1.0]), *[torch.tensor([2.0**-27])] * 4096]
     assert _exact(gradients, Ranks()) == math.sqrt(1 + 2.0**-42)
 

@@ -27,7 +27,7 @@ class NoReduction:
 
 
 def weights_with(gradient: Tensor) -> Weights:
-    """Two parameters, of which the second has no gradient."""
+    """Return two parameters, the second without a gradient."""
     weights = Weights.of({"first": nn.Parameter(torch.zeros_like(gradient)), "second": nn.Parameter(torch.zeros(2))})
     weights.parameters["first"].grad = gradient
     return weights

@@ -16,9 +16,8 @@ CPU = ComputeDevice(kind="cpu")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_late_steps_are_those_of_a_host_that_waits(optimizer: str, one_rank: Any) -> None:
     """
-    Same skipped steps, losses, weights and optimizer state; from a backward pass to its update the host reads nothing.
-
-    The norm is that of the exact sum to rounding, and rounding to float32 hides this in the factor of clipping.
+    Skipped steps, losses, weights and optimizer state are the same; from a backward pass to its update the host reads
+    nothing. The norm is the exact sum's up to rounding, and rounding to float32 hides this in the clipping factor.
     """
     late, known = (Small(one_rank, CPU, optimizer, norm, {1, 3, 4}) for norm in ("device", "exact"))
     late.watch = NoHostReads

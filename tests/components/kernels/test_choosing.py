@@ -40,7 +40,7 @@ def test_on_a_cpu_auto_is_eager(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of the operation's own list where Triton runs; where it does not, one that needs none, and why."""
+    """`auto` is first in the operation's own list where Triton runs; elsewhere one without Triton, with the reason."""
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "")
     assert choose(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "triton is not installed")

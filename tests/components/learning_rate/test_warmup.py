@@ -26,7 +26,7 @@ def schedule(name: str, **settings: Any) -> AfterWarmup:
 
 
 def factors(lr: AfterWarmup, total: int) -> list[float]:
-    """The factor of each step."""
+    """Return the factors by step."""
     return [lr.factor(done, total) for done in range(total)]
 
 

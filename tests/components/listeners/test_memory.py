@@ -59,7 +59,7 @@ class Choosing:
 
 
 def test_out_of_memory_names_the_schedule_that_chooses_what_is_recomputed(one_rank: Any) -> None:
-    """And no policy of the stages, which `check` refuses beside it."""
+    """The message names no policy of the stages, refused by `check` beside such a schedule."""
     schedules: Any = Every({"order": Choosing()})
     message = str(report(one_rank, schedules=schedules).on_failure(CUDA))
     assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in message

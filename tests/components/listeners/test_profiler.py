@@ -24,7 +24,7 @@ from support.folders import Folder
 
 
 class Model(nn.Module):
-    """A product in each of the layers 2 and 3."""
+    """A product in the layers 2 and 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def spans(trace_events: Sequence[dict[str, Any]], name: str) -> list[tuple[float
 
 
 def test_a_trace_has_ranges_of_steps_phases_and_layers(tmp_path: Path, one_rank: Any) -> None:
-    """Of the steps after warm-up alone, one inside of the other, around the operations of the layer."""
+    """Only steps after warm-up have ranges, one inside the other, around the layer's operations."""
     profiler = make_profiler(tmp_path, one_rank, active=2)
     take(profiler, 5, 6, 7, 8)
     (path,) = (tmp_path / "traces").iterdir()
@@ -121,7 +121,7 @@ def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) 
 
 
 def test_memory_is_drawn(tmp_path: Path, one_rank: Any) -> None:
-    """Counters that Perfetto draws, as high as the allocations that torch has written down; on a GPU a snapshot too."""
+    """Counters for Perfetto are as high as torch's recorded allocations; on a GPU there is a snapshot too."""
     take(make_profiler(tmp_path, one_rank, memory=True), 1, 2)
     trace_events = events(tmp_path / "traces/steps-2-2-rank-0.json.gz")
     counters = [event for event in trace_events if event["ph"] == "C" and event["name"] == "memory of the CPU"]

@@ -116,7 +116,7 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
 
 
 def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None:
-    """Rows that are half full have half of the tokens, and the header says how full they are."""
+    """Half-full rows have half the tokens, and the header has the fill rate."""
     made = summary(tmp_path, one_rank, data=Every({"d": Rows(fill=0.5)}), batching=Every({"p": Parts()}))
     assert made.preview().splitlines()[1] == (
         "data    400 tokens to learn from; about 16 in a step, whose rows of 8 are 50.0 % full"

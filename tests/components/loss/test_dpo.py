@@ -33,9 +33,8 @@ def pack_documents(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tok
 
 def by_trl(log_probs: Tensor, reference: Tensor, batch: TokenBatch, pairs: list[tuple[int, int]]) -> Tensor:
     """
-    The `sigmoid` loss of trl 1.16, `DPOTrainer._compute_loss`, of these pairs as (row, number in it): float64 (pairs,).
-
-    It sums the log-probabilities of a completion, and takes the difference to the reference's, all chosen answers
+    Compute the `sigmoid` loss in trl 1.16, `DPOTrainer._compute_loss`, for these pairs as (row, number in it): float64
+    (pairs,). It sums a completion's log-probabilities, and takes the difference to the reference's, all chosen answers
     before all rejected ones.
     """
     kept = [(row, 2 * pair + side) for side in (0, 1) for row, pair in pairs]

@@ -42,7 +42,9 @@ def open_metric(mesh: Any, *modules: nn.Module) -> ActivationRms:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any, dtype: torch.dtype) -> None:
-    """Over two stages and microbatches of two sizes; each step begins anew, and one without a pass has no value."""
+    """
+    The mean is over two stages and microbatches in two sizes; steps begin anew, and one without a pass has no value.
+    """
     first, last = Layers([0, 1]), Layers([2])
     metric = open_metric(one_rank, first, last)
     inputs = [torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (1, 5)]

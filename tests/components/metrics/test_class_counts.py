@@ -63,7 +63,9 @@ def test_no_items_have_no_scores() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_items_count_by_their_weights_and_ignored_ones_not_at_all(dtype: torch.dtype) -> None:
-    """In confusion matrices and histograms, of any shape, with labels that are integers or booleans."""
+    """
+    Weights and ignored items count in confusion matrices and histograms, in any shape, with integer or boolean labels.
+    """
     targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]], dtype=dtype)
     predicted = torch.tensor([[1, 1], [0, 0]], dtype=dtype)
     weights = torch.tensor([[0.5, 0.0], [2.0, 3.0]])
@@ -131,7 +133,7 @@ def draw_labels() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_scores_of_several_labels_are_those_of_the_items(beta: float) -> None:
-    """By label and on average, from pairs of item and label; a label that no item has is in micro averages only."""
+    """Scores are by label and on average, from pairs of item and label; an absent label is in micro averages only."""
     predicted, targets = draw_labels()
     ours, right = ({tuple(pair) for pair in side.view(-1, 5).nonzero().tolist()} for side in (predicted, targets))
 

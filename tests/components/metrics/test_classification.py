@@ -1,4 +1,4 @@
-"""Scores of a loss that classifies."""
+"""Scores of a classification loss."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SECOND = [[1.0, 0.0], [2.0, 4.0]]
 
 
 def test_scores_are_those_of_all_microbatches_and_replicas() -> None:
-    """Counts are added before anything is divided; each class and average has a name of its own."""
+    """Counts are added before the division; classes and averages have names of their own."""
     whole = step_of([0.0, 0.0], [1.0, 1.0], {"confusion": [FIRST, SECOND]})
     parts = [step_of([0.0], [1.0], {"confusion": [counts]}) for counts in (FIRST, SECOND)]
     metric = Classification(classes=2, averages=("macro", "per_class"))

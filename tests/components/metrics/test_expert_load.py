@@ -39,7 +39,9 @@ def open_metric(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
 
 
 def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
-    """By layers of two stages: tokens by expert, which add up to all choices; their imbalance; the scores' entropy."""
+    """
+    Layers in two stages have tokens by expert, adding up to all choices, their imbalance, and the scores' entropy.
+    """
     first, last = Layers(2, 10), Layers(11)
     metric = open_metric(one_rank, first, last, by_expert=True)
     even, steep = torch.tensor([2.0, 2.0, 1.0, 0.0]), torch.tensor([9.0, 0.0, 1.0, -9.0])

@@ -40,7 +40,7 @@ class Weights:
 
 
 def draw_weights(rows: slice = slice(None)) -> Weights:
-    """Parameters with gradients, of which a rank has some rows."""
+    """Return parameters with gradients, partly on this rank."""
     generator = torch.Generator().manual_seed(0)
     parameters = {}
     for name in NAMES:
@@ -85,7 +85,7 @@ def test_counts_are_those_of_numpy(one_rank: Any) -> None:
 
 
 def test_a_pattern_may_have_one_histogram_for_all_its_parameters(one_rank: Any) -> None:
-    """The elements of all that match count together."""
+    """All matching parameters' elements count together."""
     weights = draw_weights()
     metric = open_metric(weights, one_rank, targets=["*.weight", "*"], per="pattern", of=("weights",))
     metric.run_phase(Step(1, 9))

@@ -41,7 +41,7 @@ def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) 
 
 
 def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
-    """Measure a step over 2 seconds, with a row of two documents, 3 and 1 tokens long, on each rank."""
+    """Measure a step over 2 seconds, with a row with two documents, 3 and 1 tokens long, on every rank."""
     ids = torch.tensor([[0, 0, 0, 1]])
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 4))
     batch = batch.evolve(padding=1)

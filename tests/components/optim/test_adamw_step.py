@@ -18,14 +18,14 @@ SETTINGS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def weights(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Weights of several shapes, a number, an empty one and one that is not aligned for vectorized loads."""
+    """Return weights in several shapes, a number, an empty one and one unaligned for vectorized loads."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(size, generator=generator).to(DEVICE, dtype) for size in SIZES]
     return [*map(nn.Parameter, drawn), nn.Parameter(torch.full((41,), 0.5, dtype=dtype, device=DEVICE)[1:])]
 
 
 def groups(parts: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups that differ in all that groups may set."""
+    """Return groups that differ in all their settings."""
     return [
         {"params": list(parts[:2]), "weight_decay": 0.5},
         {"params": list(parts[2:]), "weight_decay": 0.0, "lr": 0.02, "betas": (0.8, 0.99)},
@@ -58,7 +58,7 @@ def doubles(parts: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def load(target: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
-    """Copy the state of one optimizer into another, which keeps its groups."""
+    """Copy one optimizer's state into another, and keep the other's groups."""
     state = copy.deepcopy(source.state_dict()["state"])
     target.load_state_dict({"state": state, "param_groups": target.state_dict()["param_groups"]})
 
@@ -123,7 +123,7 @@ def test_state_moves_to_torch_and_back() -> None:
 
 
 def test_a_weight_without_a_gradient_keeps_its_state_and_count() -> None:
-    """As torch's, a step leaves out weights that have no gradient, and takes later ones by each weight's own count."""
+    """Like torch's, a step skips weights without a gradient, and uses the weights' own step counts later."""
     ours, theirs = weights(WIDE), weights(WIDE)
     mine, their = triton(ours), torch_own(theirs)
     for seed, without in enumerate((0, None, 2, 2, 0)):

@@ -78,7 +78,7 @@ def test_maximizing_is_minimizing_the_negative() -> None:
 
 
 def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
-    """Stacked experts are moved as torch.optim.Muon moves each of them."""
+    """Stacked experts move like torch.optim.Muon's single matrices."""
     ours, theirs = Weights(SHAPES, torch.float64), Weights(SHAPES, torch.float64)
     optimizer = open_optimizer(ours)
     apart = [nn.Parameter(matrix.detach().clone()) for matrix in theirs.parameters["layers.1.experts"]]
@@ -114,14 +114,14 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
 
 
 def test_a_name_of_no_matrix_is_refused() -> None:
-    """A pattern of `targets` that only vectors have, or no parameter, is an error."""
+    """A pattern in `targets` that matches only vectors, or no parameter, is an error."""
     with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
         open_optimizer(Weights(SHAPES, torch.float64), targets=["*.up", "*norm"])
 
 
 @pytest.mark.parametrize("how", [{}, {"ns_steps": 2, "targets": ["*.up"]}])
 def test_operations_of_an_update_are_those_that_torch_counts(how: dict[str, Any]) -> None:
-    """In the products of a step, for matrices of either orientation and stacks of them; without `open`."""
+    """Products in a step are counted, for matrices in either orientation and stacks; without `open`."""
     weights = Weights(SHAPES)
     weights.give_gradients(0)
     planned = Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **how).update_flops()

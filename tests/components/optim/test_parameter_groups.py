@@ -143,7 +143,7 @@ def test_check_finds_patterns_without_a_parameter(use: str) -> None:
 
 
 def test_check_finds_targets_of_muon_without_a_parameter() -> None:
-    """`check` warns of a pattern without a matrix, such as one of norms, and names a matrix of a layer."""
+    """`check` warns about a pattern without a matrix, such as a norm's, and names a layer's matrix."""
     muon = {"use": "optim.muon", "lr": 1e-3, "targets": ["*layers.*", "*_prj.*", "*norm*"]}
     warnings = texts(Recipe.load("first_run").with_values({"optimizer": muon}))
     assert [text.partition(";")[0] for text in warnings] == [
@@ -156,7 +156,7 @@ def test_check_finds_targets_of_muon_without_a_parameter() -> None:
 
 @pytest.mark.parametrize("name", ["first_run", "moe"])
 def test_check_knows_the_names_that_a_run_trains(name: str) -> None:
-    """A group for each parameter, by its whole name, gives no warning; and one is left over that the model lacks."""
+    """A group per parameter, by whole name, gives no warning; a name unknown to the model does."""
     recipe = Recipe.load(name)
     with recipe.open("model") as run:
         model = run["model"]

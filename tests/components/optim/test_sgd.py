@@ -81,7 +81,7 @@ def test_with_dampening_a_step_that_the_device_skips_leaves_no_momentum(skipped:
 
 
 class TwoWeights(Weight):
-    """Two weights, of which the second has no gradient at first."""
+    """Two weights, the second without a gradient at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TwoWeights(Weight):
 
 
 def test_a_weight_may_have_its_first_gradient_later() -> None:
-    """Its momentum begins then, as that of the other weight did."""
+    """Its momentum begins then, like the other weight's did."""
     parameters = TwoWeights()
     sgd = SGD(parameters=parameters, mesh=SingleRankMesh(), lr=0.1, momentum=0.5)
     sgd.open()

@@ -1,4 +1,4 @@
-"""Orthogonalisation of matrices that several ranks have slices of."""
+"""Orthogonalization of matrices whose slices are on several ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def matrices() -> dict[str, Tensor]:
 
 
 def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
-    """This rank's slices of the results, and the elements that it has orthogonalised at a time."""
+    """Return this rank's slices of the results, and its numbers of orthogonalized elements."""
     elements: list[int] = []
 
     def count_and_orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:

@@ -32,7 +32,7 @@ def weights_of(dtype: torch.dtype, gradient: torch.dtype) -> Weights:
 
 
 def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
-    """Give gradients, of which none is finite if they are not to be."""
+    """Set gradients, finite or not."""
     weights.give_gradients(seed)
     if not finite:
         for _, parameter in weights.named():
@@ -54,7 +54,7 @@ def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
 
 
 class ByTriton(AdamW):
-    """An AdamW that is always of Triton, as on GPUs."""
+    """An AdamW that always uses Triton, as on GPUs."""
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""

@@ -1,4 +1,4 @@
-"""The state of every optimizer by parameter names: its device, and that of a rank without parameters."""
+"""All optimizers' state by parameter names: its device, and a rank without parameters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,8 +60,8 @@ def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
     """
-    Every tensor of a state that was read into CPU memory, also a step count without dimensions, is where its
-    parameter is: a fused optimizer refuses to step with any of them elsewhere.
+    After a state in CPU memory is loaded, all its tensors, also a step count without dimensions, are on their
+    parameter's device: otherwise a fused optimizer refuses to step.
     """
     weights = Weights()
     stepped, elsewhere = _open_optimizer(kind, weights), _open_optimizer(kind, Weights(device="meta"))

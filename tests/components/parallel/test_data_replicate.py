@@ -109,7 +109,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
 
 
 def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
-    """A weight shared by layers, or by a layer and the embedding, has several gradients, and is sent at last."""
+    """A weight shared by layers, or by a layer and the first module, is reduced after its last gradient."""
     module, plain, group = Stack(), Stack(), Twins()
     for model in (module, plain):
         model.layers[2] = model.layers[0]

@@ -1,4 +1,4 @@
-"""Parameters that ranks share out, and when each rank has them whole."""
+"""Sharded parameters, and the times when ranks have them whole."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -165,7 +165,7 @@ def _check_reduction_with_head() -> dict[str, list[bool]]:
 
 
 def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None:
-    """It is ready first, and would wait for that of the embedding if both were one unit."""
+    """It is ready first, and would wait for the embedding's if both were one unit."""
     for is_reduced in run_ranks(_check_reduction_with_head, 2):
         assert is_reduced["head"] == [True]
         assert not any(is_reduced["rest"])
@@ -201,7 +201,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
 
 
 def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
-    """Head, three blocks, and the rest are reduced once, with their gradients, before later blocks' gradients."""
+    """Head, three blocks and the rest are reduced one by one, before other whole gradients exist, and none is zero."""
     for reductions in run_ranks(_check_reduction_in_weight_pass, 2):
         assert reductions == [(0, False)] * 5
 
@@ -219,7 +219,7 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
 
 
 def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
-    """Logits of doubled weights: without a gather before the change, and with one that no pass has used."""
+    """Return doubled weights' logits: without a gather before the change, and with an unused one."""
     all_logits = []
     with mesh_along("data_shard") as (mesh, device):
         for gathered in (False, True):
@@ -241,7 +241,7 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None:
-    """As for a layer that an evaluation leaves out: the next step computes with the weights of then."""
+    """If an evaluation leaves out a gathered layer, the next step computes with the new weights."""
     for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
         assert without.equal(with_one)
 

@@ -1,4 +1,4 @@
-"""Masters in one dtype, layers that compute in another, and gradients that are summed in a third."""
+"""Master weights in one dtype, layers that compute in another, and gradients summed in a third."""
 
 from typing import Any
 
@@ -170,7 +170,7 @@ def test_50_steps_stay_with_those_of_autocast() -> None:
 
 
 def test_schedules_have_the_gradients_of_one_process() -> None:
-    """In mixed precision, over two ranks that share a tied weight: float32 sums of bfloat16 gradients in any order."""
+    """In mixed precision, over two ranks with a shared tied weight, gradients are float32 sums in any order."""
     names = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "zero_bubble_v")
     cases: list[pipelines.Case] = [(name, 4, True, False, "plain") for name in names]
     [[expected]] = run_ranks(pipelines.steps, 1, cases[:1], {}, "cpu", pipelines.MIXED)

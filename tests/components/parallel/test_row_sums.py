@@ -1,4 +1,4 @@
-"""Sums over rows of tokens that ranks share; whole models are compared in tests/meshes."""
+"""Sums over token rows shared by ranks; tests/meshes compares whole models."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ROWS, LENGTH, EXPERTS = 3, 6, 4
 
 
 class Recorder(SingleProcess):
-    """One of several ranks, which adds up all contributions by hand."""
+    """A rank among several, which adds up all contributions by hand."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

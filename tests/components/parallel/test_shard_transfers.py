@@ -62,7 +62,7 @@ def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("small", [0, 16, 2**20])
 def test_sums_are_rounded_once(small: int) -> None:
-    """Each rank gets the float32 sums of its slices over all ranks, rounded to bfloat16, sent alone or packed."""
+    """Ranks get their slices' float32 sums over all ranks, rounded to bfloat16, sent alone or packed."""
     all_ranks = [_gradients(rank) for rank in range(3)]
     exact = [torch.stack([each.float() for each in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
     assert any((each == 258.0).any() for each in exact)
@@ -74,7 +74,7 @@ def test_sums_are_rounded_once(small: int) -> None:
 
 @pytest.mark.parametrize("small", [0, 48, 2**20])
 def test_wide_gradients_are_summed(small: int) -> None:
-    """Each rank gets the sums of its slices over all ranks, to rounding, reduced alone or packed."""
+    """Ranks get their slices' sums over all ranks, to rounding, reduced alone or packed."""
     exact = [sum(parts) for parts in zip(*(_gradients(rank, torch.float64) for rank in range(3)), strict=True)]
     for rank, sums in enumerate(run_ranks(_sum_gradients, 3, small, torch.float32)):
         for mine, whole in zip(sums, exact, strict=True):

@@ -28,7 +28,7 @@ def values(average: WeightAverage) -> dict[str, Any]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_averages_are_those_of_torch(late: bool) -> None:
-    """After each step they are bitwise AveragedModel's; a skipped step, also one that the device skips, has no part."""
+    """After every step they are bitwise equal to AveragedModel's; a step skipped by host or device does not count."""
     module = nn.Linear(3, 4)
     weights = Weights.of(dict(module.named_parameters()))
     ours = WeightAverage(parameters=weights, decay=0.9)

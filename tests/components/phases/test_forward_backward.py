@@ -11,7 +11,7 @@ from drawloom.graph.testing import fake
 
 
 class Parts:
-    """Data of two microbatches, and an executor that counts them."""
+    """Data with two microbatches, and an executor that counts them."""
 
     def next_step(self) -> list[Batch]:
         row = torch.zeros(2, 3, dtype=torch.int64)

@@ -49,7 +49,7 @@ def test_only_chosen_steps_collect() -> None:
 
 @pytest.mark.parametrize("before_saves", [False, True])
 def test_old_garbage_is_collected_before_a_checkpoint_is_taken(tmp_path: Path, before_saves: bool) -> None:
-    """A cycle of the oldest generation, which `every` leaves alone, is gone when a checkpoint reads the state."""
+    """A cycle in the oldest generation, ignored by `every`, is gone when a checkpoint reads the state."""
     garbage = CollectGarbage(every="never", before_saves=before_saves)
     garbage.open()
     instance = Cycle()

@@ -105,7 +105,7 @@ def batches(count: int) -> list[TokenBatch]:
 
 
 def open_executor(modules: Sequence[Scale], mesh: Any, split: bool = False) -> ProgramExecutor:
-    """An open executor of one rank that owns all stages."""
+    """Return an open executor for one rank with all stages."""
     spans = [LayerRange(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
@@ -158,7 +158,7 @@ def test_inference_gives_the_output_itself(one_rank: Any) -> None:
 
 
 def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None:
-    """The exception says which stage and microbatch it was, and nothing of the failed step is left."""
+    """The exception names stage and microbatch, and nothing remains of the failed step."""
     modules = [Scale(2.0), Scale(1.5)]
     executor = open_executor(modules, one_rank)
     modules[1].fail_on = 1

@@ -16,7 +16,7 @@ CASES: list[pipelines.Case] = [
 
 
 def run_fused_steps(monkeypatch: pytest.MonkeyPatch, dtypes: Any) -> tuple[list[dict[str, Any]], int]:
-    """A step of each case with fused products, and how many were added."""
+    """Run a step per case with fused products; return the results and the number of fused additions."""
     calls: list[bool] = []
     add = deferred_grads.add_to_grad
 
@@ -43,7 +43,7 @@ def test_fused_products_give_the_gradients_of_autograd(monkeypatch: pytest.Monke
 
 
 def test_fused_products_of_bfloat16_are_nearer_to_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that are not rounded to bfloat16 before they are summed differ by that rounding, and no more."""
+    """Products summed without rounding to bfloat16 differ by this rounding, and no more."""
     fused_steps, _ = run_fused_steps(monkeypatch, pipelines.MIXED)
     for ours, theirs in zip(fused_steps, pipelines.steps(CASES, dtypes=pipelines.MIXED), strict=True):
         for name, grad in theirs["grads"].items():

@@ -32,7 +32,7 @@ def test_a_file_of_a_spreadsheet_is_read(path: Path) -> None:
 
 
 def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:
-    """Another number of ranks or microbatches than the file's is an error that names the file's."""
+    """Another number of ranks or microbatches is an error naming the file's."""
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 4 ranks, not 2"):
         FromCsv(path=path).stage_to_rank(2)
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 8 microbatches, not 16; change the batch"):
@@ -60,7 +60,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str, fault: str) -> No
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A file that can't be read is an error that names it."""
+    """An unreadable file is an error naming it."""
     with pytest.raises(UserError, match=r"nowhere\.csv can't be read: No such file"):
         FromCsv(path=tmp_path / "nowhere.csv").program(1, 1)
 

@@ -22,7 +22,7 @@ def cut_rows(mean: int) -> Tensor:
 
 @pytest.mark.parametrize("mean", [20, 200, 2000])
 def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
-    """Pairs, with a window and without, are as many as in cut rows, also with two one-document rows per microbatch."""
+    """Estimated pairs, with a window and without, and microbatches with two one-document rows match really cut rows."""
     ids = cut_rows(mean)
     rows = Rows(2, LENGTH, mean)
     for window in (None, 16):

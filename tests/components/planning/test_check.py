@@ -16,7 +16,7 @@ from support.plans import RECIPE, on_a_gpu, plan_check
 
 
 def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
-    """With settings that would fit, unless the run says that it wants to try."""
+    """The error has settings that would fit; a run may ask to try anyway."""
     with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 2.0 MB; what would fit: .* = "):
         plan_check(tmp_path, "cuda").open()
     with on_a_gpu(2_000_000):

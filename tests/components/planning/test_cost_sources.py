@@ -67,9 +67,9 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes for stages that recompute.
-    This holds for all layers in a stage and for one in some, where the host is not the limit. A recipe that recomputes
-    by itself leaves nothing to choose.
+    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes for stages that recompute,
+    for all layers in a stage and for one in some, where the host is not the limit. A recipe that recomputes by itself
+    leaves nothing to choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
     planned = Planned(recipe, device_model("h100").without_host())
@@ -134,7 +134,7 @@ def test_units_count_what_is_recomputed() -> None:
 
 
 def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
-    """Two for each rank, with the times of their ops."""
+    """A rank has two slices, with their ops' times."""
     program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
     settings = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).slices(2)

@@ -59,7 +59,7 @@ RECIPES = {
 
 
 def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = "first_run") -> Plan:
-    """The plan of one of the recipes, or of another with these words, for the CPU."""
+    """Plan one of the recipes, or another with these words, for the CPU."""
     base, given = RECIPES.get(name, (recipe, ()))
     return plan(Recipe.load(base, *given, *words), device_model("cpu"), ranks)
 
@@ -162,7 +162,7 @@ def test_what_ranks_of_a_mesh_hold_is_planned(
 
 
 def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() -> None:
-    """1F1B: the first of four ranks holds four microbatches, the last one; and each peak is in a backward pass."""
+    """In 1F1B the first of four ranks holds four microbatches, the last one, and all peaks are in a backward pass."""
     words = ("mesh.pipeline=4", "model.num_hidden_layers=4", "batch.global_size=32", "model.tie_word_embeddings=false")
     pipeline_plan = plan_recipe("dense", *words, ranks=4)
     first, second, third, _ = (sum(memory.activations.values()) for memory in pipeline_plan.memory)

@@ -90,7 +90,7 @@ def test_what_an_operation_holds_for_itself_is_in_the_peak(least: float) -> None
 
 
 def test_collectives_take_the_time_of_links() -> None:
-    """A collective takes the bytes that it sends, divided by the bandwidth of the links between its ranks."""
+    """A collective takes its sent bytes divided by the bandwidth of the links between its ranks."""
     with recorder() as recording:
         recording.begin()
         collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)

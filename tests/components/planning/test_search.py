@@ -54,7 +54,7 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
 
 
 def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
-    """Also beside a setting that gives the last stage fewer layers, which `auto` does without."""
+    """This holds also beside a setting for fewer layers in the last stage, ignored by `auto`."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = attrs.evolve(device_model("cpu"), memory=60_000_000)
@@ -67,8 +67,7 @@ def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
 def test_stages_that_auto_makes_too_large_are_left_out() -> None:
     """
     A pipeline that fits is found where the stages of `auto` would not fit. The head costs more than layers, so `auto`
-    gives most layers to the first stage, which has the embedding: in a hardly trained model, a rank's memory is
-    parameters.
+    gives most layers to the first stage with the embedding: in a hardly trained model, parameters fill a rank's memory.
     """
     words = [
         *("precision.compute=bfloat16", "precision.parameter=bfloat16", "vars.length=16", "batch.global_size=2"),

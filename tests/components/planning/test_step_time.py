@@ -29,8 +29,8 @@ def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
 
 def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> None:
     """
-    A host that needs longer for one pass, but not for all, has issued it before the device gets there; one that needs
-    longer for all sets the pace, and weights are changed while the device would wait for it.
+    A host slower in one pass, but not in all, has issued it before the device gets there; a host slower in all sets the
+    pace, and weights are updated while the device would wait for it.
     """
     program = Program.of([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
     update = [ReplicaTimes({}, {}, 0.0, 0.0, 1.5)]
@@ -45,7 +45,7 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
 
 
 def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
-    """A pass that gathers parameters takes at least as long; sums of gradients run beside the last backward pass."""
+    """A pass that gathers parameters takes at least as long; gradient sums run beside the last backward pass."""
     exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
     planned_time = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
     assert planned_time.compute == 2 * 3.0 + 2 * 4.5

@@ -15,7 +15,7 @@ WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B":
 
 
 def test_a_peak_is_that_of_all_microbatches_in_flight() -> None:
-    """And of gradients, which exist from the first backward pass on."""
+    """Gradients, present from the first backward pass on, count too."""
     peak = peak_of(program("F0", "F1", "B0", "F2", "B1", "B2"), 0, WHOLE, {0: 100})
     assert (peak.bytes, peak.action) == (100 + 20 + 3, "0B1")
     assert peak.kinds == {"x": 20, "temporary": 3, "gradients": 100}

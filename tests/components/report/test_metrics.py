@@ -51,7 +51,7 @@ def test_many_series_share_the_space_of_a_few() -> None:
 
 
 def test_tokens_and_seconds_of_a_step_add_up() -> None:
-    """The time up to a step is the tokens of each step divided by its tokens per second."""
+    """The time up to a step is the sum over steps of tokens divided by tokens per second."""
     rows = [
         {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
         {"step": 2, "tokens": 400, "tokens_per_second": 100.0},

@@ -1,4 +1,4 @@
-"""TokenBatch sizes and the rows of each data-parallel rank."""
+"""TokenBatch sizes and data-parallel ranks' rows."""
 
 import re
 from collections.abc import Callable

@@ -35,7 +35,7 @@ def open_randomness(job: Any, one_rank: Any) -> Callable[..., ProcessRandomness]
 
 
 def _draws() -> list[Any]:
-    """Draws from every generator; an odd number of normal ones, so that a cached second half is left."""
+    """Draw from every generator; an odd number of normal ones leaves a cached second half."""
     return [
         torch.rand(3).tolist(),
         torch.randn(3).tolist(),

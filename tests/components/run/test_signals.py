@@ -21,7 +21,7 @@ ECHO_HERE = 0.3
 
 @attrs.define
 class World:
-    """Two ranks, of which the other received a signal."""
+    """Two ranks, the other with a received signal."""
 
     rank: int
     others: int
@@ -92,7 +92,7 @@ def test_the_first_signal_stops_after_the_step(
     [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
 )
 def test_a_second_signal_exits_at_once_if_one_is_ctrl_c(signals: Signals, first: int, second: int) -> None:
-    """The exit code is that of the second signal, whichever was the first."""
+    """The exit code is the second signal's, whichever was the first."""
     _send(first)
     _send_until_exit(signals, second)
     assert set(signals.exit.codes) == {128 + second}  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.
 
 
 def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> None:
-    """A signal that came too late for the agreement of the last step is not lost."""
+    """A signal too late for the last step's agreement is not lost."""
     _send(signal.SIGINT)
     with pytest.raises(StoppedError) as stopped, signals.raising():
         raise AssertionError("a final task has begun")
@@ -242,7 +242,7 @@ def test_in_another_thread_no_handler_is_installed(one_rank: Any) -> None:
 def test_ranks_agree_on_the_largest_signal(
     mesh_of: Callable[..., Any], capfd: pytest.CaptureFixture[str], own: int, others: int, agreed: int
 ) -> None:
-    """Each call is one all-reduce of an integer; only rank 0 prints."""
+    """A call is one all-reduce over an integer; only rank 0 prints."""
     world = World(rank=1, others=others)
     signals = Signals(mesh=mesh_of(world=world))
     signals.open()

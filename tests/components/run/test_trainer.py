@@ -260,7 +260,7 @@ class Updates(Record):
 
 
 def test_an_update_waits_for_staging() -> None:
-    """Every step waits before its update, so that a save has copied the state that the update changes."""
+    """Every step waits before its update, so a save has copied the state before it changes."""
     record = Updates()
     trainer(record, steps=2, on_finish=[]).run()
     assert record.calls == ["wait", "update 1", "wait", "update 2"]
@@ -350,7 +350,7 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
 
 @pytest.mark.parametrize("words", [["evaluate.every=never"], ["edit.trainer.phases.remove=['@evaluate']"]])
 def test_a_best_one_by_a_number_that_is_never_written_is_warned_of(words: list[str]) -> None:
-    """Without an evaluation, or with one that never runs, no validation loss says which checkpoint is best."""
+    """Without an evaluation, or with one that never runs, there is no validation loss to choose the best checkpoint."""
     text = "no phase of [trainer] writes a number 'validation_loss', so that 'best' does nothing"
     warned = [problem.text for problem in Recipe.load("first_run", *words).check()]
     assert text in warned

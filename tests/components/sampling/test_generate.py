@@ -49,7 +49,7 @@ def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
 
 @attrs.define
 class Whole:
-    """A model in one process, which counts the tokens that it computes."""
+    """A model in one process that counts its computed tokens."""
 
     module: nn.Module
     cached: bool
@@ -66,7 +66,7 @@ class Whole:
 
 @pytest.mark.parametrize("family", [dense, sparse])
 def test_a_text_has_the_same_logits_with_and_without_a_cache(family: Any, one_rank: Any) -> None:
-    """Up to the context each token is computed once; beyond it, all that the model sees is computed again."""
+    """Up to the context every token is computed once; beyond it, the model's whole window is computed again."""
     torch.manual_seed(0)
     module = whole(family())
     one, other = Whole(module, True), Whole(module, False)

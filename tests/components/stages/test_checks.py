@@ -57,7 +57,7 @@ ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
     ],
 )
 def test_models_whose_experts_ranks_can_not_share_are_refused(recipe: str, words: Any, why: str | None) -> None:
-    """Ranks along expert need experts that divide, and a dispatcher that reaches other ranks."""
+    """Ranks along expert require a divisible number of experts, and a dispatcher between ranks."""
     sizes = ("mesh.data_shard=2", "mesh.expert=2", "batch.micro_size=8")
     messages = [str(problem) for problem in drawloom.Recipe.load(recipe, *sizes, *words).graph.problems]
     assert (why is None and not messages) or (why and len(messages) == 1 and why in messages[0]), messages
@@ -170,6 +170,6 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
     ],
 )
 def test_what_the_circular_pipeline_does_not_do_is_refused(words: tuple[str, ...], whys: list[str]) -> None:
-    """Schedule and executor belong together; CUDA graphs, and costs of ends that no stage has, are refused."""
+    """Schedule and executor belong together; CUDA graphs, and costs for ends on no stage, are refused."""
     messages = [str(problem) for problem in drawloom.Recipe.load("pipeline", *words).graph.problems]
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages

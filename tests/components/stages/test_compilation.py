@@ -55,7 +55,7 @@ def loss_of(module: Any, policy: Recompute) -> Any:
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each graph that is compiled."""
+    """Record an entry for every compiled graph."""
     input_counts: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -107,7 +107,7 @@ ZERO_BUBBLE = "schedule.use=pipeline.schedules.zero_bubble_v"
 
 
 def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
-    """Where a schedule has W and blocks are compiled; and of a policy that compiled blocks do not follow."""
+    """A schedule with W and compiled blocks is a warning; so is a policy that compiled blocks do not follow."""
     assert warnings_of(ZERO_BUBBLE) == warnings_of("stages.compile=true") == []
     (warning,) = warnings_of(ZERO_BUBBLE, "stages.compile=true")
     assert "a compiled block computes the gradients of its weights with that of its input" in warning
@@ -118,7 +118,7 @@ def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
 
 
 def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow() -> None:
-    """As of the setting of the stages: the memory that `auto` counts on is not there."""
+    """The memory that `auto` counts on is not freed, as with the stages' own setting."""
     auto = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.stages_per_rank=1")
     again = "{ again = 0.1, kept = 0.6 }"
     chosen = [f"schedule.recompute={{ {policy} = {again} }}" for policy in ("selective", "blocks")]

@@ -15,7 +15,7 @@ from support.qwen3 import dense
 
 
 class Rank(SingleProcess):
-    """One of several ranks, which sends nothing."""
+    """A rank among several, which sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -61,7 +61,7 @@ def test_only_frozen_parameters_have_an_origin() -> None:
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
-    """On the meta device, where it takes none; ranks that share the parameters need less each."""
+    """The meta device computes its size without memory; ranks that share parameters need less apiece."""
     device = torch.device("cpu")
     with torch.device("meta"):
         module = nn.Linear(2**20, memory_of(device) // 2**22 * 3 // 2, bias=False)

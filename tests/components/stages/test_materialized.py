@@ -48,7 +48,7 @@ class Blueprint:
 
 
 class Scaled(nn.Module):
-    """A linear layer with a table that is no state, and a count that is."""
+    """A linear layer with a table outside the state, and a count in it."""
 
     table: Tensor
     count: Tensor
@@ -324,7 +324,7 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
 
 @attrs.frozen
 class Cuts(Loops):
-    """A schedule that says how many layers each stage has."""
+    """A schedule that sets the stages' layer counts."""
 
     sizes: tuple[int, ...] = (3, 1)
 

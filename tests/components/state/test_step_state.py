@@ -194,7 +194,7 @@ def test_sharding_errors_name_view_and_value() -> None:
 
 @pytest.mark.parametrize("shard", [-1, 2])
 def test_a_shard_id_out_of_range_is_refused(shard: int) -> None:
-    """A view of a microbatch that the step does not have is refused at once."""
+    """A view for a microbatch outside the step is refused at once."""
     with pytest.raises(PipelineStateError, match="microbatches are 0 to 1"):
         StepState(microbatches=2).microbatch(shard)
     with pytest.raises(PipelineStateError, match="at least 0"):
@@ -226,7 +226,7 @@ def test_a_read_keeps_the_shards() -> None:
 
 
 def test_a_failed_write_of_a_shard_changes_nothing() -> None:
-    """A shard of a whole that can't be split is refused, and the whole stays."""
+    """A shard for an indivisible whole is refused, and the whole stays."""
     state = StepState({"x": torch.arange(3)}, microbatches=2)
     with pytest.raises(PipelineStateError, match="evenly"):
         state.microbatch(0)["x"] = torch.ones(1)
@@ -256,7 +256,7 @@ def test_split_drops_values_and_inferred_specs() -> None:
 
 
 def test_written_tensors_are_detached() -> None:
-    """No view holds the autograd graph of a value, at any depth, and the tensor that was written keeps its graph."""
+    """No view holds a value's autograd graph, at any depth, and the written tensor keeps its graph."""
     state = StepState(microbatches=2)
     written = torch.ones(2, requires_grad=True) * 2
     state["x"] = {"deep": [written]}

@@ -75,7 +75,7 @@ def test_rebuilding_a_node_calls_no_constructor() -> None:
 
 
 def test_children_are_named_as_they_are_written() -> None:
-    """The way to each child is Python text that leads to it."""
+    """A child's name is the Python expression for it."""
     for tree, _ in TREES:
         for step, child in branches(tree) or []:
             assert eval(f"tree{step}", {"tree": tree}) is child

@@ -17,7 +17,7 @@ from drawloom.components.storage.byte_size import byte_size, unit_of
     ],
 )
 def test_the_unit_follows_the_size(size: int, text: str) -> None:
-    """Sizes have the greatest decimal unit of which there is at least one."""
+    """Sizes have the greatest decimal unit with a value of one at least."""
     assert byte_size(size) == text
 
 

@@ -29,7 +29,7 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that takes three bytes at a time gets all of them in order."""
+    """A system that takes three bytes at a time gets all bytes in order."""
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:3], offset))
     durable_files.write_file(tmp_path / "file", b"0123456789")
@@ -65,7 +65,7 @@ def test_a_failed_fsync_names_the_file_and_is_not_retried(
 
 
 def test_removing_nothing_is_fine(tmp_path: Path) -> None:
-    """A folder goes with all that it holds; one that is not there is gone already."""
+    """A folder goes with its contents; a missing one is gone already."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_text("")
     durable_files.remove_folder(tmp_path / "a")
@@ -86,7 +86,7 @@ def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes the target at the end of the block."""
+    """Make a folder that becomes the target when the block ends."""
     temporary = begin_folder(target)
     try:
         yield temporary.folder
@@ -115,7 +115,7 @@ def test_vanishes_with_an_exception(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
-    """Files of an attempt that was killed do not end up in the next one's folder."""
+    """A killed attempt's files do not end up in the next one's folder."""
     killed = begin_folder(tmp_path / "export")
     (killed.folder / "stale").write_text("old")
     with whole_folder(tmp_path / "export") as aside:
@@ -125,7 +125,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
 
 
 def test_of_two_concurrent_writers_one_fails(tmp_path: Path) -> None:
-    """Two writers of one target never share a folder, so that files of both are never mixed."""
+    """Two writers for one target never share a folder, so their files are never mixed."""
     first, second = begin_folder(tmp_path / "export"), begin_folder(tmp_path / "export")
     assert first.folder != second.folder
     (second.folder / "file").write_text("second")

@@ -21,7 +21,7 @@ from drawloom.graph import UserError
 
 
 def make_special_file(folder: Path, kind: str) -> Path:
-    """Something of a kind that is no regular file."""
+    """Make something other than a regular file."""
     path = folder / "model.safetensors"
     if kind == "pipe":
         os.mkfifo(path)
@@ -50,7 +50,7 @@ KINDS = ["pipe", "socket", "folder", "device", "link", "link that leads out", "d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path: Path, kind: str) -> None:
-    """Nothing else is opened, so that nothing waits for the other end of a pipe, and no link is followed."""
+    """Nothing else is opened, so nothing waits for a pipe's other end, and no link is followed."""
     path = make_special_file(tmp_path, kind)
     began = time.perf_counter()
     with pytest.raises(UserError) as caught, open_regular_file(path):

@@ -1,4 +1,4 @@
-"""Parts of files that are verified block by block."""
+"""Parts of files, verified block by block."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """The offset and length of each read."""
+    """Record the reads' offsets and lengths."""
     ranges: list[tuple[int, int]] = []
     preadv = os.preadv
 

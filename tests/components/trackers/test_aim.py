@@ -24,7 +24,7 @@ from support.checkpoints import SingleRankMesh
 from support.folders import Folder
 from support.processes import run_ranks
 
-pytestmark = pytest.mark.usefixtures("loaded")
+pytestmark = pytest.mark.usefixtures("load_before_timing")
 PROPERTIES = {"run": {"name": "test"}, "optimizer": {"betas": [0.9, 0.95], "lr": 0.1}}
 
 
@@ -44,7 +44,7 @@ def load_before_timing() -> None:
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
-    """Makes an open tracker, as each process of a run does."""
+    """Return a function that opens a tracker, as in a run's process."""
 
     def make(**changes: Any) -> AimTracker:
         values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "timeout": 60.0} | changes
@@ -133,7 +133,7 @@ def test_finite_values_are_stored_by_step(make: Any, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("with_repository")
 def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None:
-    """Killed after step 6 and restored to step 3, the series equals that of an uninterrupted run to step 5."""
+    """Killed after step 6 and restored to step 3, the series equals an uninterrupted run's to step 5."""
     first = make()
     for step in range(1, 7):
         first.track(step, {"loss": float(step), "lr": 1.0})
@@ -195,7 +195,7 @@ def test_a_restart_without_a_checkpoint_reuses_the_aim_run(make: Any, tmp_path: 
 
 @pytest.mark.usefixtures("with_repository")
 def test_a_removed_aim_run_is_recreated(make: Any, tmp_path: Path) -> None:
-    """A run that saved state names but does not exist is made under its hash, with the values that follow."""
+    """A missing run named in the saved state is made under its hash, with the following values."""
     tracker = make()
     tracker.load_state_dict({"run": "a" * 24})
     tracker.rewind(5)
@@ -371,7 +371,7 @@ def test_histograms_are_distributions_and_are_rewound(make: Any, tmp_path: Path)
 
 @pytest.mark.usefixtures("with_repository")
 def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
-    """Two run folders have a run each in it; one that starts again without a checkpoint continues its own."""
+    """Two run folders have one run apiece in it; one restarted without a checkpoint continues its own."""
     folders = [tmp_path / name for name in ("one", "two")]
     for number, folder in enumerate([*folders, folders[0]]):
         folder.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., Any]:
-    """Makes an open tracker, as each process of a run does."""
+    """Return a function that opens a tracker, as in a run's process."""
 
     def make(kind: Any = CsvTracker) -> Any:
         tracker = kind(folder=Folder(tmp_path), mesh=one_rank)

@@ -224,7 +224,7 @@ def test_a_removed_file_is_written_anew(
 
 
 def test_a_file_that_an_editor_replaced_gets_the_later_rows(tracker: JsonlTracker, tmp_path: Path) -> None:
-    """Rows go into the file that has the name, and not into the one that was replaced."""
+    """Rows go into the file with the name, and not into the replaced one."""
     tracker.track(1, {})
     (tmp_path / "new").write_text("{}\n")
     (tmp_path / "new").rename(tmp_path / "metrics.jsonl")
@@ -236,7 +236,7 @@ def test_a_file_that_an_editor_replaced_gets_the_later_rows(tracker: JsonlTracke
 def test_rewind_to_a_step_without_a_row_warns(
     tracker: JsonlTracker, caplog: pytest.LogCaptureFixture, lines: int, message: str
 ) -> None:
-    """Rows that a killed run never wrote, or that a partial copy lacks, are named when the run resumes."""
+    """Rows never written by a killed run, or missing in a partial copy, are named when the run resumes."""
     for step in range(1, lines + 1):
         tracker.track(step, {})
     tracker.rewind(3)

@@ -21,7 +21,7 @@ class Folder:
 
 
 def open_tracker(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) -> MlflowTracker:
-    """Return a tracker as each process of a run has it."""
+    """Return a tracker as in a run's process."""
     tracker = MlflowTracker(folder=Folder(folder), mesh=mesh, job=job, timeout=120)
     tracker.open()
     tracker.describe(properties)

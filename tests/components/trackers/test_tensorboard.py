@@ -19,7 +19,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., TensorBoardTracker]:
-    """Makes an open tracker, as each process of a run does."""
+    """Return a function that opens a tracker, as in a run's process."""
 
     def make(**changes: Any) -> TensorBoardTracker:
         tracker = TensorBoardTracker(**{"folder": Folder(tmp_path), "mesh": one_rank} | changes)
@@ -56,7 +56,7 @@ def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None
 
 
 def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
-    """TensorBoard reads counts and bounds of each bin, and the recipe's settings as hyperparameters."""
+    """TensorBoard reads counts and bounds of bins, and the recipe's settings as hyperparameters."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 

@@ -21,7 +21,7 @@ BLOCK, HEAD = 32768, 7
 
 
 def open_tracker(folder: Path, mesh: Any, job: Any) -> WandbTracker:
-    """A tracker as each process of a run has it."""
+    """Return a tracker as in a run's process."""
     tracker = WandbTracker(folder=Folder(folder), mesh=mesh, job=job, mode="offline", timeout=60)
     tracker.open()
     tracker.describe(PROPERTIES)

@@ -19,7 +19,7 @@ from drawloom.components.weights.mapper_ops import chunk, identity, stack, trans
 
 @attrs.frozen
 class Watched:
-    """A source that records which tensors are read."""
+    """A source that records the tensors it reads."""
 
     source: InMemory
     log: list[str]
@@ -43,7 +43,7 @@ def test_groups_come_one_by_one() -> None:
 
 
 def test_tensors_that_the_mapper_does_not_take_are_left_out() -> None:
-    """Tensors that a mapper does not know do not come out; one that it needs must be there."""
+    """Tensors unknown to a mapper do not come out; a needed one must be there."""
     assert convert(identity("a"), {"a": torch.ones(1), "b": torch.ones(1)}).keys() == {"a"}
     with pytest.raises(KeyError, match="a"):
         convert(identity("a"), {"b": torch.ones(1)})

@@ -92,7 +92,7 @@ def test_groups_of_a_chain_are_independent(seed: int) -> None:
 
 
 def test_gaps_are_filled_both_ways() -> None:
-    """Inputs that only a later member has are inputs of the chain; unconsumed outputs are outputs of it."""
+    """Inputs known only to a later member are the chain's inputs; unconsumed outputs are its outputs."""
     chain = sequential(rename({"a": "b"}), rename({"c": "d"}))
     assert [(group.inputs, group.outputs) for group in chain.groups] == [(("a",), ("b",)), (("c",), ("d",))]
 
@@ -108,7 +108,7 @@ def test_groups_that_touch_are_one() -> None:
 
 
 def test_a_member_may_pass_its_names_around() -> None:
-    """Names that swap in one member do not get in each other's way."""
+    """Names swapped in one member do not get in one another's way."""
     swapped = convert(
         sequential(rename({"a": "b", "b": "a"}), identity("a")), {"a": torch.zeros(1), "b": torch.ones(1)}
     )

@@ -127,7 +127,7 @@ def test_a_mapper_without_inverse_is_reported() -> None:
 
 @given(dim=st.integers(-3, 2), count=st.integers(1, 4), data=st.data())
 def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, data: st.DataObject) -> None:
-    """Pieces of any sizes along any dimension, stacked slices too, join to the tensor that they were cut from."""
+    """Pieces with any sizes along any dimension, stacked slices too, join to the original tensor."""
     shape = [2, 3, 2]
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     shape[dim] = sum(sizes)

@@ -57,7 +57,7 @@ def test_files_of_several_writers_are_numbered_through() -> None:
 
 
 def test_duplicate_names_are_refused_before_any_write() -> None:
-    """Tensors of the same name on two writers are an error that names both."""
+    """Tensors with the same name on two writers are an error naming both."""
     with pytest.raises(UserError, match="b, c would be written twice, by rank 0 and by rank 2"):
         plan_files([kinds(a=1, b=1, c=1), kinds(d=1), kinds(e=1, b=1, c=1)], 10)
 
@@ -133,7 +133,7 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
-    """Files are numbered from 1 of their count, the index places each tensor and counts all bytes."""
+    """File names have number and count, and the index has all tensors' files and the total bytes."""
     tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
     write_safetensors(tmp_path, InMemory(tensors), identity("a", "b", "c"), 32)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

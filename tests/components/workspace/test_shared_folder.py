@@ -53,7 +53,7 @@ def test_a_rank_has_one_generation_published(tmp_path: Path) -> None:
 
 
 def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
-    """A place can be emptied, of all that any process ever left there, and of nothing else."""
+    """Withdrawing removes all files ever left for the rank by any process, and nothing else."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 12, parcel())
     (tmp_path / "rank-1-0123456789abcdef.safetensors").write_text("of a dead process")
@@ -65,7 +65,7 @@ def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
-    """Whichever byte of whichever file is another, reading is an error that names the file."""
+    """With any changed byte in any file, reading is an error naming the file."""
     publish(tmp_path, 0, parcel())
     for path in sorted(tmp_path.iterdir()):
         good = path.read_bytes()
@@ -122,7 +122,7 @@ def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting ends with an error that names the rank; a stale record of another run is not accepted."""
+    """Waiting ends with an error naming the rank; a stale record from another run is not accepted."""
     monkeypatch.setattr(shared_folder, "READ_TIMEOUT", 0.2)
     for leftover in (False, True):
         if leftover:
@@ -175,7 +175,7 @@ def test_a_published_record_is_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_failed_publish_leaves_no_files(tmp_path: Path) -> None:
-    """A tensor of a dtype that files have no word for is refused before anything is published."""
+    """A tensor in a dtype unknown to the file format is refused before anything is published."""
     with pytest.raises(ValueError, match="complex128"):
         publish(tmp_path, 0, Packed({}, {"a": torch.ones(1, dtype=torch.complex128)}))
     with pytest.raises(ValueError, match="not a valid name of a tensor"):

@@ -21,7 +21,7 @@ OF_OTHERS = ("sem.", "power-")
 
 
 def list_segments() -> list[str]:
-    """The segments that this process holds open or mapped, and all that has a name."""
+    """Return the segments this process has open or mapped, and all named ones."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         try:

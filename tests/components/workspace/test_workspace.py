@@ -28,7 +28,7 @@ def _world() -> TorchGroup:
 
 
 def _list_segments() -> list[str]:
-    """Segments that this process holds, and shared memory that has a name."""
+    """Return the segments this process has open, and all named shared memory."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     lines = [*links, *Path("/proc/self/maps").read_text().splitlines()]
     named = sorted(name for name in os.listdir("/dev/shm") if not name.startswith(OF_OTHERS))
@@ -68,7 +68,9 @@ def _failing(group: TorchGroup, where: str, path: str | None) -> str:
 
 
 def _scenarios(folder: str | None) -> dict[str, Any]:
-    """Everything that four ranks do with a workspace, one after another: a rank out of step would spoil the next."""
+    """
+    Do everything with a workspace on four ranks, one scenario after another: a rank out of step would spoil the next.
+    """
     world = _world()
     before, results = _list_segments(), {}
     for count in (0, 1, 40, 1000):
@@ -123,7 +125,7 @@ def test_the_first_rank_gathers_everything(ranks: list[dict[str, Any]], count: i
 
 
 def test_ranks_may_be_some_in_any_order(ranks: list[dict[str, Any]]) -> None:
-    """The first of the ranks that are named reads, in their order; the others of the group have empty lists."""
+    """The first named rank reads, in the named order; the others in the group have empty lists."""
     assert [rank["order"] for rank in ranks] == [[], [], [], [{"rank": 3}, {"rank": 1}]]
 
 

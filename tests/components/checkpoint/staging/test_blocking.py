@@ -72,7 +72,7 @@ def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: bool) -> None:
-    """Two `async_save` with one stager while training continues: each file has the state of its step."""
+    """Two `async_save` with one stager while training continues: both files have their step's state."""
     stager = Blocking(keep=keep)
     weight = torch.zeros(1000, 1000)
     futures: list[Any] = []

@@ -81,7 +81,7 @@ def test_ties_are_kept() -> None:
 
 
 def test_overlapping_views_overlap_in_the_copy() -> None:
-    """Two windows on one storage, neither of which contains the other."""
+    """Two windows on one storage overlap in the copy, though neither contains the other."""
     table = torch.arange(100.0)
     staged = stage_and_copy({"left": table[:60], "right": table[40:]})
     staged["left"][50] = -1
@@ -156,7 +156,7 @@ def test_sparse_and_meta_tensors_are_refused(tensor: Tensor) -> None:
 
 
 def test_a_wrapper_keeps_its_parts_and_its_shape() -> None:
-    """A wrapper that takes its shape and strides from its parts has the layout and the values of the state."""
+    """A wrapper with shape and strides from its parts has the state's layout and values."""
     parts = torch.arange(6.0).view(3, 2).T, torch.ones(3, 2).T
     wrapper: Any = TwoTensor
     staged = stage_and_copy({"pair": wrapper(*parts)})["pair"]
@@ -188,7 +188,7 @@ def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
 
 
 def test_parts_are_separate_aligned_and_of_their_size() -> None:
-    """Each has a separate storage of its size; writing to one changes no other."""
+    """Parts have separate storages of their own size; writing to one changes no other."""
     parts = Pool().tensors([1, 64, 65, 100])
     for number, part in enumerate(parts):
         part.fill_(number)

@@ -119,7 +119,7 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> Non
 
 @pytest.mark.gpu
 def test_a_gpu_state_is_copied_while_the_gpu_computes() -> None:
-    """Each copy has the state of its step, though it changes right after; the host does not wait."""
+    """Copies have their step's state, though it changes right after; the host does not wait."""
     weight, stager, busy = torch.zeros(2**26, device="cuda"), Overlapped(), torch.randn(8192, 8192, device="cuda")
     state = {"weight": weight, "column": weight.view(2**13, 2**13)[:, 1]}
     under_way: dict[int, Future[dict[str, Any]]] = {}

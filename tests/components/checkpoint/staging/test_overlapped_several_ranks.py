@@ -21,7 +21,7 @@ STAGERS: dict[str, Any] = {"blocking": Blocking, "overlapped": Overlapped, "none
 
 
 def _state(dim: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """A state that is shared out along a dimension, and this rank's part of its weight."""
+    """Return a state partitioned along a dimension, and this rank's part of its weight."""
     weight: DTensor = distribute_tensor(WHOLE, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
     return {"weight": weight, "step": torch.zeros(())}, weight.to_local()
 
@@ -51,7 +51,7 @@ def _save_and_load(folder: Path) -> dict[str, tuple[torch.Tensor, float]]:
 
 
 def test_each_rank_saves_its_slices_of_each_step(tmp_path: Path) -> None:
-    """Though the state changes as soon as it may, files have that of their step, and load in another layout."""
+    """Though the state changes as soon as it may, files have their step's state, and load in another layout."""
     loaded = run_ranks(_save_and_load, 2, tmp_path)[0]
     assert loaded.keys() == {f"{name}-{step}" for name in STAGERS for step in (1, 2)}
     for name, (weight, number) in loaded.items():

@@ -1,4 +1,4 @@
-"""Which part of a rendering belongs to a turn."""
+"""A turn's part in a rendering."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,12 +54,12 @@ def test_a_turn_is_its_answer_and_its_end(text: str, wanted: list[str]) -> None:
 
 
 def test_the_same_words_elsewhere_are_not_taken_for_the_turn() -> None:
-    """An answer that repeats the question, and one that is empty, have their own place."""
+    """An answer that repeats the question, and an empty one, have positions of their own."""
     assert trained_texts(render_chat(CHATML, say("same", "same", "same", ""))) == ["same<|im_end|>", "<|im_end|>"]
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_not() -> None:
-    """Thinking that is stripped from history has no one text; at the end of a conversation it has."""
+    """Thinking stripped from earlier turns makes their text ambiguous; in the last turn it is trained."""
     messages = say("a", "<think>\nwhy\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
     with pytest.raises(AmbiguousTurnError, match=r"turn 2: .*write turns = \"last\" or turns = \"one_row_per_turn\""):
         render_chat(THINKING, messages)

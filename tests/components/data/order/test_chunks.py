@@ -13,7 +13,7 @@ from drawloom.components.run.batch import GlobalBatch
 
 @given(st.integers(1, 60), st.integers(1, 9))
 def test_chunks_are_contiguous_and_take_turns(rows: int, chunks: int) -> None:
-    """Each nth place has the next row of one chunk; chunks differ in length by one at most, and all rows are there."""
+    """Chunks take turns at positions with their next rows; their lengths differ by one at most, and all rows occur."""
     order = Chunks(chunks=chunks).rows_at(RowSource("", 0, rows, rows, 1.0), 0, np.arange(rows)).tolist()
     rows_by_chunk = [order[first :: min(chunks, rows)] for first in range(min(chunks, rows))]
     assert [row for chunk in rows_by_chunk for row in chunk] == list(range(rows))

@@ -85,6 +85,6 @@ def test_seed_epoch_and_purpose_each_matter() -> None:
 
 
 def test_every_row_is_first_equally_often() -> None:
-    """Over 20,000 epochs each of 5 rows is first 4,000 times, to five standard deviations."""
+    """Over 20,000 epochs all 5 rows are first 4,000 times, to five standard deviations."""
     first = np.bincount([Permutation(3, "rows", epoch, 5).all()[0] for epoch in range(20_000)], minlength=5)
     assert np.abs(first - 4_000).max() < 5 * (20_000 * 0.2 * 0.8) ** 0.5

@@ -42,7 +42,7 @@ def plain_turns(shares: list[int], count: int) -> list[tuple[int, int]]:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 150), st.integers(1, 150))
 def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count: int) -> None:
-    """Any range of positions is that of a merge by exact fractions, and so is the count before it."""
+    """Any range of positions equals a merge by exact fractions, and so does the count before it."""
     segment = Segment(0, {str(number): share for number, share in enumerate(shares)})
     wanted = plain_turns(shares, first + count)
     source, row = segment.turns(first, first + count)
@@ -101,7 +101,7 @@ def test_other_shares_continue_each_source() -> None:
 
 
 def test_rows_of_a_source_that_is_gone_are_refused() -> None:
-    """Rows of the other source, before and after, can be had; a row of the one that is gone is refused."""
+    """Rows of the remaining source, before and after, are available; a removed source's row is refused."""
     stream = RowStream(sources_of(50), Sequential(), [Segment(0, {"a": 1, "gone": 1}), Segment(4, {"a": 1})])
     assert stream.rows([0, 2, 4, 5, 6]) == [0, 1, 2, 3, 4]
     with pytest.raises(UserError, match="position 1 is of a source that is no longer in the mixture"):

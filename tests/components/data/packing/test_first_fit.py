@@ -10,7 +10,7 @@ from drawloom.components.data.packing.first_fit import first_fit
 
 
 def reference(sizes: list[int], capacity: int) -> list[list[int]]:
-    """The items of each row, by a loop over rows."""
+    """Return the rows' items, by a loop over rows."""
     rows: list[list[int]] = []
     left: list[int] = []
     for item, size in enumerate(sizes):
@@ -30,7 +30,7 @@ def pack_first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
 
 @given(st.lists(st.integers(1, 15), max_size=80))
 def test_rows_are_those_of_a_loop(sizes: list[int]) -> None:
-    """Each document is in the first row that has space for it."""
+    """A document is in the first row with space for it."""
     assert pack_first_fit(sizes, 16) == reference(sizes, 16)
 
 

@@ -21,7 +21,7 @@ GROUPINGS = [best_fit, first_fit, one_each]
 @pytest.mark.parametrize("group", GROUPINGS)
 @given(sizes=st.lists(st.integers(2, 40), max_size=60), length=st.integers(2, 16), seed=st.integers(0, 99))
 def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, seed: int) -> None:
-    """No row is overfull or empty, and each token of the chosen documents is in one, but single ones at a cut."""
+    """No row is overfull or empty, and all chosen documents' tokens are in one row, but single tokens at a cut."""
     chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
     index = group_documents(np.array(sizes, np.int64), [chosen], length, group)
     rows = [index.pieces(row) for row in range(index.rows)]

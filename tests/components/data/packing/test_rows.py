@@ -21,7 +21,7 @@ lengths = st.integers(2, 9)
 
 @attrs.frozen
 class Table:
-    """Documents, each followed by the end, as a matrix of rows."""
+    """A matrix of rows from documents, all followed by the end."""
 
     documents: TokenArrays
     index: Stream
@@ -76,7 +76,7 @@ def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
 
 @given(documents, lengths)
 def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> None:
-    """Every token but the first of each document is a target once, ends included, in order."""
+    """Every token but a document's first is a target once, ends included, in order."""
     batch = pack_all(texts, length)
     targets = batch.targets[batch.targets != IGNORE_INDEX].tolist()
     assert targets == [token for text in texts for token in [*text[1:], END]]

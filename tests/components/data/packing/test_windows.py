@@ -1,4 +1,4 @@
-"""Windows over documents, compared with a loop over the tokens of each document."""
+"""Windows over documents, compared with a loop over the documents' tokens."""
 
 from pathlib import Path
 

@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory with a few files, created in another order than that of their names."""
+    """Make a current directory with a few files, created in another order than their names'."""
     monkeypatch.chdir(tmp_path)
     for name in ("corpus/z.txt", "corpus/b/a.txt", "corpus/a.txt", "corpus/b/c/d.txt", "other/a.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def read(patterns: list[str]) -> list[bytes]:
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    """A file that vanishes after it was found is an error that names it."""
+    """A file that vanishes after it was listed is an error naming it."""
     (tmp_path / "a").touch()
     files = find([f"{tmp_path}/a"])
     (tmp_path / "a").unlink()

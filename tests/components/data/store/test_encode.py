@@ -45,7 +45,7 @@ def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> N
 def test_pieces_have_the_ids_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, tokenizer: HuggingFaceTokenizer, text: str
 ) -> None:
-    """A long text that is cut has the ids of the text encoded at once, with and without lines and spaces."""
+    """A long text, cut into pieces, has the ids of the whole text, with and without lines and spaces."""
     monkeypatch.setattr(encode, "BATCH", 1_000)
     text_pieces = pieces(text, tokenizer.encode)
     assert "".join(text_pieces) == text

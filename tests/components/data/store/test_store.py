@@ -62,7 +62,7 @@ def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["00000.tokens", "00000.documents", "00000.digests", "00000.json", "store.json"])
 def test_a_changed_bit_is_never_read(tmp_path: Path, name: str) -> None:
-    """A bit that flips anywhere in a file is an error, when the store is opened or read, that names this file."""
+    """A flipped bit anywhere in a file is an error naming this file, when the store is opened or read."""
     store_of(tmp_path / "store", [["abc", "de" * 60_000]])
     path = tmp_path / "store" / name
     content = path.read_bytes()

@@ -19,7 +19,7 @@ TABLES = [
 
 
 def make_pass(table: Timetable, weights: Tensor, inputs: list[Tensor]) -> ForwardPass:
-    """A pass whose blocks have a weight each, and add the number of the microbatch."""
+    """Return a pass whose blocks have a weight apiece, and add the microbatch number."""
     cpu, sends, stages = torch.device("cpu"), PendingSends(), range(table.stages)
     metas = [TensorMeta(tensor.shape, tensor.dtype, cpu) for tensor in inputs]
 

@@ -31,7 +31,7 @@ def _open_ring() -> tuple[TorchProcesses, Ring]:
 
 
 def _hand_over(used: bool) -> list[float] | None:
-    """Rank 0 sends its weight to rank 1, which multiplies it, or does not use it; the gradient that rank 0 gets."""
+    """Send rank 0's weight to rank 1, which multiplies it or does not use it; return rank 0's gradient."""
     processes, ring = _open_ring()
     pending_sends, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     token = begin_token(pending_sends, FORM.device)
@@ -60,7 +60,7 @@ def test_sent_tensors_get_their_gradients_from_the_receiver(used: bool) -> None:
 
 
 def _cross() -> tuple[list[float], float]:
-    """Both ranks send at once, in overlapping exchanges, parts of different lengths of memory that isn't contiguous."""
+    """Send from both ranks at once, in overlapping exchanges, differently long parts of non-contiguous memory."""
     processes, ring = _open_ring()
     pending_sends, peer = PendingSends(), 1 - ring.rank
     table = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()

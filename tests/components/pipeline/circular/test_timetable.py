@@ -75,7 +75,7 @@ def test_counts_of_a_known_pipeline() -> None:
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
-    """Carried out with names in place of tensors, stage 0 finds each input, and outputs end in their columns."""
+    """With names in place of tensors, stage 0 has all inputs, and outputs end in their columns."""
     stages, columns = table.stages, table.columns
     rows: list[list[object]] = [
         [("in", number) if number < table.microbatches else None for number in range(first, first + columns)]

@@ -24,7 +24,7 @@ def slices_of(costs: list[list[float]], activations: list[float] | None = None, 
 
 @given(costs=COSTS, name=st.sampled_from(["one_f_one_b", "zero_bubble_v", "interleaved_1f1b"]))
 def test_the_best_of_few_partitions_is_found(costs: list[list[float]], name: str) -> None:
-    """Of all partitions, timed and counted one by one, it is the fastest that fits in memory, if one does."""
+    """Among all partitions, timed and counted one by one, it is the fastest that fits in memory, if one does."""
     program, slices = schedule(name).program(2, 4), slices_of(costs)
     limit, makespans = len(costs) * 1.25, []
     for cuts in combinations(range(1, len(costs)), program.stages - 1):

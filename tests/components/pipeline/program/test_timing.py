@@ -36,7 +36,7 @@ def test_a_deadlock_names_the_waiting_actions() -> None:
 
 
 def test_a_part_of_a_program_waits_for_nothing_of_other_ranks() -> None:
-    """Without the actions of rank 1, rank 0 starts each backward when it is free and the message has had its time."""
+    """Without rank 1's actions, rank 0 starts a backward when it is free and the message has had its time."""
     whole = read_program("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n")
     part = whole.select(whole.rank == 0)
     timing = time(part, Costs(comm=2.5))
@@ -59,7 +59,7 @@ def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
 
 
 def test_a_table_has_costs_of_each_stage() -> None:
-    """Costs are by op; cut into other stages, the model costs as much, by the layers' old stages."""
+    """A table has costs by op and stage; other stages share the costs of the old stages they come from."""
     table = CostTable(comm=1.0, lengths=np.array([[1.0, 4, 2, 2], [3, 8, 4, 4]]))
     program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
     assert table.of(program).tolist() == [1, 4, 3, 4, 4]

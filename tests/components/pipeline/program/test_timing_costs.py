@@ -5,7 +5,7 @@ from drawloom.components.pipeline.program.timing import Costs
 
 
 def test_a_whole_backward_costs_its_parts() -> None:
-    """The duration of B is that of I and W, unless it is given."""
+    """B lasts as long as I and W together, unless its duration is set."""
     assert Costs(1, 2, 3).backward == 5
     assert Costs(1, 2, 3, 4).length("B") == 4
     assert [Costs(1, 2, 3, comm=0.5).length(work) for work in ("F", "I", "W", "SEND_F", "RECV_B")] == [

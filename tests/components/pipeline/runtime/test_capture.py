@@ -98,7 +98,7 @@ def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, ho
 
 
 def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the model was evaluated before its first step: both blocks of one stage run again in each step."""
+    """Both blocks in one stage are recomputed in every step, even if the model was evaluated before its first step."""
     ran: list[Any] = []
 
     def count_and_rerun(*given: Any, **named: Any) -> Any:
@@ -118,7 +118,7 @@ def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, mon
 
 
 def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """In a process of its own, which has stand-ins for CUDA graphs."""
+    """Run the cases in a separate process with stand-ins for CUDA graphs."""
     graph_recorder = Recorder()
     with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new)):
         steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
@@ -179,7 +179,7 @@ def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, mo
 
 
 def test_sums_begin_at_zero_or_at_what_is_there() -> None:
-    """The same tensor in each step; nothing that somebody left in a gradient is lost."""
+    """All steps use the same tensor; a gradient already there is not lost."""
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
     sums = WeightSums()
@@ -197,7 +197,7 @@ def test_sums_begin_at_zero_or_at_what_is_there() -> None:
 def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs know that rows are one document each until there are others, and are then recorded again, once."""
+    """Graphs for one-document rows are recorded again, once, when packed rows come."""
     monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         (replayed,) = steps([CASES[0]], True, taken=6)

@@ -198,7 +198,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
     ],
 )
 def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
-    """Another dtype, shape, structure or constant than that of the meta pass is an error of the sender, in words."""
+    """A dtype, shape, structure or constant that differs from the meta pass is an error on the sender, in words."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(run_schedule, 2, "one_f_one_b", fault)
     assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])

@@ -1,4 +1,4 @@
-"""Stages that are hard to take backward, at work on the microbatches of a step under schedules of all kinds."""
+"""Stages with difficult backward passes, on a step's microbatches under all kinds of schedules."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ NO_HEAD: Any = None
 
 
 class Block(nn.Module):
-    """A stage that changes activations (2, 4, WIDTH); `late` is a parameter that it may get later."""
+    """A stage that changes activations (2, 4, WIDTH); `late` is a parameter added later."""
 
     def __init__(self, name: str, ours: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Fourier(Block):
 
 
 class Distance(nn.Module):
-    """A loss with parameters of its own, and with a trained tensor that is no parameter."""
+    """A loss with parameters, and with a trained tensor that is not a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], 
 
 
 def test_schedules_are_split() -> None:
-    """Of the schedules that follow, all but one take stages backward in two parts."""
+    """All but one of the tested schedules split the backward pass in two."""
     lines = {name: lower(Folded(name).program(1, 3), 0) for name in SCHEDULES}
     split = {name: sum(action.op == "I" for action in flat(line)) for name, line in lines.items()}
     assert [name for name in SCHEDULES if not split[name]] == ["one_f_one_b"]
@@ -212,7 +212,7 @@ BLOCKS = [
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) -> None:
-    """With any schedule, stage and loss parameters, also those used only at last, get gradients."""
+    """With any schedule, stage and loss parameters, a parameter added late, and plain tensors get gradients."""
     folded, objective = Folded(schedule), Distance()
     modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)

@@ -64,8 +64,8 @@ def stages(*modules: nn.Module) -> list[Any]:
 
 def test_a_pass_waits_for_what_another_stage_made_and_for_no_more(current: list[Stream]) -> None:
     """
-    Under DualPipeV on one rank, each pass comes after the pass whose result it takes, and after its stage's earlier
-    ones; some forward and backward passes of an overlap do not wait for one another.
+    Under DualPipeV on one rank, a pass comes after the pass that makes its input, and after its stage's earlier ones;
+    some overlapping forward and backward passes do not wait for one another.
     """
     streams = StageStreams.of(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
     streams.begin()

@@ -67,7 +67,7 @@ def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
 
 
 def test_what_is_there_already_is_not_copied(seen: list[str]) -> None:
-    """A tensor of the device and values that are no tensors pass as they are."""
+    """A tensor on the device and values other than tensors pass unchanged."""
     there = torch.empty(2, device="meta")
     assert Uploads(torch.device("meta")).start([there, 3, None]) == [there, 3, None]
     assert not [call for call in seen if "copy" in call]

@@ -66,7 +66,7 @@ def _sum_per_stage(values: Sequence[float], sizes: Sequence[int]) -> list[float]
 def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -> None:
     """
     An exhaustive trial over all partitions of a few layers and all published schedules has no faster one that fits.
-    Layers differ in costs, bytes, and durations by op; messages take time, and stages have costs of their own.
+    Layers differ in costs, bytes, and durations by op; messages take time, and stages have their own costs.
     """
     chance = random.Random(seed)
     ranks, layers, microbatches = chance.choice([(2, 5, 4), (2, 6, 3), (3, 6, 4)])
@@ -210,7 +210,7 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
 
 
 def _costs(program: Program, last: float, latency: float) -> Costs:
-    """Costs in which the last rank's share of the model takes `last` times as long as the others'."""
+    """Return costs in which the last rank's share takes `last` times as long as the others'."""
     stages = program.stages // program.ranks
     factors = [1 / stages] * program.stages
     factors[-1] += last - 1
@@ -290,7 +290,7 @@ def test_activations_of_slices_are_counted_in_their_own_unit() -> None:
 
 
 def test_what_can_not_be_is_refused_in_words() -> None:
-    """Too little memory for one microbatch, slices that are too few or don't suit the model, and costs of zero."""
+    """Too little memory for one microbatch, too few or unsuitable slices, and zero costs are refused."""
     with pytest.raises(UserError, match=r"memory = 0\.5: a microbatch's activations are 1 on a rank; write more"):
         Auto(memory=0.5).program(4, 8)
     with pytest.raises(UserError, match=r"3 slices are too few for 4 stages; write 4 of each or more"):
@@ -317,7 +317,7 @@ def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
 def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(microbatches: int) -> None:
-    """Also where that is more than the activations before: there is a program, which holds no more."""
+    """Even with more memory waiting for weight gradients than in activations, there is a program within the limit."""
     given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
     program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
     peaks = peak_activations(program, given["activations"], given["pending"])

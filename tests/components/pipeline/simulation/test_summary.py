@@ -54,7 +54,7 @@ def test_the_caption_has_makespan_and_span() -> None:
 
 
 def test_peaks_by_rank_are_a_table() -> None:
-    """The table has a row of peaks for each rank."""
+    """The table has a row with peaks for every rank."""
     assert summary("one_f_one_b", 2, 4).by_rank().splitlines() == [
         "peak    live  until weights  weights pending  messages",
         "rank 0     2              2                0         1",

@@ -30,7 +30,7 @@ def bars(picture: ElementTree.Element) -> dict[str, ElementTree.Element]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_action_is_a_bar_at_its_time(name: str) -> None:
-    """There is a bar for each action, in proportion to its time, in the row of its rank."""
+    """Every action has a bar in its rank's row, in proportion to its time."""
     simulation = simulate(schedule(name).program(4, 8), Costs(1, 1.5, 0.5, comm=0.25))
     rectangles = bars(draw_xml(simulation))
     assert len(rectangles) == len(simulation.program.stage)
@@ -63,7 +63,7 @@ def test_each_overlap_has_a_frame() -> None:
 
 
 def test_stages_and_work_have_their_own_colours() -> None:
-    """Each op and local stage has its own colour, and the legend shows all of them."""
+    """Ops and local stages have their own colours, all in the legend."""
     picture = draw_xml(simulate(schedule("dual_pipe_v").program(4, 8), Costs()))
     colours: dict[str, set[tuple[str, bool]]] = {}
     for label, rectangle in bars(picture).items():

@@ -1,4 +1,4 @@
-"""Deferred gradients of torch's own matmuls, and nodes that can't be deferred."""
+"""Deferred gradients for torch's own matmuls, and nodes that can't be deferred."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -67,7 +67,7 @@ OTHERS: dict[str, Use] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_nodes_are_not_deferred(name: str) -> None:
-    """Nodes that are no matmul with a weight, or that recompute their factors, are left to autograd."""
+    """Nodes other than a matmul with a weight, or with recomputed factors, are left to autograd."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     leaves, handles = defer_products(users_of([OTHERS[name](x, w)], [x]), Deferral())
     assert leaves == [w]
@@ -123,7 +123,7 @@ def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
 
 
 def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
-    """A hook of the bias needs its gradient in the first pass, which would compute the weight's a first time."""
+    """A hook on the bias needs its gradient in the first pass, so the weight's would be computed twice."""
     layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5, requires_grad=True)
     assert layer.bias is not None
     layer.bias.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ def test_a_convolution_has_the_bits_of_a_full_pass(bias: bool) -> None:
 
 
 def test_hooks_are_gone_after_the_first_pass() -> None:
-    """A node that outlives the first pass has none of our hooks, and holds no queued tensor."""
+    """A node that outlives the first pass has no hooks of ours, and no queued tensor."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     y = x @ w
     node = y.grad_fn

@@ -35,7 +35,7 @@ def test_every_leaf_is_found_with_all_its_users() -> None:
 
 
 def test_a_node_that_uses_a_leaf_twice_counts_twice() -> None:
-    """Each edge of the graph is a use."""
+    """Every edge in the graph is a use."""
     w = leaf()
     assert leaves_of(users_of([w * w], []), {"w": w}) == {"w": ["MulBackward0"] * 2}
 
@@ -49,7 +49,7 @@ def test_the_search_ends_at_inputs() -> None:
 
 
 def test_a_deep_graph_needs_no_recursion() -> None:
-    """Thousands of nodes in a row are searched without recursion, each node once."""
+    """Thousands of nodes in a row are searched without recursion, once apiece."""
     x, w = leaf(), leaf()
     y = x
     for _ in range(3000):

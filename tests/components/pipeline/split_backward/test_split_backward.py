@@ -214,7 +214,7 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
 
 
 def test_an_input_may_be_used_as_a_weight() -> None:
-    """A leaf that is an input gets its whole gradient in the first pass, also as the weight of our kernels."""
+    """A leaf that is an input gets its whole gradient in the first pass, also as a weight in our kernels."""
     stage, _ = make_stage("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
@@ -245,7 +245,7 @@ def test_leaves_outside_of_modules_get_gradients(ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_each_microbatch_can_use_other_weights(ops: Ops) -> None:
-    """Leaves are found in the graph of each microbatch, whichever leaves earlier graphs had."""
+    """Leaves are searched in every microbatch's graph, whatever leaves earlier graphs had."""
     product = Parts(ops).product
     ways = [torch.randn(6, 6, requires_grad=True), torch.randn(6, requires_grad=True)]
     stage = Stage(lambda s, x, n: product(product(x, ways[0]) if n == 0 else x * ways[1], s.w), w=weight())
@@ -361,7 +361,7 @@ def test_changing_a_queued_activation_in_place_is_an_error(ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
-    """A gradient that is changed in place before it is queued, or that is not queued, gives the full pass's result."""
+    """A gradient changed in place before it is queued, or not queued at all, gives the full pass's result."""
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
     inputs = inputs_of(["x"])
@@ -369,7 +369,7 @@ def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
 
 
 def test_a_stage_without_tokens_gives_zero_gradients() -> None:
-    """A stage that gets no tokens gives its weights gradients of zero."""
+    """A stage without tokens gives its weights zero gradients."""
     stage, _ = make_stage("mlp", "ours")
     x = torch.randn(0, 4, 6, requires_grad=True)
     input_grads, grads = in_two(stage, [x])
@@ -497,7 +497,7 @@ PUT_OFF = {
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", PUT_OFF)
 def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
-    """Both passes together compute as many matmuls as a full pass; the second has one for each use of a weight."""
+    """Both passes together compute as many matmuls as a full pass; the second has one per use of a weight."""
     stage, inputs = make_stage(name, ops)
     outputs = run_forward(stage, inputs)
     with Products() as whole:

@@ -102,7 +102,7 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
 def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are computed in chunks of CHUNK_BYTES, each weight once, and no weight is split."""
+    """Gradients are computed in chunks of CHUNK_BYTES, once per weight, and no weight is split."""
     monkeypatch.setattr(weight_grads, "CHUNK_BYTES", at_once)
     stage, inputs = make_stage("transformer block", "ours")
     expected = in_one(stage, inputs)
@@ -176,7 +176,7 @@ def test_gradients_are_added_to_what_there_is(name: str, ops: Ops) -> None:
 
 
 def test_a_sparse_gradient_is_added_to() -> None:
-    """A `.grad` of another layout, which can't be added to in place, is replaced by the sum, as by a full pass."""
+    """A `.grad` in another layout, without in-place addition, is replaced by the sum, as by a full pass."""
     weight = nn.Parameter(torch.randn(4, 3))
     weight.grad = torch.ones(4, 3).to_sparse()
     grad = DeferredGrad(weight)

@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_shards(folder: Path, weight_map: Mapping[str, object], **files: list[str]) -> Path:
-    """A folder with this index, and files `x.safetensors` that hold tensors of these names."""
+    """Make a folder with this index, and files `x.safetensors` with tensors under these names."""
     for file, names in files.items():
         save_file({name: torch.full((2,), float(len(name))) for name in names}, folder / f"{file}.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -42,7 +42,7 @@ def test_single_file(tmp_path: Path) -> None:
 
 
 def test_sharded(tmp_path: Path) -> None:
-    """Each tensor comes from the file that the index names."""
+    """Every tensor comes from the file named in the index."""
     weight_map = {"aaa": "x.safetensors", "b": "y.safetensors", "cc": "x.safetensors"}
     source = open_safetensors_folder(write_shards(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
     assert [source.tensor(name)[0].item() for name in source.specs()] == [3.0, 1.0, 2.0]
@@ -50,7 +50,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Each dtype that torch and safetensors share is read as itself."""
+    """Every dtype shared by torch and safetensors is read as itself."""
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
     assert source.specs()["a"].dtype == source.tensor("a").dtype == dtype
@@ -234,7 +234,7 @@ def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
 
 
 def test_no_model(tmp_path: Path) -> None:
-    """A folder without a model, and a path that is not a folder, are errors that name the expected files."""
+    """A folder without a model, and a path that is not a folder, are errors with the expected files."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):

@@ -23,7 +23,7 @@ KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
-    """The bytes of a file into which tensors were written in an order."""
+    """Write tensors in this order, and return the file's bytes."""
     with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in order:
             writer.write(name, tensors[name])
@@ -34,7 +34,7 @@ def write_file(path: Path, tensors: dict[str, Tensor], order: list[str]) -> byte
 def test_written_bytes_are_those_of_the_safetensors_library(
     kinds: dict[str, tuple[list[int], torch.dtype]], seed: int
 ) -> None:
-    """In any order of writes, the file is byte for byte that of the safetensors library."""
+    """In any order of writes, the file is byte for byte the safetensors library's."""
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
     order = random.Random(seed).sample(sorted(tensors), len(tensors))
     with TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
-    """A file of that name, or a link, is an error, and stays."""
+    """An existing file or link with this name is an error, and stays."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(FileExistsError), new_safetensors_file(tmp_path / "file", {}):
         pytest.fail("it must not open")
