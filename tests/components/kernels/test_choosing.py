@@ -51,7 +51,7 @@ def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("operation", "name"), [pair for pair in ALL if pair[1] in choosing.TRITON | choosing.GPU])
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("without_interpreter")
 def test_what_needs_a_gpu_is_refused_on_a_cpu(operation: str, name: str) -> None:
     """The error is a sentence with a remedy."""
     with pytest.raises(UserError, match=f"{operation} is '{name}', but .* the device is the CPU; write {operation} ="):

@@ -45,9 +45,11 @@ def bias_of(router: Router) -> list[float]:
     return router.e_score_correction_bias.tolist()
 
 
-def open_phase(held: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
+def open_phase(local_routers: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
     """The phase, opened."""
-    phase = RouterBias(stages=FixedStages([nn.ModuleList(routers)], adapters), mesh=mesh, device=Machine(), **settings)
+    phase = RouterBias(
+        stages=FixedStages([nn.ModuleList(local_routers)], adapters), mesh=mesh, device=Machine(), **settings
+    )
     phase.open()
     return phase
 
