@@ -1,8 +1,8 @@
 """
-Weight gradients beside autograd: they are deferred, or added to `.grad` while they are computed.
+Weight gradients that autograd does not add: they are deferred, or added to `.grad` while they are computed.
 
-Deferral serves zero-bubble schedules: the backward pass for a stage's inputs queues the tensors for later weight
-gradients.
+Deferral serves zero-bubble schedules: the backward pass for a stage's inputs queues the tensors from which weight
+gradients are computed later.
 
 An operation calls `weight_gradient_of(weight)` in its forward pass and keeps the result on its `ctx`. Its backward pass
 calls the result with the function that computes the weight's gradient, which then runs at once or is queued. A graph
@@ -83,7 +83,7 @@ FUSED = {"cuda"}
 
 
 @contextmanager
-def fused_on_meta() -> Iterator[None]:
+def fuse_on_meta() -> Iterator[None]:
     """Add meta tensors' gradients as on GPUs, within this context; plans for GPUs use it."""
     FUSED.add("meta")
     try:

@@ -69,7 +69,7 @@ class Kept(Saved):
 
 
 class _Repeatable(ABC):
-    """Repeatable call to compute its tensors; unreferenced tensors are skipped."""
+    """Call that can be repeated to compute its tensors; unreferenced tensors are skipped."""
 
     __slots__ = ("parts",)
 
@@ -102,7 +102,7 @@ class _Repeatable(ABC):
 
 
 class _Part(Saved):
-    """Wrapper around a tensor from a repeated call; the tensor lives until autograd releases the wrapper."""
+    """Wrapper around a tensor that a repeated call computes; the tensor lives until autograd releases the wrapper."""
 
     __slots__ = ("call", "layout", "tensor")
 
@@ -293,7 +293,7 @@ def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
 
 class Selective:
     """
-    Context manager without kept results from cheap operations for the backward pass.
+    Context manager that drops the results of cheap operations until the backward pass recomputes them.
 
     A saved tensor is recognized by its address, as long as the result with the same memory lives.
     """

@@ -91,7 +91,7 @@ def rope_frequencies(
     For dynamic scaling, these are the frequencies up to the original length.
     """
     if isinstance(scaling, NtkScaling):
-        base = scaled_base(base, rotary_dim, scaling.factor)
+        base = scale_base(base, rotary_dim, scaling.factor)
     frequencies = 1.0 / base ** _exponents(rotary_dim, device)
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
@@ -106,7 +106,7 @@ def rope_frequencies(
     return frequencies
 
 
-def scaled_base(base: float, rotary_dim: int, factor: float) -> float:
+def scale_base(base: float, rotary_dim: int, factor: float) -> float:
     """Return the base whose unscaled frequencies equal NTK scaling by a factor."""
     return float(base * factor ** (rotary_dim / (rotary_dim - 2)))
 

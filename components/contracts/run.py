@@ -309,8 +309,8 @@ def a_foreign_state_is_refused(node: Stateful) -> None:
 
 
 def without_a_signal_the_run_continues(stop: Stop) -> None:
-    """Without a signal, `agreed` returns 0."""
-    expect([stop.agreed(), stop.agreed()] == [0, 0], "the run is asked to stop")
+    """Without a signal, `agree_on_signal` returns 0."""
+    expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
 
 
 def accepts_every_kind_of_value(tracker: Tracker) -> None:

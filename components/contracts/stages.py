@@ -49,7 +49,7 @@ def averages_stay_when_they_are_used(average: AveragedWeights) -> None:
     before = {name: tensor.clone() for name, tensor in average.averages().items()}
     for fails in (False, True):
         try:
-            with average.swapped():
+            with average.swap_in():
                 for name, tensor in average.averages().items():
                     expect(torch.equal(tensor, before[name]), f"the average of {name} changes when it is used")
                 if fails:

@@ -1,4 +1,4 @@
-"""Calls on every rank, whose errors are raised on all ranks, so that no rank is left waiting."""
+"""Calls on every rank, whose errors are raised on all ranks, so no rank is left waiting."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Agreed(UserError):
-    """The error of `rank`, raised on every rank of a group; `errno` is set if a system call failed."""
+    """Error from `rank`, raised on every rank in a group; `errno` is set if a system call failed."""
 
     def __init__(self, message: str, exit_code: int, rank: int, errno: int | None = None) -> None:
         super().__init__(message, exit_code)
@@ -19,15 +19,15 @@ class Agreed(UserError):
 
 
 def _do_nothing(_value: Any = None) -> None:
-    """Return None: the default of `share`, and the work of ranks other than 0 in run_on_rank0."""
+    """Return None: the default for `share`, and the work on ranks other than 0 in run_on_rank0."""
 
 
 def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _do_nothing) -> tuple[T, list[Any]]:
     """
-    Run `work` on every rank; return this rank's result, and `share(result)` of every rank, by rank, gathered as JSON.
+    Run `work` on every rank; return this rank's result, and every rank's `share(result)`, by rank, gathered as JSON.
 
-    If `work` or `share` raises on any rank, every rank raises Agreed with the message of the first failing rank; a rank
-    whose own exception is neither a UserError nor an OSError raises that exception.
+    If `work` or `share` raises on any rank, every rank raises Agreed with the first failing rank's message; a rank
+    raises its own exception instead if it is neither a UserError nor an OSError.
     """
     failure: Exception | None = None
     try:
@@ -52,9 +52,7 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
 
 
 def _describe(error: Exception, group: Group) -> dict[str, Any]:
-    """
-    Return an error as the arguments of Agreed; the message of any error but a UserError is prefixed with its rank.
-    """
+    """Return an error as arguments for Agreed; the message is prefixed with its rank, except for a UserError."""
     if isinstance(error, UserError):
         return {
             "message": str(error),

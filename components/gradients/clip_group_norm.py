@@ -1,4 +1,4 @@
-"""Gradient clipping by the p-norm of a parameter group."""
+"""Gradient clipping by a parameter group's p-norm."""
 
 import math
 from fnmatch import fnmatchcase
@@ -18,9 +18,9 @@ from drawloom.kernels.scale import scale
 @component(changes=("gradients",))
 class ClipGroupNorm:
     """
-    Clipping of a parameter group: scales its gradients by one factor, so that their total norm is at most `max_norm`.
+    Clipping for a parameter group: scales its gradients by one factor to a total norm of at most `max_norm`.
 
-    The norm is (sum of |g|^p)^(1/p) over all elements of the group on all ranks, and the largest |g| for p = inf. Use
+    The norm is (sum of |g|^p)^(1/p) over all elements in the group on all ranks, and the largest |g| for p = inf. Use
     one component per group. On a GPU the host does not wait.
     """
 
@@ -29,9 +29,9 @@ class ClipGroupNorm:
     device: Device
     max_norm: float = setting(check=above(0), doc="maximum group norm after clipping")
     norm_type: float | Literal["inf"] = setting(
-        default=2.0, check=at_least(1), doc='order p of the norm; "inf" for the largest magnitude'
+        default=2.0, check=at_least(1), doc='norm order p; "inf" for the largest magnitude'
     )
-    targets: list[str] = setting(factory=lambda: ["*"], doc="fnmatch patterns of parameter names")
+    targets: list[str] = setting(factory=lambda: ["*"], doc="parameter name patterns (fnmatch)")
     _checked: bool = attrs.field(init=False, default=False)
 
     def run_phase(self, step: Step) -> None:

@@ -10,7 +10,7 @@ from drawloom.kernels.scale import scale
 
 @component(reads=("grad_norm",), changes=("gradients",))
 class ClipNorm:
-    """Clipping of all gradients by one factor, so that their total norm is at most `max_norm`."""
+    """Clipping for all gradients by one factor, to a total norm of at most `max_norm`."""
 
     parameters: Parameters
     max_norm: float = setting(check=above(0), doc="maximum total 2-norm after clipping")

@@ -7,7 +7,7 @@ from drawloom.graph import above, component, setting
 
 @component(changes=("gradients",))
 class ClipValue:
-    """Clamping of all elements of all gradients to [-max_value, max_value]."""
+    """Clamping for all gradient elements to [-max_value, max_value]."""
 
     parameters: Parameters
     max_value: float = setting(check=above(0), doc="maximum element magnitude after clipping")

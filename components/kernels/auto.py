@@ -1,4 +1,4 @@
-"""Operations of a model in the best implementation for the device, or in the one that the recipe names."""
+"""Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -26,7 +26,7 @@ Routes = tuple[Tensor, Tensor, Tensor]
 
 
 class Cached(NamedTuple):
-    """Mask of attention with a key-value cache, and the window, or None without one."""
+    """Attention mask with a key-value cache, and the window, or None without one."""
 
     cache: KeyValueCache
     window: int | None
@@ -40,12 +40,12 @@ def _operation(default: str, doc: str) -> Any:
 @component
 class AutoKernels:
     """
-    Operations of a model: `eager` is plain torch, `auto` the best implementation for the device.
+    Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
     Linear layers and embeddings always use torch and have no setting. `triton` compiles a kernel at its first use.
-    Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
-    `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
-    logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
+    Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows with several documents, and
+    `cudnn` is cuDNN for single-document rows and `flex` for others. Cross entropy: `triton` stores logit gradients, up
+    to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     device: Device
@@ -62,7 +62,7 @@ class AutoKernels:
     filter_eps: float = setting(
         default=0.0,
         check=between(0, 1),
-        doc="threshold below which `cut` skips tiles of the logits' gradients; 0 is exact",
+        doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
     _moe_routes: Choice = _operation("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _operation("moe_permute", "copies of tokens for their experts")
@@ -83,7 +83,7 @@ class AutoKernels:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield the implementation that `auto` chooses for every operation on the recipe's device, and the reason."""
+        """Yield `auto`'s implementation for every operation on the recipe's device, and the reason."""
         available = "cuda" if torch.cuda.is_available() else "cpu"
         if _kind(node) == "cuda" != available:
             yield "auto: chosen on the GPU machine; this machine has no GPU to decide by"
@@ -99,7 +99,7 @@ class AutoKernels:
         _ = self._functions
 
     def chosen(self, operation: str) -> Chosen:
-        """Return the implementation of an operation and the reason for the choice."""
+        """Return an operation's implementation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     @cached_property
@@ -115,7 +115,7 @@ class AutoKernels:
 
     @cached_property
     def _loss_options(self) -> Any:
-        """Return the loss's options: the index of ignored targets, and for `cut` the filter of logits."""
+        """Return the loss's options: the ignored target index, and for `cut` the logit filter."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
@@ -154,7 +154,7 @@ class AutoKernels:
         """
         Return the mask for `attention`, from document ids int64 (rows, length).
 
-        The queries are all tokens, a `part` of every row, or with a cache the tokens after those in the cache.
+        The queries are all tokens, a `part` of every row, or with a cache the tokens after the cached ones.
         """
         if cache is not None:
             return Cached(cache, window)
@@ -186,7 +186,7 @@ class AutoKernels:
         """
         Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
-        A `part` of the vocabulary requires `cut`, or its equivalent in plain torch.
+        A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
@@ -215,13 +215,13 @@ class AutoKernels:
 
 
 class PartMask(NamedTuple):
-    """Mask for this rank's queries and the keys of whole rows, and the part of every row that the queries are."""
+    """Mask for this rank's queries and whole rows' keys, and the queries' part of every row."""
 
     whole: Any
     part: RowPart
 
 
 def _kind(node: NodeView) -> str:
-    """Return the kind of device that the recipe names: auto, cpu or cuda."""
+    """Return the recipe's device kind: auto, cpu or cuda."""
     device = node.neighbour("device")
     return str((device and device.settings.get("kind")) or "auto")

@@ -69,7 +69,7 @@ class DataParallel:
         if replicas.size == 1 or not self.overlaps:
             return ParameterStore.of(modules, self.precision)
         has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
-        return ReplicatedStore.replicated(
+        return ReplicatedStore.replicate(
             modules,
             self.blocks,
             self.precision,
@@ -78,11 +78,11 @@ class DataParallel:
             frozenset() if has_same_replicas else self.experts,
         )
 
-    def planned_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
+    def plan_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
         """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
             return ParameterStore.of(modules, self.precision)
-        return SlicedStore.sliced(
+        return SlicedStore.slice_parameters(
             modules,
             self.blocks,
             ranks,

@@ -29,7 +29,7 @@ class DataReplicateDimension(Dimension):
 
     name: ClassVar[str] = "data_replicate"
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         # Several replicas together have one copy of the experts if `expert` is larger than a replica.
         replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replicas.size
         if self.mesh.indices.data_replicate % replicas_per_copy:
@@ -81,7 +81,7 @@ class ReplicatedModule:
             raise ValueError("replicas have nothing to reduce before the last microbatch")
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """Do nothing: remaining gradients are sent at the end of the step."""
 
     def parts(self) -> list[ReducedPart]:
@@ -130,7 +130,7 @@ class ReplicatedStore(ParameterStore):
     summed: Set[str] = frozenset()
 
     @classmethod
-    def replicated(
+    def replicate(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,

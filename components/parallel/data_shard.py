@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype
-from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
+from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, message_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import HeadLayer
@@ -58,7 +58,7 @@ class DataShardDimension(Dimension):
             frequency = "by layer" if by_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """Return the whole parameters, such as the loss's, except on the first rank."""
         if not self.mesh.shard_group.rank:
             return frozenset()
@@ -192,7 +192,7 @@ class ShardedModule:
         """
         self._reduce_in_backward(True, final)
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.by_microbatch:
             self._reduce_in_backward(False)
@@ -210,13 +210,13 @@ class ShardedModule:
         """End all units' reductions."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
-    def gathered_bytes(self) -> int:
+    def gather_bytes(self) -> int:
         """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
-        block_bytes = [sum(map(_unsharded_bytes, units)) for units in self.blocks]
-        other_bytes = sum(map(_unsharded_bytes, (self.root, *self.heads)))
+        block_bytes = [sum(map(_whole_bytes, units)) for units in self.blocks]
+        other_bytes = sum(map(_whole_bytes, (self.root, *self.heads)))
         return other_bytes + (2 * max(block_bytes, default=0) if self.by_block else sum(block_bytes))
 
-    def sharded(self) -> Iterator[tuple[str, Any]]:
+    def iterate_shards(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and sharded parameters (DTensors), while they are not gathered."""
         for name, parameter in self.root.named_parameters():
             if is_dtensor(parameter):
@@ -255,7 +255,7 @@ class ShardedStore:
         masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
         for module in modules:
             module.open(precision.gradient)
-            for name, parameter in module.sharded():
+            for name, parameter in module.iterate_shards():
                 # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
                 # need not know about shards.
                 masters[name] = nn.Parameter(local_part(parameter), parameter.requires_grad)
@@ -292,9 +292,9 @@ class ShardedStore:
         return self.slices.keys()
 
     @property
-    def copied_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of the compute copies among the modules' parameters."""
-        return self._whole.copied_bytes
+        return self._whole.copy_bytes
 
     def shards_of(self, module: nn.Module) -> ShardedModule:
         """Return one module's shards."""
@@ -303,7 +303,7 @@ class ShardedStore:
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
         whole = self._whole.memory_bytes()
-        gathered = sum(module.gathered_bytes() for module in self.modules)
+        gathered = sum(module.gather_bytes() for module in self.modules)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
@@ -328,7 +328,7 @@ def shard(
     modules = list(modules)
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute,
-        reduce_dtype=sent_dtype(precision, replicas=mesh.ndim > 1),
+        reduce_dtype=message_dtype(precision, replicas=mesh.ndim > 1),
         # Layers cast the inputs of products; positions and weights of tokens must keep their dtype.
         cast_forward_inputs=False,
     )
@@ -349,7 +349,7 @@ def shard(
 
 
 def heads_of(module: nn.Module) -> list[nn.Module]:
-    """Return a stage's layers with only a head, not tied to the embedding."""
+    """Return a stage's layers that consist of an untied head."""
     return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
@@ -405,7 +405,7 @@ def _allocate_outputs(unit: Any) -> list[Tensor]:
     return [param.all_gather_outputs[0] for param in params]
 
 
-def _unsharded_bytes(unit: Any) -> int:
+def _whole_bytes(unit: Any) -> int:
     sizes: list[int] = [param.unsharded_param.nbytes for param in _fsdp_params(unit)]
     return sum(sizes)
 

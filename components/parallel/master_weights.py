@@ -100,11 +100,11 @@ class ParameterStore:
         """Return two byte counts: masters with compute copies, and the copies."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": self.copied_bytes,
+            "compute_copies": self.copy_bytes,
         }
 
     @property
-    def copied_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of the compute copies among the parameters of the modules."""
         return sum(copy.nbytes for _, copy in self._pairs)
 

@@ -26,7 +26,7 @@ def collective(x: Tensor, shape: Sequence[int], kind: Kind, dimension: str, rank
     return result
 
 
-def sent_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
+def message_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
     """
     Return the bytes sent per rank in a ring collective, or directly in an all-to-all, from x (any shape) to result.
 

@@ -43,14 +43,14 @@ class RowSums(TensorParallel):
 
     def of_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
         """Repeat row values (rows, ...) for this rank's tokens: (tokens, ...), 0 in padding, or (rows, 1, ...)."""
-        return values.unsqueeze(1) if self.ranks.size == 1 else self._padded(values[self._own_rows(weights)], weights)
+        return values.unsqueeze(1) if self.ranks.size == 1 else self._pad(values[self._own_rows(weights)], weights)
 
     def token_weights(self, weights: Tensor) -> Tensor:
         """Select this rank's token weights from (rows, length): (tokens,), 0 in padding, or (rows, length)."""
         if self.ranks.size == 1:
             return weights
         own = self._own(weights)
-        return self._padded(weights.flatten()[own.start : own.stop], weights)
+        return self._pad(weights.flatten()[own.start : own.stop], weights)
 
     def own_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
         """Remove padding from values (tokens, n) or (rows, length, n): (tokens, n)."""
@@ -67,7 +67,7 @@ class RowSums(TensorParallel):
         own = self._own(weights)
         return torch.arange(own.start, own.stop, device=weights.device) // max(weights.shape[1], 1)
 
-    def _padded(self, values: Tensor, weights: Tensor) -> Tensor:
+    def _pad(self, values: Tensor, weights: Tensor) -> Tensor:
         missing = -(-weights.numel() // self.ranks.size) - len(values)
         return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
 

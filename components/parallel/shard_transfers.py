@@ -25,7 +25,7 @@ as a message of a quarter of a megabyte.
 """
 
 
-def sent_dtype(precision: Precision, replicas: bool) -> torch.dtype:
+def message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     """
     Return the dtype of gradients in messages to the rank with their slice.
 
@@ -162,7 +162,7 @@ class _Message:
     parts: Tensor
     sums: Sequence[Tensor]
 
-    def divided(self, row: Tensor) -> Sequence[Tensor]:
+    def divide(self, row: Tensor) -> Sequence[Tensor]:
         """Split a row (n,), or rows (any, n), into the sums' parts."""
         return torch.split(row, [len(out) for out in self.sums], dim=-1)
 
@@ -196,8 +196,8 @@ def _exchange(messages: Sequence[_Message], group: Any) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     for message, rows in zip(messages, received, strict=True):
-        own = message.divided(message.parts[group.rank()])
-        for part, others, out in zip(own, message.divided(rows), message.sums, strict=True):
+        own = message.divide(message.parts[group.rank()])
+        for part, others, out in zip(own, message.divide(rows), message.sums, strict=True):
             sum_parts(part, others, out)
 
 
@@ -212,5 +212,5 @@ def _reduce(messages: Sequence[_Message], group: Any, op: Any) -> None:
     group.reduce_scatter_tensor_coalesced(outputs, [message.parts.view(-1) for message in messages], options).wait()
     for message, row in zip(messages, outputs, strict=True):
         if len(message.sums) > 1:
-            for part, out in zip(message.divided(row), message.sums, strict=True):
+            for part, out in zip(message.divide(row), message.sums, strict=True):
                 out.copy_(part)

@@ -44,7 +44,7 @@ class SlicedStore(ParameterStore):
     _local_bytes: Mapping[Tensor, int] = attrs.field(factory=dict)
 
     @classmethod
-    def sliced(
+    def slice_parameters(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
@@ -74,7 +74,7 @@ class SlicedStore(ParameterStore):
         store = cls.of(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes
-        store.gathered = [_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
+        store.gathered = [_gather_bytes(module, blocks(module), local_bytes) for module in modules]
         return store
 
     def local_bytes(self, tensor: Tensor) -> int:
@@ -96,7 +96,7 @@ def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _gathered_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
+def _gather_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
     sizes = [sum(param.nbytes for param in block.parameters() if param in sharded) for block in blocks]
     total = sum(param.nbytes for param in module.parameters() if param in sharded)
     return GatheredBytes(total - sum(sizes), sizes)
@@ -104,14 +104,14 @@ def _gathered_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Map
 
 def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
     """Return the most trained elements in a reduction unit: a block, its experts, a head, or the rest of the module."""
-    sizes = Counter({id(module): _trained_elements(module)})
+    sizes = Counter({id(module): _count_trained(module)})
     for block in (*blocks, *heads_of(module)):
-        in_experts = sum(_trained_elements(part) for part in block.modules() if isinstance(part, ExpertParallel))
-        in_block = _trained_elements(block)
+        in_experts = sum(_count_trained(part) for part in block.modules() if isinstance(part, ExpertParallel))
+        in_block = _count_trained(block)
         sizes[id(module)] -= in_block
         sizes[id(block)] = max(in_experts, in_block - in_experts)
     return max(sizes.values())
 
 
-def _trained_elements(module: nn.Module) -> int:
+def _count_trained(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters() if param.requires_grad)

@@ -50,7 +50,7 @@ class TensorRanks:
         if self.size == 1:
             return hidden
         gathered = _exchange(hidden, self.group, _gather, _reduce_scatter)
-        return gathered if shape is None else _unpadded(gathered, shape)
+        return gathered if shape is None else _unpad(gathered, shape)
 
     def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
         """
@@ -60,7 +60,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return hidden
-        return _unpadded(_exchange(hidden, self.group, _gather, _own), shape)
+        return _unpad(_exchange(hidden, self.group, _gather, _own), shape)
 
     def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
         """Sum (..., width) over the ranks and return the sum as split tokens."""
@@ -172,7 +172,7 @@ class TensorDimension(Dimension):
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         return split(module, TensorRanks(self.mesh.tensor_group))
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
@@ -181,7 +181,7 @@ class TensorDimension(Dimension):
         parameters.sum_named(whole, self.mesh.tensor_group)
 
 
-def _unpadded(tokens: Tensor, shape: Sequence[int]) -> Tensor:
+def _unpad(tokens: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the tokens (at least as many as `shape` has, width) as (*shape, width)."""
     return tokens[: torch.Size(shape).numel()].view(*shape, -1)
 

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (Polyak and Juditsky 1992; Izmailov et al. 2018, arXiv 1803.05407)."""
+"""Exponential moving average for the weights (Polyak and Juditsky 1992; Izmailov et al. 2018, arXiv 1803.05407)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,13 +20,13 @@ class WeightAverage:
     """
     Exponential moving average (EMA) of the trained weights: average = decay * average + (1 - decay) * weights.
 
-    The average starts as the weights after the first step, and moves after every later step that is not
-    skipped. It has the shape of this rank's slice of a parameter, in float32 or wider. [evaluate], [export] and
-    [sample] use the average in place of the weights if they have the setting `average = "@ema"`.
+    The average starts as the weights after the first step, and moves after every later step unless the step is skipped.
+    It has the shape of this rank's parameter slice, in float32 or wider. [evaluate], [export] and [sample] use the
+    average instead of the weights if they have the setting `average = "@ema"`.
     """
 
     parameters: Parameters
-    decay: float = setting(default=0.999, check=between(0, 1), doc="fraction of the average that a step keeps")
+    decay: float = setting(default=0.999, check=between(0, 1), doc="decay rate of the average per step")
 
     _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
 
@@ -50,7 +50,7 @@ class WeightAverage:
     def averages(self) -> Mapping[str, Tensor]:
         return self._averages
 
-    def swapped(self) -> AbstractContextManager[None]:
+    def swap_in(self) -> AbstractContextManager[None]:
         return self._swap()
 
     @contextmanager
@@ -66,7 +66,7 @@ class WeightAverage:
                 _replace(part, weight)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of the averages as optimizer state."""
+        """Return the averages' bytes as optimizer state."""
         sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named())
         return {"optimizer_state": sum(sizes)}
 
@@ -74,12 +74,12 @@ class WeightAverage:
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the `average` of every parameter, in float32 or wider; an empty entry before the first step."""
+        """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""
         averages = self._averages
         return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named()}
 
     def forecast_state(self) -> dict[str, Any]:
-        """Return the shapes and dtypes of the averages, on the meta device."""
+        """Return the averages' shapes and dtypes, on the meta device."""
         return {
             name: {"average": torch.empty_like(part, dtype=_wide_dtype(part.dtype), device="meta")}
             for name, part in self.parameters.named()
@@ -105,5 +105,5 @@ def _widen(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _replace(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy a value into a parameter in place, so that its version counter marks its casts as outdated."""
+    """Copy a value into a parameter in place, so its version counter marks its casts as outdated."""
     parameter.copy_(value)

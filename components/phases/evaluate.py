@@ -15,9 +15,9 @@ from drawloom.graph import component, setting
 @component(reads=("weights",), writes=("validation_loss", "initial_validation_loss"), impact="safe")
 class Evaluate:
     """
-    Mean loss per token over some rows of the validation split, equal on every rank and for every mesh.
+    Mean loss per token over some validation rows, equal on every rank and for every mesh.
 
-    With an `average`, the loss of the averaged weights.
+    With an `average`, the loss under the averaged weights.
     """
 
     data: ValidationData
@@ -27,22 +27,24 @@ class Evaluate:
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
     at_start: bool = setting(
         default=False,
-        doc="whether a new run also evaluates before its first step, so that the curve of the validation loss begins "
-        "at step 0; not if `every` is never",
+        doc=(
+            "whether a new run also evaluates before its first step, so the validation loss curve begins at step "
+            "0; not if `every` is never"
+        ),
     )
 
     _initial: float | None = attrs.field(init=False, default=None)
 
     def after_restore(self, done: int) -> None:
-        """Evaluate the initial weights of a new run."""
+        """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
             self._initial = self._measure() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """
-        Write `validation_loss`, in nats per token, at the steps of `every`.
+        Write `validation_loss`, in nats per token, at `every`'s steps.
 
-        The first step of a new run also gets the `initial_validation_loss`.
+        A new run's first step also gets the `initial_validation_loss`.
         """
         if self._initial is not None:
             step.state["initial_validation_loss"], self._initial = self._initial, None

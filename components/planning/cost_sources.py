@@ -196,7 +196,7 @@ class Planned:
         settings = slices_of(attrs.evolve(one.table, lengths=lengths))
         settings["per_stage"] = _round(per_stage)
         if self.device.memory:
-            activations, plans = _kept_by_stage(by_layer, "F"), [one]
+            activations, plans = _bytes_by_stage(by_layer, "F"), [one]
             nodes = Nodes.of(self.recipe)
             if nodes.settings(nodes.stages)["recompute"] == "none":
                 recompute = {}
@@ -204,19 +204,19 @@ class Planned:
                     again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
                     recompute[policy] = {
                         "again": _ratios((again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]),
-                        "kept": _ratios(_kept_by_stage(again, "F"), activations),
+                        "kept": _ratios(_bytes_by_stage(again, "F"), activations),
                     }
                     plans.append(self._cut(ranks, 1, even(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
             used = max(_other_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
-            settings["pending"] = _kept_by_stage(by_layer, "I").tolist()
+            settings["pending"] = _bytes_by_stage(by_layer, "I").tolist()
             settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
         return settings
 
 
-def _kept_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
+def _bytes_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
     """Return every stage's kept bytes after a microbatch's pass, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])

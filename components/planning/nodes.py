@@ -110,7 +110,7 @@ class Nodes:
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property
-    def unneeded_tokenizers(self) -> list[str]:
+    def tokenizers_to_omit(self) -> list[str]:
         """Return the tokenizer if only the model needs it and its settings already determine the vocabulary size."""
         edge = self.graph.nodes[self.model].edges.get("tokenizer")
         is_known = any(self.settings(self.model).get(key) is not None for key in ("vocab_size", "config", "path"))

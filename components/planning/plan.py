@@ -183,7 +183,7 @@ def open_planner(
     """Yield a planner whose model, loss and kernels are open."""
     kind = "cuda" if device.is_gpu else "cpu"
     replacements: dict[str, Any] = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
-    replacements |= dict.fromkeys(nodes.unneeded_tokenizers)
+    replacements |= dict.fromkeys(nodes.tokenizers_to_omit)
     if schedule is not None:
         replacements[nodes.schedule] = schedule
     with nodes.recipe.open(nodes.needed_by_stages, replacements) as objects:

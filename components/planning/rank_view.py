@@ -10,7 +10,7 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.parallel.shard_transfers import sent_dtype
+from drawloom.components.parallel.shard_transfers import message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
@@ -45,13 +45,13 @@ class RankView:
     update_flops: float
 
     @property
-    def sharded_store(self) -> SlicedStore | None:
+    def shard_store(self) -> SlicedStore | None:
         """Return the sharded parameters' store, or None if parameters are not sharded."""
         store = self.stages.store
         return store if isinstance(store, SlicedStore) else None
 
     @cached_property
-    def trained(self) -> int:
+    def trainable_elements(self) -> int:
         """Count this rank's trained elements."""
         return sum(parameter.numel() for _, parameter in self.stages.named())
 
@@ -83,7 +83,7 @@ class RankView:
         Sharded parameters' gradients are whole until they are reduced: once a step, or unit by unit.
         """
         size, elements = int(self.stages.precision.gradient.itemsize), self.elements[stage.index]
-        if self.sharded_store is None:
+        if self.shard_store is None:
             return elements.owned * size
         by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
         return (elements.owned + 2 * elements.unit if by_unit else elements.trained) * size
@@ -91,22 +91,22 @@ class RankView:
     def reduction_bytes(self) -> int:
         """Return the bytes for the reduction over ranks, beyond the gradients."""
         # Every bucket is a copy that lives until all sums are written back.
-        buckets = self.trained * self._reduced_itemsize
-        if self.sharded_store is not None:
+        buckets = self.trainable_elements * self._reduction_itemsize
+        if self.shard_store is not None:
             # A unit's gradients are sent without a copy; the gradients received from other ranks take as much again.
             units = (elements.unit for elements in self.elements.values())
-            return self._sent_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
+            return self._message_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
         return buckets if self.mesh.data_group.size > 1 else 0
 
     @property
-    def _reduced_itemsize(self) -> int:
+    def _reduction_itemsize(self) -> int:
         """Return an element's bytes in the reduction over replicas."""
         return torch.promote_types(self.stages.precision.gradient, self.stages.precision.reduce).itemsize
 
     @property
-    def _sent_itemsize(self) -> int:
+    def _message_itemsize(self) -> int:
         """Return a gradient element's bytes in the message to its owner."""
-        return sent_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
+        return message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
     def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
         """Return the bytes by buffer: batches, messages in flight, and the device's libraries."""
@@ -117,11 +117,13 @@ class RankView:
 
     def exchange(self, device: DeviceModel) -> ReplicaTimes:
         """Return the seconds for gathering parameters, reducing gradients and updating weights."""
-        gathers = {} if self.sharded_store is None else self._gather_seconds(self.sharded_store, device)
-        by_block = self.sharded_store is not None and self.sharded_store.by_block
+        gathers = {} if self.shard_store is None else self._gather_seconds(self.shard_store, device)
+        by_block = self.shard_store is not None and self.shard_store.by_block
         reduces = self._reduce_seconds(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
-        replicas = 2 * self.trained * self._reduced_itemsize * self._seconds_per_byte(device, "data_replicate")
+        replicas = (
+            2 * self.trainable_elements * self._reduction_itemsize * self._seconds_per_byte(device, "data_replicate")
+        )
         return ReplicaTimes(
             gathered_by_pass=gathers if by_block else {},
             reduced_by_pass=reduces if sync_each_microbatch else {},
@@ -138,9 +140,9 @@ class RankView:
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""
-        if self.sharded_store is None:
+        if self.shard_store is None:
             return {}
-        seconds = self._sent_itemsize * self._seconds_per_byte(device, *SHARDS)
+        seconds = self._message_itemsize * self._seconds_per_byte(device, *SHARDS)
         return {stage: elements.all * seconds for stage, elements in self.elements.items()}
 
     def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:

@@ -469,7 +469,7 @@ class StoppedError(BaseException):
 class Stop(Protocol):
     """Signals that ask the run to end."""
 
-    def agreed(self) -> int:
+    def agree_on_signal(self) -> int:
         """Return the number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
         ...
 

@@ -52,7 +52,7 @@ class Shards(Protocol):
         """Reduce gradients with the stage's next backward pass; `final` marks the last reduction of the step."""
         ...
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """End the backward pass that `reduce_next` announced; later passes accumulate gradients on this rank."""
         ...
 
@@ -194,7 +194,7 @@ class AveragedWeights(Protocol):
         """
         ...
 
-    def swapped(self) -> AbstractContextManager[None]:
+    def swap_in(self) -> AbstractContextManager[None]:
         """
         Replace the weights by the averages inside of the context, and restore the weights on exit, also after an error.
         """
@@ -203,7 +203,7 @@ class AveragedWeights(Protocol):
 
 def averaged(average: AveragedWeights | None) -> AbstractContextManager[None]:
     """Return a context that replaces the weights by the averages, if there are any."""
-    return nullcontext() if average is None else average.swapped()
+    return nullcontext() if average is None else average.swap_in()
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

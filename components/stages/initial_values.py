@@ -154,7 +154,7 @@ def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors:
     # elements were 0 or 1 before.
     first, second = (_reset_values(name, owner, device, seed, before, tensors) for before in (0, 1))
     if unfilled := [key for key, value in first.items() if not torch.equal(value, second[key])]:
-        raise _unfilled(name, owner, unfilled, "has a reset_parameters() that does not fill them")
+        raise _fill_error(name, owner, unfilled, "has a reset_parameters() that does not fill them")
 
 
 def _reset_values(
@@ -162,7 +162,7 @@ def _reset_values(
 ) -> dict[str, Tensor]:
     """Return the owner's tensors after `reset_parameters()`, with all elements `before` the call."""
     if not isinstance(owner, BufferOwner):
-        raise _unfilled(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
+        raise _fill_error(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
     with torch.no_grad(), device, _seeded(device, seed):
         for _, tensor in tensors(owner):
             tensor.fill_(before)
@@ -187,7 +187,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _unfilled(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
+def _fill_error(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
     kind = "buffers" if set(tensors) <= {key for key, _ in _buffers(owner)} else "tensors"
     return UserError(

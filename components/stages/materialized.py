@@ -198,7 +198,7 @@ class MaterializedStages:
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
         tie(modules)
-        self._adopt(parallel, self._data_parallel(parallel).planned_store(modules))
+        self._adopt(parallel, self._data_parallel(parallel).plan_store(modules))
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:

@@ -61,12 +61,12 @@ class StageParameters:
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
-        shared = self._shared
-        elsewhere = set[str]().union(*(dimension.owned_elsewhere(shared) for dimension in self.dimensions))
+        shared = self._sharing
+        elsewhere = set[str]().union(*(dimension.names_owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
 
     @property
-    def _shared(self) -> SharedParameters:
+    def _sharing(self) -> SharedParameters:
         return SharedParameters(
             trained=self._named,
             split=self.splits.keys(),
@@ -90,13 +90,13 @@ class StageParameters:
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copied_bytes,
+            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copy_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
     def sum_gradients(self) -> None:
         """Sum the gradients not summed in backward passes along all dimensions, innermost first."""
-        shared = self._shared
+        shared = self._sharing
         for dimension in reversed(self.dimensions):
             dimension.sum_gradients(shared)
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 
 import drawloom
 from drawloom.graph.cli.commands import COMMANDS
@@ -10,7 +11,7 @@ from drawloom.graph.cli.main import main
 from generate.catalogue import project
 from generate.source import ROOT
 
-WIDTH = "100"
+WIDTH = "88"
 """Columns of the help texts."""
 
 RECIPES_HEAD = """\
@@ -46,10 +47,12 @@ def command_names() -> list[str]:
 
 
 def with_help(page: str) -> str:
-    """Add the help text of each command below its heading and sentence on the page of commands."""
-    for name in command_names():
-        page = page.replace(f"## {name}\n", f"## {name}\n\n```text\n{_help(name)}\n```\n", 1)
-    return page
+    """Add the help text of every command to the end of its section on the page of commands."""
+    head, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    names = [section.removeprefix("## ").partition("\n")[0] for section in sections]
+    return head + "".join(
+        f"{section.rstrip()}\n\n```text\n{_help(name)}\n```\n\n" for name, section in zip(names, sections, strict=True)
+    )
 
 
 def _help(command: str) -> str:

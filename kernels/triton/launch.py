@@ -1,5 +1,5 @@
 """
-Launches for compiled kernels without Triton's JIT in Python, which binds and describes all arguments every time.
+Launches of compiled kernels without Triton's JIT in Python, which binds and describes all arguments every time.
 
 A compiled kernel is looked up by the JIT's own properties: a tensor's dtype and whether its address is divisible by 16;
 a tensor descriptor's dtype and block; whether an integer is 1, is divisible by 16, and fits 32 bits; and all other

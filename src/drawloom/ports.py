@@ -1,5 +1,5 @@
 """
-The ports, which are the interfaces between components, and the plain data that components exchange.
+The ports (interfaces between components) and the plain data that components exchange.
 
 A name imported as itself is public for type checkers.
 """

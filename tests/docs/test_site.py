@@ -71,7 +71,7 @@ def test_no_page_fetches_anything(site: Path) -> None:
 
 
 def test_every_command_has_an_example() -> None:
-    """Each command has a heading and a block that runs it; `tests/docs/test_blocks.py` runs the blocks."""
+    """Commands have a heading and a block, which `tests/docs/test_blocks.py` runs."""
     page = ROOT / "docs" / "commands.md"
     assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == command_names()
     lines = [line.split() for block in blocks(page) for line in block.text.splitlines() if line.startswith("$ ")]

@@ -16,7 +16,7 @@ from drawloom.kernels.rope_frequencies import (
     NtkScaling,
     Scaling,
     YarnScaling,
-    scaled_base,
+    scale_base,
 )
 
 USED: dict[str, tuple[str, ...]] = {
@@ -138,7 +138,7 @@ def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> 
         return {}
     given = rope.given()
     if rope.rope_type == "ntk":
-        return {"rope_theta": scaled_base(base, head_dim, given["factor"])}
+        return {"rope_theta": scale_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
         given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}

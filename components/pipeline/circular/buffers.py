@@ -21,7 +21,7 @@ Buffer = Literal["shift", "state_io", "circ_storage"]
 
 @attrs.frozen
 class Move:
-    """Move that brings a microbatch's tensor into another stage's buffer; `column` is a `state_io` column."""
+    """Move of a microbatch's tensor into another stage's buffer; `column` is a `state_io` column."""
 
     source: int
     target: int

@@ -42,7 +42,7 @@ class TensorMeta:
 
 @attrs.define(eq=False)
 class PendingSends:
-    """Pending sends, whose tensors must live until the sends complete."""
+    """Pending sends, which keep their tensors alive until the sends complete."""
 
     _sending: list[Pending] = attrs.field(init=False, factory=list)
 

@@ -52,7 +52,7 @@ class Task:
 
     @property
     def least(self) -> float:
-        """Return a microbatch's memory on the rank with the most."""
+        """Return a microbatch's memory on the rank that needs most."""
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             memory[owner] += size

@@ -2,9 +2,9 @@
 Lowering of a program: sends and receives are inserted into a rank's actions.
 
 All compute actions and messages are put in one global order, by their simulated end. A message follows its producer and
-precedes its consumer, an action with a later end. A rank's program is its own part. Hence it can't deadlock, even if a
-send blocks until it is received. Two ranks exchange messages in sending order, and a receive is posted before its
-message can arrive.
+precedes its consumer, an action with a later end. A rank's program is its part of this order. Hence it can't deadlock,
+even if a send blocks until it is received. Two ranks exchange messages in sending order, and a receive is posted before
+the action during which its message arrives.
 
 An executor's rank derives its order only from its own and its neighbours' actions, in the same time for a thousand
 ranks as for three. Between two ranks, messages are still ordered in each direction, as the sender produces them. But
@@ -120,7 +120,7 @@ def with_shard_actions(
 @attrs.frozen
 class Sharding:
     """
-    Sharding for every stage's parameters over data-parallel ranks.
+    Sharding of every stage's parameters over data-parallel ranks.
 
     Gradients are reduced with a stage's last backward pass, or with every one if `by_microbatch` is set. Weights are
     gathered once a step if `gathered` is set, or else inside the stage's actions.

@@ -2,8 +2,8 @@
 Partition of a model's slices into stages, for the shortest program within memory.
 
 A stage has one or more consecutive slices. A program takes as long as the longest path through its actions, so its
-makespan is a convex function of the stages' costs: if moving a single slice does not improve a partition, it is mostly
-the best partition. If there are only few partitions, all are tried.
+makespan is a convex function of the stages' costs: a partition that moving a single slice does not improve is usually
+the best one. If there are only few partitions, all are tried.
 """
 
 import math
@@ -136,7 +136,7 @@ class Fitted:
 
 @attrs.frozen(eq=False)
 class Fit:
-    """Fit for a model in a program's stages, with activations up to `limit` on a rank."""
+    """Fit of a model into a program's stages, with activations up to `limit` on a rank."""
 
     program: Program
     slices: Slices

@@ -141,7 +141,7 @@ class StageRunner:
         self._reduces_next = True
 
     def _end_of_backward(self) -> None:
-        self._shards.reduced()
+        self._shards.end_reduction()
         self._reduces_next = False
 
     @property

@@ -51,7 +51,7 @@ def store_of(module: Any, group: Twins, bucket_bytes: int, **precision: Any) -> 
     """The module's parameters in a store, with its layers as blocks."""
     group.module = module
     how = DtypePolicy(**precision), group, bucket_bytes
-    return ReplicatedStore.replicated([module], lambda _: [*module.layers], *how)
+    return ReplicatedStore.replicate([module], lambda _: [*module.layers], *how)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])

@@ -125,7 +125,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                     shards.reduce_next(final=microbatch == 2)
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
-                shards.reduced()
+                shards.end_reduction()
                 whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
                 sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
                 sums[sync].append([sum(whole), sum(sliced)])

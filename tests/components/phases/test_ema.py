@@ -56,7 +56,7 @@ def test_averages_of_narrow_weights_are_wide() -> None:
     for name, tensor in average.averages().items():
         moved = torch.lerp(first[name], before[name].detach().float(), 0.001)
         assert tensor.dtype == torch.float32 and torch.allclose(tensor, moved) and not torch.equal(tensor, first[name])
-    with pytest.raises(InterruptedError), average.swapped():
+    with pytest.raises(InterruptedError), average.swap_in():
         for name, parameter in weights.named():
             assert torch.equal(parameter, average.averages()[name].bfloat16())
         raise InterruptedError

@@ -52,7 +52,7 @@ class Record:
         self.finished = step
         self.calls.append(f"finish {step}")
 
-    def agreed(self) -> int:
+    def agree_on_signal(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
 
     def raising(self) -> AbstractContextManager[None]:
