@@ -9,8 +9,8 @@ from drawloom.graph import UserError
 T = TypeVar("T")
 
 
-class Agreed(UserError):
-    """Error from `rank`, raised on every rank in a group; `errno` is set if a system call failed."""
+class RankError(UserError):
+    """The error of `rank`, raised on every rank of a group; `errno` is set if a system call failed."""
 
     def __init__(self, message: str, exit_code: int, rank: int, errno: int | None = None) -> None:
         super().__init__(message, exit_code)
@@ -26,8 +26,8 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
     """
     Run `work` on every rank; return this rank's result, and every rank's `share(result)`, by rank, gathered as JSON.
 
-    If `work` or `share` raises on any rank, every rank raises Agreed with the first failing rank's message; a rank
-    raises its own exception instead if it is neither a UserError nor an OSError.
+    If `work` or `share` raises on any rank, every rank raises RankError with the first failing rank's message; a rank
+    whose own exception is neither a UserError nor an OSError raises that exception.
     """
     failure: Exception | None = None
     try:
@@ -41,7 +41,7 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
             # a bug keeps its type and its traceback on the rank where it happened
             if failure is not None and not isinstance(failure, UserError | OSError):
                 raise failure
-            raise Agreed(**outcome["failure"], rank=rank) from failure
+            raise RankError(**outcome["failure"], rank=rank) from failure
     return value, [outcome["shared"] for outcome in outcomes]
 
 
@@ -52,12 +52,14 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
 
 
 def _describe(error: Exception, group: Group) -> dict[str, Any]:
-    """Return an error as arguments for Agreed; the message is prefixed with its rank, except for a UserError."""
+    """
+    Return an error as the arguments of RankError; the message of any error but a UserError is prefixed with its rank.
+    """
     if isinstance(error, UserError):
         return {
             "message": str(error),
             "exit_code": error.exit_code,
-            "errno": error.errno if isinstance(error, Agreed) else None,
+            "errno": error.errno if isinstance(error, RankError) else None,
         }
     text, code = f"{type(error).__name__}: {error}", None
     if isinstance(error, OSError):

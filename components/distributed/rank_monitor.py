@@ -29,7 +29,7 @@ import attrs
 from drawloom.components.distributed.error_file import write_error_file
 from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis, is_waited_for
 from drawloom.components.distributed.launch_store import Failure, call_with_timeout, claim
-from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_errors import RankError
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 
@@ -143,8 +143,8 @@ class RankMonitor:
         return failure
 
     def report_exception(self, error: Exception) -> Failure:
-        """Report an exception raised at this rank's location; return the first failure."""
-        if isinstance(error, Agreed) and error.rank != self.rank:
+        """Report an exception that was raised at this rank's location; return the first failure."""
+        if isinstance(error, RankError) and error.rank != self.rank:
             # the rank that raised it has the traceback
             self._wait_for_failure(STORE_TIMEOUT)
         if isinstance(error, UserError):
@@ -221,7 +221,7 @@ class RankMonitor:
 
     def _message(self, error: Exception) -> str:
         """Return `rank, location: error`, without the rank if all ranks raised the error together."""
-        rank = "" if isinstance(error, Agreed) else f"rank {self.rank}"
+        rank = "" if isinstance(error, RankError) else f"rank {self.rank}"
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         prefix = ", ".join(filter(None, [rank, self.location]))
         return f"{prefix}: {text}" if prefix else text

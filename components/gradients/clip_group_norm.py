@@ -37,12 +37,16 @@ class ClipGroupNorm:
     def run_phase(self, step: Step) -> None:
         """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""
         factor = self.max_norm / (self._norm() + 1e-6)
-        group = [part.grad for name, part in self.parameters.named() if self._is_in(name) and part.grad is not None]
+        group = [
+            part.grad
+            for name, part in self.parameters.named_parameters()
+            if self._is_in(name) and part.grad is not None
+        ]
         scale(group, factor.clamp_max(1.0))
 
     def _norm(self) -> Tensor:
         """Return the norm over all ranks, float64 ()."""
-        gradients = [gradient_of(part) for name, part in self.parameters.counted() if self._is_in(name)]
+        gradients = [gradient_of(part) for name, part in self.parameters.owned_parameters() if self._is_in(name)]
         if not self._checked:
             self._check(len(gradients))
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice
@@ -56,7 +60,7 @@ class ClipGroupNorm:
         """Raise UserError if the patterns match no parameter on any rank."""
         total = self.reduce.total(self._zeros(1) + count)
         if not total.item():
-            name = next((name for name, _ in self.parameters.named()), "")
+            name = next((name for name, _ in self.parameters.named_parameters()), "")
             raise UserError(f"clipping: no trained parameter matches {self.targets}; one is called {name!r}", 2)
         self._checked = True
 

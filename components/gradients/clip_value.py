@@ -14,6 +14,6 @@ class ClipValue:
 
     def run_phase(self, step: Step) -> None:
         """Clamp all gradients in place."""
-        for _, parameter in self.parameters.named():
+        for _, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
                 parameter.grad.clamp_(-self.max_value, self.max_value)

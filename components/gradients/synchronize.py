@@ -49,8 +49,8 @@ class Synchronize:
         """
         total, weight, tokens = self._sums(step.state).unbind()
         self.parameters.sum_gradients()
-        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named()}
-        owned = {name for name, _ in self.parameters.counted()}
+        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named_parameters()}
+        owned = {name for name, _ in self.parameters.owned_parameters()}
         # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
         factor = torch.where(weight > 0, 1 / weight, 1.0)
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)

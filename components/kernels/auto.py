@@ -17,7 +17,9 @@ from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.recompute import cheap, note
 
@@ -42,10 +44,10 @@ class AutoKernels:
     """
     Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
-    Linear layers and embeddings always use torch and have no setting. `triton` compiles a kernel at its first use.
-    Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows with several documents, and
-    `cudnn` is cuDNN for single-document rows and `flex` for others. Cross entropy: `triton` stores logit gradients, up
-    to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
+    Linear layers, embeddings and GeGLU always use torch. `triton` compiles a kernel at its first use.
+    Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
+    `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
+    logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     device: Device
@@ -122,25 +124,42 @@ class AutoKernels:
     linear = staticmethod(linear_eager)
     embedding = staticmethod(embedding_eager)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return cheap(self._functions["rms_norm"], x, weight, eps)  # type: ignore[no-any-return]
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
-        note(normed, self._functions["norm_of_sum"], summed, weight, eps)
+        note(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         return cheap(self._functions["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return cheap(geglu_eager, gate, up)  # type: ignore[no-any-return]
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `cheap`: its backward pass does not need x, so that recomputation would save no memory.
-        return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
+        return self._functions["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        zero_centered: bool = False,
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
+            q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
+            return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
         return cheap(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
@@ -165,15 +184,24 @@ class AutoKernels:
             return chosen.mask(documents, window)
         return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(mask, PartMask):
-            k, v = torch.split(mask.part.gather(torch.cat([k, v], 2)), k.shape[2], 2)
+            k, v = _gather_keys_and_values(mask.part, k, v)
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
-            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], mask.window, q.device))
-        return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
+            visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            return attention_eager(q, k, v, visible, options, sinks)
+        return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,
@@ -219,6 +247,14 @@ class PartMask(NamedTuple):
 
     whole: Any
     part: RowPart
+
+
+def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
+    both = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
+    whole_k, whole_v = torch.split(both, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
+    rows, length = both.shape[:2]
+    return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
 
 
 def _kind(node: NodeView) -> str:

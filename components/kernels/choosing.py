@@ -43,7 +43,7 @@ OPERATIONS = {
             "eager": "attention.EAGER",
             "cudnn": "attention_cudnn.CUDNN",
             "flex": "attention_flex.FLEX",
-            "varlen": "attention.VARLEN",
+            "varlen": "attention_flash.VARLEN",
         },
         ("cudnn", "flex", "eager"),
     ),

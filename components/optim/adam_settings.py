@@ -39,7 +39,7 @@ class AdamSettings(TorchOptimizer):
     def moments(self) -> dict[str, Sequence[str]]:
         """Return the two running means' names, and with `amsgrad` the largest one's."""
         names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
-        return {name: names for name, _ in self.parameters.named()}
+        return {name: names for name, _ in self.parameters.named_parameters()}
 
     def _options(self) -> dict[str, Any]:
         """Return torch's options with the same names; weight decay is a parameter group option."""

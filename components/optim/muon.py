@@ -62,13 +62,14 @@ class Muon(TorchOptimizer):
         """Return one name for Muon's matrices, and AdamW's two names for other parameters."""
         matrices = self._muon_matrices()
         return {
-            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS for name, part in self.parameters.named()
+            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS
+            for name, part in self.parameters.named_parameters()
         }
 
     def update_flops(self) -> float:
         """Return this rank's FLOPs for the orthogonalisation. Ranks with a common matrix split the work."""
         slices, matrices = self.parameters.slices(), self._muon_matrices()
-        parts = ((slices[name], part) for name, part in self.parameters.named() if part in matrices)
+        parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
         return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing.size
 
@@ -85,7 +86,7 @@ class Muon(TorchOptimizer):
             for wanted in (True, False)
         )
         known = self.parameters.slices()
-        matrices = {name: part for name, part in self.parameters.named() if part in chosen}
+        matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing)
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
@@ -95,8 +96,8 @@ class Muon(TorchOptimizer):
         ]
 
     def _muon_matrices(self) -> set[nn.Parameter]:
-        """Return the matrices matched by `targets`. Raises UserError if a pattern matches no matrix."""
-        matrices = [(name, part) for name, part in self.parameters.named() if decays(part)]
+        """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
+        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(part)]
         indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 

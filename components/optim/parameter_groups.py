@@ -74,7 +74,7 @@ def param_groups(
     but all parameters on a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern without a
     matching parameter.
     """
-    named = parameters.named()
+    named = parameters.named_parameters()
     indices = match_targets([name for name, _ in named], _targets(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):

@@ -42,7 +42,7 @@ class SGD(TorchOptimizer):
     def moments(self) -> dict[str, Sequence[str]]:
         """Return `momentum_buffer` for every parameter, or no names without momentum."""
         names = ("momentum_buffer",) if self.momentum else ()
-        return {name: names for name, _ in self.parameters.named()}
+        return {name: names for name, _ in self.parameters.named_parameters()}
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -79,7 +79,7 @@ class SGD(TorchOptimizer):
         torch would leave it uninitialized if the first step is skipped, and rejects a mixture of weights with and
         without it.
         """
-        for _, parameter in self.parameters.named():
+        for _, parameter in self.parameters.named_parameters():
             state = self._optimizers[0].state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)

@@ -91,7 +91,7 @@ class StochasticAdamW:
         slices = self.parameters.slices()
         groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
-        for name, parameter in self.parameters.named():
+        for name, parameter in self.parameters.named_parameters():
             weight = parameter.detach()
             moments = {key: torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for key in self._moments.values()}
             first, width, stride = slice_rows(slices[name])
@@ -121,7 +121,7 @@ class StochasticAdamW:
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
         self._last = step
-        for _, parameter in self.parameters.named():
+        for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
     def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
@@ -136,7 +136,7 @@ class StochasticAdamW:
         return moments | ({"max_square": "max_exp_avg_sq"} if self.amsgrad else {})
 
     def _states(self) -> dict[nn.Parameter, ParamState]:
-        return {parameter: self._params[name] for name, parameter in self.parameters.named()}
+        return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
     def _steps_taken(self) -> int:
         """Return the number of steps without the skipped ones, after waiting for the last step."""
@@ -146,8 +146,8 @@ class StochasticAdamW:
         return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes for the running means, and with `amsgrad` for the largest mean of squares."""
-        count = sum(parameter.numel() for _, parameter in self.parameters.named())
+        """Return the bytes of the running means, and with `amsgrad` of the largest mean of squares."""
+        count = sum(parameter.numel() for _, parameter in self.parameters.named_parameters())
         return {"optimizer_state": len(self._moments) * count * DTYPES[self.state_dtype].itemsize}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:

@@ -108,12 +108,16 @@ class TorchOptimizer:
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the moments' bytes, without the step counters, 4 bytes per parameter."""
         moments = self.moments()
-        return {"optimizer_state": sum(len(moments[name]) * part.nbytes for name, part in self.parameters.named())}
+        return {
+            "optimizer_state": sum(
+                len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()
+            )
+        }
 
     def forecast_state(self) -> dict[str, Any]:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
         moments = self.moments()
-        return {name: _state_on_meta(part, moments[name]) for name, part in self.parameters.named()}
+        return {name: _state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
 
     def run_phase(self, step: Step) -> None:
         """
@@ -144,9 +148,9 @@ class TorchOptimizer:
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state by parameter name; tensors with any shape."""
-        return state_by_name(self._optimizers, self.parameters.named())
+        """Return the optimizer's state by parameter name; tensors of any shape."""
+        return state_by_name(self._optimizers, self.parameters.named_parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
-        load_named_state(self._optimizers, self.parameters.named(), state)
+        """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
+        load_named_state(self._optimizers, self.parameters.named_parameters(), state)

@@ -34,13 +34,13 @@ class WeightAverage:
     def run_phase(self, step: Step) -> None:
         """Move the average, unless the step is skipped."""
         if not self._averages:
-            self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named()}
+            self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named_parameters()}
         else:
             step.apply_update(self._move)
 
     def _move(self, skip: Tensor | None) -> None:
         """Move the average, unless the flag `skip`, float32 () on the device, is 1."""
-        for name, parameter in self.parameters.named():
+        for name, parameter in self.parameters.named_parameters():
             average = self._averages[name]
             share: Any = 1 - self.decay
             if skip is not None:
@@ -50,12 +50,12 @@ class WeightAverage:
     def averages(self) -> Mapping[str, Tensor]:
         return self._averages
 
-    def swap_in(self) -> AbstractContextManager[None]:
+    def use_averages(self) -> AbstractContextManager[None]:
         return self._swap()
 
     @contextmanager
     def _swap(self) -> Iterator[None]:
-        weights = [(part, self._averages[name]) for name, part in self.parameters.named() if self._averages]
+        weights = [(part, self._averages[name]) for name, part in self.parameters.named_parameters() if self._averages]
         before = [part.detach().clone() for part, _ in weights]
         try:
             for part, average in weights:
@@ -66,8 +66,8 @@ class WeightAverage:
                 _replace(part, weight)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the averages' bytes as optimizer state."""
-        sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named())
+        """Return the bytes of the averages as optimizer state."""
+        sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named_parameters())
         return {"optimizer_state": sum(sizes)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
@@ -76,18 +76,18 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""
         averages = self._averages
-        return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named()}
+        return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named_parameters()}
 
     def forecast_state(self) -> dict[str, Any]:
         """Return the averages' shapes and dtypes, on the meta device."""
         return {
             name: {"average": torch.empty_like(part, dtype=_wide_dtype(part.dtype), device="meta")}
-            for name, part in self.parameters.named()
+            for name, part in self.parameters.named_parameters()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved averages. Raises KeyError if their parameters are not this rank's."""
-        named = dict(self.parameters.named())
+        named = dict(self.parameters.named_parameters())
         if state and named.keys() != state.keys():
             raise KeyError(f"averages differ for {sorted(named.keys() ^ state.keys())}")
         self._averages = {

@@ -8,7 +8,7 @@ from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
-from drawloom.components.ports.stages import AveragedWeights, averaged
+from drawloom.components.ports.stages import AveragedWeights, with_averages
 from drawloom.graph import component, setting
 
 
@@ -57,7 +57,7 @@ class Evaluate:
 
     def _measure(self) -> float | None:
         """Return the mean loss per token; None if the split is empty. A collective."""
-        with averaged(self.average):
+        with with_averages(self.average):
             state = state_of_batches(self.data.batches())
             self.executor.evaluate(state)
         # sums are reduced, not means, because ranks may have different numbers of tokens

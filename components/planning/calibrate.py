@@ -21,7 +21,7 @@ from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.kernels.attention import attention_flops
+from drawloom.kernels.attention_meta import attention_flops
 
 SECONDS = 1.0
 """
@@ -171,10 +171,10 @@ def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seco
         products, attention, addition = (_duration(device, run, seconds / 3) for run in kinds)
     else:
         *_, products, attention, addition = _time_alternating([kinds[0], kinds[0], *kinds], seconds)
-    flops = attention_flops(1, sizes.length) + attention_flops(1, sizes.length, backward=True)
-    queries, bandwidth = ROWS * sizes.length * HEADS * HEAD_SIZE, 2 * (sizes.vector // 4 * 4) / addition
+    pairs, bandwidth = ROWS * HEADS * sizes.length**2 / 2, 2 * (sizes.vector // 4 * 4) / addition
+    flops = sum(attention_flops(pairs, HEAD_SIZE, HEAD_SIZE, backward=backward) for backward in (False, True))
     inside = attention - _traffic(device, dtype, sizes, bandwidth)
-    return _Speeds(_product_flops(sizes) / products, flops * queries / 2 / max(inside, attention / 2), bandwidth)
+    return _Speeds(_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
 
 
 def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:

@@ -53,7 +53,7 @@ class RankView:
     @cached_property
     def trainable_elements(self) -> int:
         """Count this rank's trained elements."""
-        return sum(parameter.numel() for _, parameter in self.stages.named())
+        return sum(parameter.numel() for _, parameter in self.stages.named_parameters())
 
     @cached_property
     def frozen(self) -> set[str]:
@@ -64,7 +64,7 @@ class RankView:
     @cached_property
     def elements(self) -> dict[int, Elements]:
         """Return the element counts by stage."""
-        owned = dict(self.stages.named())
+        owned = dict(self.stages.named_parameters())
         return {stage.index: self._elements(stage, owned) for stage in self.stages.local}
 
     def _elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
@@ -153,7 +153,7 @@ class RankView:
     @cached_property
     def _weight_bytes(self) -> int:
         """Return the weight bytes that the optimizer updates on this rank."""
-        return sum(weight.nbytes for _, weight in self.stages.named())
+        return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, and casts."""

@@ -133,7 +133,7 @@ class Signals:
             self._reader = None
 
     def agree_on_signal(self) -> int:
-        """Return the largest signal number received by any rank, 0 without a signal. A collective."""
+        """Return the largest number of a signal that any rank received, 0 without one. A collective."""
         largest = torch.tensor(self._received, dtype=torch.int64)
         self.mesh.world.max(largest)
         return int(largest)

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import (
     AfterRestore,
@@ -147,7 +147,7 @@ class Trainer:
             try:
                 if not task.is_finished(last):
                     task.finish(last)
-            except Agreed as error:
+            except RankError as error:
                 errors.append(error)
         if errors:
             raise errors[0]

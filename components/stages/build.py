@@ -25,7 +25,7 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
-from drawloom.components.weights.adapted import adapted_model, inject
+from drawloom.components.weights.adapted import build_adapted_model, inject
 from drawloom.graph import UserError
 
 
@@ -67,7 +67,9 @@ class StageBuilder:
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
-            adapted_model(self.model, self.adapters)  # checks patterns on the whole model, not on this rank's part
+            build_adapted_model(
+                self.model, self.adapters
+            )  # checks patterns on the whole model, not on this rank's part
         splits: dict[str, RankSlice] = {}
         experts: set[str] = set()
         modules = {index: self.build(spans[index]) for index in local}

@@ -111,7 +111,7 @@ class InitialValues:
 
     def _slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
         """Return this rank's parameter slice; None for a whole parameter."""
-        return TensorSlice.nested(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+        return TensorSlice.compose(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         tensor_slice = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))

@@ -243,7 +243,7 @@ class MaterializedStages:
         check_capacity(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._data_parallel(parallel)
         sharded = data_parallel.shard(modules)
-        slices = {name: rank_slice.place for name, rank_slice in parallel.splits.items()}
+        slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules))
         if self.adapters:
@@ -289,15 +289,15 @@ class MaterializedStages:
     def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         return self._activations.of(stage, inputs, shared)
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all local stages' trained parameters, without duplicates; [] before `open`."""
-        return [] if self._parameters is None else self._parameters.named()
+        return [] if self._parameters is None else self._parameters.named_parameters()
 
     def slices(self) -> dict[str, TensorSlice | None]:
-        return {name: self._parameters.slice(name) for name, _ in self.named()}
+        return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self._parameters.counted()
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast(only_if_changed)

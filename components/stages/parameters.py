@@ -55,11 +55,11 @@ class StageParameters:
         """Return the stages' parameters by name, including frozen ones."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all stages' trained parameters by name, without duplicates."""
         return list(self._named.items())
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
         shared = self._sharing
         elsewhere = set[str]().union(*(dimension.names_owned_elsewhere(shared) for dimension in self.dimensions))
@@ -80,14 +80,14 @@ class StageParameters:
 
     def slice(self, name: str) -> TensorSlice | None:
         """Return this rank's parameter slice; None for a whole parameter."""
-        split = self.splits[name].place if name in self.splits else None
-        return TensorSlice.nested(split, self.store.slices.get(name))
+        split = self.splits[name].tensor_slice if name in self.splits else None
+        return TensorSlice.compose(split, self.store.slices.get(name))
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients."""
         modules = [stage.module for stage in self.stages]
         tensors = dict.fromkeys(tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
-        trained = sum(parameter.numel() for _, parameter in self.named())
+        trained = sum(parameter.numel() for _, parameter in self.named_parameters())
         return {
             **self.store.memory_bytes(),
             "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copy_bytes,

@@ -32,7 +32,8 @@ def experts_of(**changes: Any) -> Experts:
     """The experts of a layer in float64, on the meta device."""
     model = sparse(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=5, **changes)
     with torch.device("meta"):
-        return Experts(model.architecture, model.kernels).double()  # type: ignore[arg-type]
+        spec: Any = model.architecture.mlp_of(0)
+        return Experts(WIDTH, spec, model.kernels).double()
 
 
 def weight(name: str) -> Tensor:
@@ -85,7 +86,7 @@ def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
             splits = split_experts(module, mesh.expert_group)
             module.to_empty(device="cpu")
             for name, split in splits.items():
-                module.get_parameter(name).data.copy_(weight(name)[split.place.index()])
+                module.get_parameter(name).data.copy_(weight(name)[split.tensor_slice.index()])
             found.append(run_experts(module, *inputs(chosen, mesh.world.rank)))
         return found
     finally:

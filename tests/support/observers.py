@@ -156,20 +156,20 @@ class _TwoParameters:
     def _vector(self) -> nn.Parameter:
         return nn.Parameter(torch.ones(4, dtype=self.dtype))
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
 
     def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
+        return dict.fromkeys(name for name, _ in self.named_parameters())
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self.named()
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named_parameters()
 
     def sum_gradients(self) -> None: ...
 
     def differentiate(self, factor: float) -> None:
         """Gradients of different sizes."""
-        for _, parameter in self.named():
+        for _, parameter in self.named_parameters():
             numbers = torch.arange(1, parameter.numel() + 1).reshape(parameter.shape)
             parameter.grad = (factor * numbers).to(self.dtype)
 
@@ -185,7 +185,7 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     for index in (1, 2, 3):
         held.differentiate(1e-4 * index * (-1) ** index)
         optimizer.run_phase(Step(index, 3, state={"lr_factor": 1.0}))
-    return [parameter.tolist() for _, parameter in held.named()], str(optimizer.state_dict())
+    return [parameter.tolist() for _, parameter in held.named_parameters()], str(optimizer.state_dict())
 
 
 def average_weights(use: str, values: Values, _place: Path) -> Any:
@@ -228,7 +228,7 @@ def clip_gradients(use: str, values: Values, _place: Path) -> Any:
         reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
         edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
     build(use, **edges, **values).run_phase(Step(1, 1, state={"grad_norm": torch.tensor(40.0)}))
-    return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
+    return [parameter.grad.tolist() for _, parameter in held.named_parameters() if parameter.grad is not None]
 
 
 def divide_gradients(use: str, values: Values, _place: Path) -> Any:

@@ -137,7 +137,7 @@ def train_with_adapter(use: str, values: Values, place: Path) -> Any:
     adapter = {"use": use, **values}
     with _recipe(place, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
         (stage,) = objects["stages"].local
-        named = objects["stages"].named()
+        named = objects["stages"].named_parameters()
         torch.manual_seed(0)
         for _, parameter in named:
             torch.nn.init.normal_(parameter)

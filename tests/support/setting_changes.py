@@ -84,6 +84,12 @@ def config(family: str) -> Change:
     return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
 
 
+TYPED_SIZES: dict[str, Any] = SIZES | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LAYER_TYPES: dict[str, Any] = {
+    "layer_types": Change(["full_attention"] * 3, {"sliding_window": 3}),
+    "sliding_window": 3,
+    "attention_bias": True,
+}
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
 LENGTHS = [{"length": 2, "until_step": 1}]
 RAMP = [{"size": 8, "until_step": 1}]
@@ -377,6 +383,42 @@ ROWS: dict[str, Row] = {
         },
     ),
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
+    "model.gemma3": Row(
+        parts.model_of,
+        TYPED_SIZES,
+        MODEL
+        | LAYER_TYPES
+        | {
+            "config": config("gemma3"),
+            "tie_word_embeddings": False,
+            "rope_local_base_freq": 10.0,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "model.granite": Row(
+        parts.model_of,
+        SIZES,
+        MODEL
+        | {"config": config("granite"), "attention_bias": True, "mlp_bias": True}
+        | {f"{name}_multiplier": 0.5 for name in ("embedding", "attention", "residual")}
+        | {"logits_scaling": 2.0},
+    ),
+    "model.olmo2": Row(parts.model_of, SIZES, MODEL | {"config": config("olmo2"), "attention_bias": True}),
+    "model.olmo3": Row(parts.model_of, TYPED_SIZES, MODEL | LAYER_TYPES | {"config": config("olmo3")}),
+    "model.smollm3": Row(
+        parts.model_of,
+        SIZES,
+        MODEL
+        | {
+            "config": config("smollm3"),
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": Change(True, {"sliding_window": 3, "no_rope_layers": [1, 0]}),
+            "sliding_window": Change(3, {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
+        },
+    ),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
     ),

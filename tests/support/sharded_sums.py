@@ -63,8 +63,8 @@ def _logits(stages: MaterializedStages, rows: Tensor) -> Any:
 
 
 def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
-    found = {name: each.grad.cpu() for name, each in stages.named() if each.grad is not None}
-    for _, each in stages.named():
+    found = {name: each.grad.cpu() for name, each in stages.named_parameters() if each.grad is not None}
+    for _, each in stages.named_parameters():
         each.grad = None
     return {name: each for name, each in found.items() if not name.startswith("loss.")}
 

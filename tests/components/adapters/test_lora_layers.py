@@ -10,7 +10,7 @@ from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, dora_
 from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.weights.adapted import adapted_model, merge_mapper
+from drawloom.components.weights.adapted import build_adapted_model, merge_mapper
 from drawloom.components.weights.load import convert
 from support.adapted import adapt, fill_from_seed, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
@@ -126,7 +126,7 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
     model, adapters = KINDS[kind]()
     module = adapt(model, *adapters)
     tied = kind == "tied"
-    whole = adapted_model(model, adapters)
+    whole = build_adapted_model(model, adapters)
     parameters = dict(module.named_parameters())
     merged = convert(merge_mapper(whole, tied), parameters)
     plain = KINDS[kind]()[0] if not tied else dense(tie_word_embeddings=False)

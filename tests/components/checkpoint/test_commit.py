@@ -201,7 +201,7 @@ def _kill_cleanup_everywhere(base: Path) -> list[int]:
 
 
 def test_a_kill_during_cleanup_is_repaired_by_the_next_start(tmp_path: Path) -> None:
-    """After a kill at each call, no leftovers remain in the end, and nothing else is removed."""
+    """After a kill at every call, no leftovers remain in the end, and nothing else is removed."""
     [restored_steps] = run_ranks(_kill_cleanup_everywhere, 1, tmp_path)
     assert len(restored_steps) > 8
     assert set(restored_steps) == {2}

@@ -26,14 +26,14 @@ class Weights:
 
     parameters: dict[str, nn.Parameter]
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self.named()
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named_parameters()
 
     def sum_gradients(self) -> None:
         pass

@@ -78,7 +78,7 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
         for group in expected.param_groups:
             group["lr"] = 0.1 * (1 / number) * group["factor"]
         expected.step()
-    assert_equal(dict(ours.named()), dict(theirs.named()))
+    assert_equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
@@ -89,7 +89,7 @@ def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> N
     weights = Weights(SHAPES)
     groups = [make(targets=["layers.*.up.*"], lr_multiplier=0.5, weight_decay=0.7, **betas)]
     steps(open_optimizer(kind, weights, groups=groups), weights, 1, 2, 3, 4)
-    for name, parameter in weights.named():
+    for name, parameter in weights.named_parameters():
         alone = Weights({name: SHAPES[name]})
         settings = {"lr": 0.05, "weight_decay": 0.7, **betas} if ".up." in name else {}
         steps(open_optimizer(kind, alone, **settings), alone, 1, 2, 3, 4)

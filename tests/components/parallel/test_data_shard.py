@@ -231,7 +231,7 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
             with torch.no_grad():
                 if gathered:
                     shards.unshard()
-                for _, parameter in stages.named():
+                for _, parameter in stages.named_parameters():
                     parameter.mul_(2)
                 stages.cast_weights()
                 shards.unshard()

@@ -93,10 +93,10 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
             module = whole(model).to("meta")
             splits.append(split(module, TensorRanks(Rank(rank, 2))))
             for name, parameter_split in splits[-1].items():
-                assert tuple(module.get_parameter(name).shape) == parameter_split.place.size, name
+                assert tuple(module.get_parameter(name).shape) == parameter_split.tensor_slice.size, name
     assert {name for name in sizes if name not in splits[0]} == {name for name in sizes if "norm" in name}
     for name, parameter_split in splits[0].items():
-        tensor_slice, other = parameter_split.place, splits[1][name].place
+        tensor_slice, other = parameter_split.tensor_slice, splits[1][name].tensor_slice
         assert tensor_slice.shape == other.shape == sizes[name] and not tensor_slice.overlap(other)
         assert tensor_slice.numel + other.numel == TensorSlice.whole(sizes[name]).numel
 
@@ -124,7 +124,7 @@ def test_a_bias_of_partial_sums_is_added_once() -> None:
         part = Linear(4, 3, cpu_kernels(), True, "rowwise")
         [weight_split] = split(part, TensorRanks(Rank(rank, 2))).values()
         with torch.no_grad():
-            part.weight.copy_(layer.weight[weight_split.place.index()])
+            part.weight.copy_(layer.weight[weight_split.tensor_slice.index()])
             part.bias.copy_(layer.bias)
         parts.append(part(x[:, 2 * rank : 2 * rank + 2]))
     torch.testing.assert_close(parts[0] + parts[1], expected)

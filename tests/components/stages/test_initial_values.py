@@ -27,7 +27,8 @@ def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, 
     with torch.device("meta"):
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     places = {
-        name: parameter_split.place for name, parameter_split in split(module, TensorRanks(Rank(rank, ranks))).items()
+        name: parameter_split.tensor_slice
+        for name, parameter_split in split(module, TensorRanks(Rank(rank, ranks))).items()
     }
     InitialValues(model, seed, torch.device("cpu"), None, places).fill([module])
     return dict(module.named_parameters()), places

@@ -145,7 +145,11 @@ def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
     narrowed = unpack(narrow_tree(tree, parts), cut)
-    assert narrowed["a"][0].place == parts["a/0"] and narrowed["b"].place == TensorSlice((6, 2), (3, 0), (2, 2))
-    assert all(torch.equal(piece.tensor, whole[piece.place.index()]) for piece in (narrowed["a"][0], narrowed["b"]))
+    assert narrowed["a"][0].tensor_slice == parts["a/0"] and narrowed["b"].tensor_slice == TensorSlice(
+        (6, 2), (3, 0), (2, 2)
+    )
+    assert all(
+        torch.equal(piece.tensor, whole[piece.tensor_slice.index()]) for piece in (narrowed["a"][0], narrowed["b"])
+    )
     assert narrowed["a"][1] == 1 and narrowed["c"][0].tolist() == [1, 1] and str(narrowed["c"][1:]) == "(nan, None)"
     assert str(narrow_tree(tree, {})) == str(tree)

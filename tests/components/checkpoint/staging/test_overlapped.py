@@ -101,7 +101,7 @@ def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
 
 
 def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> None:
-    """Two `async_save` with one stager, the state changed when staging is complete: each file has its own step."""
+    """Two `async_save` with one stager, the state changed when staging is complete: every file has its own step."""
     stager = Overlapped()
     weight = torch.zeros(1000, 1000)
     responses: list[Any] = []
