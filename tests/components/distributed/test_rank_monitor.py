@@ -93,7 +93,7 @@ def test_the_message_of_an_exception_names_rank_and_location(
 def test_the_rank_with_the_traceback_reports_first(
     store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that raises another rank's RankError error waits for the other's own report."""
+    """A rank that raises another rank's RankError waits for the other's own report."""
     zero, one = both(store)
 
     def wait(*_: object) -> None:
