@@ -19,7 +19,7 @@ from support.runs import Outcome, command
 ROOT = Path(__file__).parents[2]
 
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?$")
-MARKER = re.compile(r"^<!-- (?P<kind>not run|from|exit|each anew)(?:[: ]+(?P<value>.+?))? -->$")
+MARKER = re.compile(r"^<!-- (?P<kind>not run|from|exit)(?:[: ]+(?P<value>.+?))? -->$")
 
 # What a page trains takes seconds: models, batches and runs of the shipped recipes are made smaller. A row that no
 # longer fits its recipe fails.
