@@ -198,6 +198,6 @@ def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     """Graphs know that rows are one document each until there are others, and are then recorded again, once."""
     monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
-        (found,) = steps([CASES[0]], True, taken=6)
+        (found,) = steps([CASES[0]], True, step_count=6)
     assert not caplog.records and recorder.recorded == 4
-    assert_same(found, steps([CASES[0]], False, taken=6)[0])
+    assert_same(found, steps([CASES[0]], False, step_count=6)[0])
