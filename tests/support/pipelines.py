@@ -187,8 +187,8 @@ Case = tuple[str | Schedule, int, bool, bool, str]
 """
 A schedule or its name, the microbatch count, whether embedding and head are tied, whether the first layer is frozen,
 and the name of a loss. "muon", "symmetric", "dora" and "norms" mean the plain loss with another optimizer, dispatcher
-or adapters, or with only the last layer's norms trained. A name in
-FAMILIES means the plain loss with another model.
+or adapters, or with only the last layer's norms trained. A name in FAMILIES means the
+plain loss with another model.
 """
 
 
