@@ -21,7 +21,7 @@ from support.blocks import (
     commands,
     run_source,
     run_words,
-    shorter,
+    shorten,
     split_redirection,
     write_recipes,
 )
@@ -99,9 +99,9 @@ class Reader:
             excerpt(block)
         elif block.title:
             assert any(block.title in later.text for later in blocks(block.page) if later.line > block.line), block
-            self._write(block, shorter(block.text))
+            self._write(block, shorten(block.text))
         elif block.kind != "not run":
-            (self.folder / "part.toml").write_text(shorter(block.text), "utf-8")
+            (self.folder / "part.toml").write_text(shorten(block.text), "utf-8")
             whole = ["part.toml"] if "extends" in data else ["first_run", "--overlay", "part.toml"]
             outcome = self._run(Command(shlex.join(["drawloom", "check", "--elsewhere", *whole]), []))
             assert outcome.code == 0, f"{block}\n{outcome.text}"

@@ -74,7 +74,7 @@ BUDGETS = {
         "`found`": 9.3,
         "`place`": 7.8,
         "`held`": 0.9,
-        "`of`": 0.3,
+        "`of`": 0.2,
         "participle functions": 29.0,
     },
 }

@@ -31,7 +31,7 @@ class Change:
 
 @attrs.frozen
 class Row:
-    """How a component is observed, what it is given before and after, and each setting's other value."""
+    """A component's observer, its settings before and after, and each setting's other value."""
 
     observer: Observer
     base: dict[str, Any]
@@ -80,7 +80,7 @@ MODEL: dict[str, Any] = {
 
 
 def config(family: str) -> Change:
-    """Another config.json of a family."""
+    """Return another config.json of a family."""
     return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
 
 

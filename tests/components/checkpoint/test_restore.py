@@ -26,7 +26,7 @@ from drawloom.components.storage import durable_files
 from drawloom.components.storage.sha256_stream import BLOCK
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def test_a_failing_commit_fails_on_both_ranks(tmp_path: Path) -> None:
 def test_a_rank_killed_while_saving_leaves_the_previous_step(tmp_path: Path, where: str, rank: int) -> None:
     """The survivor's error names the group, and the next start restores the committed step."""
     run_ranks(_save, 2, tmp_path, 1)
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_fault, 2, tmp_path, where, "killed", rank)
     assert "exit code -9" in caught.value.failures[rank]
     assert "group world (ranks 0, 1)" in caught.value.failures[1 - rank]

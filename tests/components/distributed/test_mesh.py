@@ -20,7 +20,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 @attrs.define
@@ -179,7 +179,7 @@ def test_sizes_are_at_least_one(size: int) -> None:
 
 def test_a_lost_replica_is_named() -> None:
     """When a process fails early, the others raise an error that names their group."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_leave_early, 2)
     assert "rank 1 gave up" in caught.value.failures[1]
     assert "in group data_replicate (ranks 0, 1)" in caught.value.failures[0]

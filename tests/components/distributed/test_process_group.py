@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 
@@ -98,7 +98,7 @@ def test_a_rank_sends_to_all_and_ranks_gather_tensors_of_any_shape() -> None:
 
 def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
     """The survivor of a killed rank raises within seconds, with the group and its ranks in the message."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_lose_a_peer, 2)
     assert list(caught.value.failures) == [1]
     text, seconds = caught.value.values[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.ports.run import StoppedError
 from drawloom.components.run.signals import Signals
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 ECHO_HERE = 0.3
 
@@ -205,7 +205,7 @@ def _hang(grace: float, signals_sent: int) -> None:
 @pytest.mark.parametrize(("grace", "signals_sent"), [(0.3, 1), (60.0, 60)])
 def test_a_hanging_process_exits_too(grace: float, signals_sent: int) -> None:
     """After the grace period or at Ctrl-C, which may follow the first too closely, though it is blocked."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_hang, 1, grace, signals_sent, variables=False, timeout=20)
     assert str(caught.value) == f"rank 0: died with exit code {143 if signals_sent == 1 else 130}"
 

@@ -15,7 +15,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.workspace import workspace
 from drawloom.components.workspace.workspace import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 CPU = torch.device("cpu")
 OF_OTHERS = ("sem.", "power-")
@@ -229,7 +229,7 @@ def _die_after_writing(folder: str) -> tuple[str, float]:
 
 def test_a_killed_writer(tmp_path: Path) -> None:
     """The others learn of it soon; its leftovers are never read, and removed when its successor begins."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_die_after_writing, 2, str(tmp_path))
     assert "exit code -9" in caught.value.failures[1]
     text, seconds = caught.value.values[0]

@@ -200,6 +200,6 @@ def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     """Graphs for one-document rows are recorded again, once, when packed rows come."""
     monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
-        (replayed,) = steps([CASES[0]], True, taken=6)
+        (replayed,) = steps([CASES[0]], True, step_count=6)
     assert not caplog.records and recorder.recorded == 4
-    assert_same(replayed, steps([CASES[0]], False, taken=6)[0])
+    assert_same(replayed, steps([CASES[0]], False, step_count=6)[0])

@@ -20,7 +20,7 @@ from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from support import pipelines
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.steps import train
 
 NO_HEAD: Any = None
@@ -199,7 +199,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
 )
 def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
     """A dtype, shape, structure or constant that differs from the meta pass is an error on the sender, in words."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(run_schedule, 2, "one_f_one_b", fault)
     assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])
     assert re.search(text, caught.value.failures[0]), caught.value.failures[0]
