@@ -127,6 +127,11 @@ def preferences(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def preferences_by(loss: str) -> Callable[[Path], Mapping[str, Any]]:
+    """Pairs of answers, and another loss of the family."""
+    return lambda folder: {**preferences(folder), "loss": {"use": loss}}
+
+
 def store(folder: Path) -> Mapping[str, Any]:
     """A token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
@@ -181,6 +186,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
+    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.simpo")},
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,
