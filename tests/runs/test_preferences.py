@@ -46,7 +46,7 @@ def our_step(folder: Path, path: Path, *loss: str) -> tuple[Result, list[tuple[T
     values = (f"vars.base={path}", f'tokens.paths=["{PAIRS}"]', "tokens.validation_fraction=0.0", *loss)
     words = (*values, f"run.folder={folder / 'run'}", f"adapters.lora.targets={json.dumps(TARGETS)}")
     with Recipe.load("dpo", *words).open(["executor", "packing"]) as objects:
-        named = dict(objects["stages"].named())
+        named = dict(objects["stages"].named_parameters())
         generator = torch.Generator().manual_seed(1)
         for parameter in named.values():
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)

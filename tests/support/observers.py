@@ -247,7 +247,11 @@ def divide_gradients(use: str, values: Values, _place: Path) -> Any:
 def loss_of(use: str, values: Values, _place: Path) -> Any:
     """Return the loss and its named sums."""
     inputs = sample()
-    batch = inputs.batch.evolve(reference=torch.zeros_like(inputs.batch.weights))
+    # Rows of one pair each whose chosen answer begins with a prompt of one token.
+    pairs = (torch.arange(5) > 1).long().expand(3, 5)
+    weights = inputs.batch.weights.clone()
+    weights[:, 0] = 0
+    batch = inputs.batch.evolve(reference=torch.zeros_like(weights), document_ids=pairs, weights=weights)
     total, weight, sums = build(use, **values).loss(inputs.hidden, inputs.head(), batch)
     return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 
