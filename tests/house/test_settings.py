@@ -27,7 +27,7 @@ REGISTRY = Registry.of("drawloom.components")
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    """Each setting of each component, and each key of those that are tables."""
+    """Yield each setting of each component, and each key of its tables."""
     for use in REGISTRY.names():
         spec = REGISTRY.find(use)
         assert not isinstance(spec, Problem), spec
@@ -37,14 +37,14 @@ def settings() -> Iterator[tuple[str, str]]:
 
 
 def _keys(kind: Any) -> list[str]:
-    """The keys of a table, or of the tables of a list."""
+    """Return the keys of a table, or of a list's tables."""
     own = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else []
     return own + [key for part in typing.get_args(kind) for key in _keys(part)]
 
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that settings name."""
+    """Return a folder with the files named by settings."""
     folder = tmp_path_factory.mktemp("samples")
     (folder / "texts").mkdir()
     for number in range(20):
@@ -128,7 +128,7 @@ def _observed_before(observer: Observer, use: str, given: dict[str, Any], folder
 def test_a_changed_setting_has_an_effect(
     use: str, name: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another value of one setting, what the component does or says is another."""
+    """With another value of one setting, the component behaves in another way."""
     assert use in ROWS and name in ROWS[use].changes, f"write in ROWS how a change of {name!r} of {use!r} is observed"
     monkeypatch.chdir(samples)
     row = ROWS[use]

@@ -1,8 +1,8 @@
 """
-Two repairs of Triton's interpreter, which has no bfloat16 of its own and holds its bits as 16-bit integers.
+Two repairs of Triton's interpreter, which has no bfloat16 and stores its bits as 16-bit integers.
 
-It cuts float32 off on the way to bfloat16, where GPUs round to the nearest even; and it multiplies matrices of bfloat16
-as if their bits were integers.
+It truncates float32 on the way to bfloat16, where GPUs round to the nearest even; and it multiplies matrices of
+bfloat16 as if their bits were integers.
 """
 
 from typing import Any
@@ -15,19 +15,19 @@ BF16, FLOAT = tl.bfloat16, tl.float32
 
 
 def round_to_bfloat16(numbers: Any) -> Any:
-    """float32 as the bits of bfloat16, to the nearest, ties to even; NaN as GPUs write it."""
+    """Return the bits of bfloat16 for float32, rounded to the nearest, ties to even; NaN as GPUs write it."""
     bits = numbers.view(np.uint32)
     nearest = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(numbers), np.uint16(0x7FFF), nearest)
 
 
 def widen_bfloat16(bits: Any) -> Any:
-    """The bits of bfloat16 as float32."""
+    """Return the bits of bfloat16 as float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def repair() -> None:
-    """Put both right, for the rest of this process."""
+    """Repair both, for the rest of this process."""
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:

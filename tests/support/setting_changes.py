@@ -31,7 +31,7 @@ class Change:
 
 @attrs.frozen
 class Row:
-    """How a component is observed, what it is given before and after, and each setting's other value."""
+    """A component's observer, its settings before and after, and each setting's other value."""
 
     observer: Observer
     base: dict[str, Any]
@@ -80,7 +80,7 @@ MODEL: dict[str, Any] = {
 
 
 def config(family: str) -> Change:
-    """Another config.json of a family."""
+    """Return another config.json of a family."""
     return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
 
 
@@ -367,6 +367,10 @@ ROWS: dict[str, Row] = {
         {"wait": 2, "warmup": 2, "active": 2, "repeat": 2, "memory": True},
     ),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0, "opening": 7.0}),
+    "loss.cpo": Row(parts.loss_of, {}, {"beta": 0.5, "alpha": 0.5}),
+    "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
+    "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
+    "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
