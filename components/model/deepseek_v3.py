@@ -5,14 +5,14 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import size
+from drawloom.components.model.decoder.config import MAX_SIZES, size
 from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsBuilder, GroupedExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.model.decoder.values import COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
 
@@ -161,7 +161,7 @@ class DeepseekV3(GroupedExpertsBuilder):
     )
     q_lora_rank: int | None = setting(
         default=None,
-        check=at_least(0),
+        check=between(0, MAX_SIZES["hidden_size"] + 1),
         doc="width of the latent of queries, or 0 to project them from hidden states; default: 1536",
     )
     rope_interleave: bool | None = setting(

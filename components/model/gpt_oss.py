@@ -70,7 +70,8 @@ def _interleave(name: str, dim: int) -> Mapper:
         return [torch.stack(tensors[0].chunk(2, dim), dim + 1).flatten(dim, dim + 1)]
 
     def separate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.cat(tensors[0].unflatten(dim, (-1, 2)).unbind(dim + 1), dim)]
+        ahead = (slice(None),) * dim
+        return [torch.cat([tensors[0][(*ahead, slice(start, None, 2))] for start in (0, 1)], dim)]
 
     return Mapper((TensorGroup((name,), (name,), alternate, separate),))
 

@@ -25,7 +25,7 @@ class ExpertKernels(Kernels, Protocol):
         """Apply `swiglu` to both halves of (..., 2 * width); result (..., width)."""
         ...
 
-    def clamped_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
         """
         Return (up + 1) * gate * sigmoid(alpha * gate) for the halves of (..., 2 * width), with `swiglu`'s scale.
 

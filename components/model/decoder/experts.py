@@ -110,7 +110,7 @@ class Experts(ExpertParallel):
         """Apply the gate to both (rows, 2 * inner width), with a scale (rows,): (rows, inner width)."""
         if (clamp := self.spec.clamp) is None:
             return self.kernels.swiglu_halves(both, scale)
-        return self.kernels.clamped_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
+        return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
 
     def _biases(self, name: str, here: Dispatched) -> Tensor:
         """Return the bias of each row's expert, (rows, outputs), and zeros for unused rows."""

@@ -82,7 +82,7 @@ class MlpSpec:
 
 @attrs.frozen
 class ClampedSwiGlu:
-    """Slope and bound of clamped SwiGLU, see kernels/clamped_swiglu.py."""
+    """Slope and bound of clamped SwiGLU, see kernels/oss_swiglu.py."""
 
     alpha: float
     limit: float

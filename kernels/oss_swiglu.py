@@ -1,4 +1,4 @@
-"""Clamped SwiGLU of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with bounds (OpenAI 2025, arXiv 2508.10925)."""
+"""gpt-oss's clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), with bounds (OpenAI 2025, arXiv 2508.10925)."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from torch.autograd import Function
 from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
 
 
-def clamped_swiglu_halves_eager(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+def oss_swiglu_halves_eager(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
     """
     Return (up + 1) * gate * sigmoid(alpha * gate) for both (..., 2 * width), gate in the first half; (..., width).
 
-    The gate is at most `limit`, and up is between -limit and limit. `scale` (...,) multiplies each vector. Computed in
+    The gate is at most `limit`, and up is between -limit and limit. `scale` (...,) multiplies vectors. Computed in
     at least float32 and rounded once.
     """
     return _ClampedSwiGlu.apply(both, scale, alpha, limit)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _ClampedSwiGlu(Function):
-    """Clamped SwiGLU that saves only its arguments, and repeats the forward pass in the backward pass."""
+    """Clamped SwiGLU for autograd: saves only its arguments, and repeats the forward pass in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        """Return (..., width) in the dtype of both (..., 2 * width); scale is (...)."""
+        """Return (..., width) in the same dtype as both (..., 2 * width); scale is (...)."""
         ctx.save_for_backward(both, scale)
         ctx.bounds = alpha, limit
         return as_new_tensor(_compute(both, scale, alpha, limit))
@@ -33,11 +33,12 @@ class _ClampedSwiGlu(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         alpha, limit = ctx.bounds
-        both, scale = (x if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors)
-        inputs = [x for x in (both, scale) if x is not None]
+        both, scale = ctx.saved_tensors
+        inputs = [x.detach().requires_grad_() for x in (both, scale) if x is not None]
         with torch.enable_grad():
-            grads = torch.autograd.grad(_compute(both, scale, alpha, limit), inputs, grad)
-        return grads[0], grads[1] if scale is not None else None, None, None
+            result = _compute(inputs[0], None if scale is None else inputs[1], alpha, limit)
+        grads = torch.autograd.grad(result, inputs, grad)
+        return grads[0], None if scale is None else grads[1], None, None
 
 
 def _compute(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
