@@ -17,7 +17,7 @@ PER_DRAW = 2
 """Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
 ALL = 2**62
-"""Row width above any weight's."""
+"""Row width above all weights."""
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _update(
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
-    """Update elements by AdamW, with the noise of parameter indices `index` of all elements, or of the even ones."""
+    """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
     old = tl.load(weight + element, mask=mask).to(tl.float32)
     g = tl.load(grad + element, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
