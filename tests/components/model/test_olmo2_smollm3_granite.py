@@ -1,4 +1,4 @@
-"""Layers by specifications, in OLMo 2 and 3, SmolLM3 and Granite, against transformers."""
+"""OLMo 2 and 3, SmolLM3 and Granite against transformers."""
 
 import json
 from pathlib import Path
