@@ -30,7 +30,8 @@ class KeyValueCache:
         """
         Append new tokens' keys and values for the next layer, and return all its keys and values.
 
-        Results are (rows, length + new, kv_heads, head_dim), for values any v_dim. Raises ValueError for more than `capacity` tokens.
+        Results are (rows, length + new, kv_heads, head_dim), for values v_dim. Raises ValueError for more than
+        `capacity` tokens.
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
