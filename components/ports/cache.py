@@ -9,7 +9,7 @@ class KeyValueCache:
 
     The BatchContext for a pass over new tokens, with positions from `length` on, contains the cache. A model passes it
     to `Kernels.attention_mask`; every layer's `Kernels.attention` then extends it, always in the first pass's layer
-    order. `advance` ends a pass.
+    order. Recurrent operations keep their states instead, also in order. `advance` ends a pass.
     """
 
     # Not an attrs class: a forward pass walks the trees of its inputs, in which a cache must be a leaf.
@@ -18,31 +18,46 @@ class KeyValueCache:
         self.length = 0
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._next = 0
+        self._states: list[Tensor | None] = []
+        self._next_state = 0
 
     @property
     def layers(self) -> int:
-        """Number of layers that have extended the cache; 0 if the model does not use a cache."""
-        return len(self._layers)
+        """Number of layers, and recurrent operations, in the cache; 0 if the model does not use a cache."""
+        return len(self._layers) + len(self._states)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
         Append new tokens' keys and values for the next layer, and return all its keys and values.
 
-        The results are (rows, length + new, kv_heads, width of a key or value). Raises ValueError for more than
+        Results are (rows, length + new, kv_heads, head_dim), for values v_dim. Raises ValueError for more than
         `capacity` tokens.
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit into a cache of {self.capacity}")
         if self._next == len(self._layers):
-            empty = [tensor.new_empty(tensor.shape[0], self.capacity, *tensor.shape[2:]) for tensor in (k, v)]
-            self._layers.append((empty[0], empty[1]))
+            new = [x.new_empty(x.shape[0], self.capacity, *x.shape[2:]) for x in (k, v)]
+            self._layers.append((new[0], new[1]))
         keys, values = self._layers[self._next]
         self._next += 1
         keys[:, self.length : end], values[:, self.length : end] = k, v
         return keys[:, :end], values[:, :end]
 
+    def read_state(self) -> Tensor | None:
+        """
+        Return the state (any shape) that the next recurrent operation had after earlier tokens; None in the first pass.
+        """
+        if self._next_state == len(self._states):
+            self._states.append(None)
+        self._next_state += 1
+        return self._states[self._next_state - 1]
+
+    def write_state(self, state: Tensor) -> None:
+        """Store a state (any shape) for the operation that called `read_state` last."""
+        self._states[self._next_state - 1] = state
+
     def advance(self, tokens: int) -> None:
         """End a pass over `tokens` new tokens; the next pass begins at the first layer again."""
         self.length += tokens
-        self._next = 0
+        self._next = self._next_state = 0
