@@ -28,6 +28,7 @@ from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
 from drawloom.components.ports.corpus import Tokenizer
@@ -57,6 +58,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Qwen2,
         Qwen3Dense,
         Qwen3Moe,
+        Qwen35,
         SmolLm3,
     )
     for model_type in (kind.family.model_type, *kind.family.other_types)

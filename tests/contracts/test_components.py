@@ -250,6 +250,17 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.gpt_oss": lambda folder: {
         "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
     },
+    "model.qwen3_5": lambda folder: {
+        "model": {
+            **TINY["model"],
+            "use": "model.qwen3_5",
+            "partial_rotary_factor": 0.5,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+        }
+    },
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
     "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),

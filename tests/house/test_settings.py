@@ -20,7 +20,7 @@ from support import observers as parts
 from support import observers_of_runs as runs
 from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
-from support.setting_changes import GROUPED_SIZES, ROWS, UNOBSERVED, Change, Observer
+from support.setting_changes import DELTA, GROUPED_SIZES, ROWS, UNOBSERVED, Change, Observer
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
 REGISTRY = Registry.of("drawloom.components")
@@ -71,6 +71,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
         families += [(GROUPED_SIZES, family, f"_{family}") for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")]
         families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
+        families += [(SIZES | DELTA, "qwen3_5", "_qwen3_5")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]
         for sizes, use, suffix in families:
             config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)

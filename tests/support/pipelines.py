@@ -29,6 +29,7 @@ from drawloom.components.model.granite import Granite
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
@@ -247,6 +248,18 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "intermediate_size": 6,
             "router_aux_loss_coef": 0.5,
+            "initializer_range": 0.2,
+        },
+    ),
+    # the gated delta rule, and gated attention
+    "qwen3_5": (
+        Qwen35,
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
             "initializer_range": 0.2,
         },
     ),

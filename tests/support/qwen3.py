@@ -84,7 +84,8 @@ def as_in_transformers(
     """Tensors (any shape) as in the modules of transformers: mapped where modules are like files, else unchanged."""
     mapper = model.hugging_face_mapper()
     renamed = Mapper(tuple(group for group in mapper.groups if set(group.outputs) <= set(names)))
-    return {**tensors, **convert(renamed, tensors)}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in renamed.inputs}
+    return kept | convert(renamed, tensors)
 
 
 def one_document(rows: int, length: int) -> TokenContext:

@@ -139,6 +139,12 @@ SHARED_EXPERTS |= {
     "sliding_window": Change(3, {"max_window_layers": 1}),
     "max_window_layers": Change(1, {"sliding_window": 3}),
 }
+DELTA = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
 GROUPED = {
     key: change
@@ -451,6 +457,22 @@ ROWS: dict[str, Row] = {
             "swiglu_limit": 1e-3,
             "router_aux_loss_coef": 0.5,
             "router_z_loss_coef": 0.5,
+        },
+    ),
+    "model.qwen3_5": Row(
+        parts.model_of,
+        SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 1.0} | DELTA,
+        MODEL
+        | {
+            "config": config("qwen3_5"),
+            "layer_types": ["full_attention"] * 3,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
         },
     ),
     "model.granite": Row(

@@ -26,7 +26,9 @@ class Attention(TensorParallel):
         super().__init__()
         outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
         query_width, key_width = spec.heads * unit, spec.kv_heads * unit
-        self.q_proj = Linear(outer, query_width, kernels, has_bias("q_proj"), unit=unit)
+        # With a gate, the rows of each head are followed by the rows of its gate.
+        repeat = 2 if spec.gate else 1
+        self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
         self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
         self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
@@ -47,6 +49,8 @@ class Attention(TensorParallel):
         shape = context.documents.shape
         hidden = self.ranks.gather_tokens(hidden, shape)
         q, k, v = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        if self.spec.gate:
+            q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
@@ -54,7 +58,10 @@ class Attention(TensorParallel):
         mixed = self.kernels.attention(
             q, k, v, context.mask, self.spec.options, self.sinks if self.spec.sinks else None
         )
-        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
+        mixed = mixed.flatten(-2)
+        if self.spec.gate:
+            mixed = mixed * gate.sigmoid()
+        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed))
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         return {"sinks": SplitDim(0)} if self.spec.sinks else {}

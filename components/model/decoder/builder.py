@@ -64,9 +64,12 @@ def fill_with_initial_weights(
             parameter.fill_(role.initial)
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
-    scale = std / math.sqrt(2 * layers) if role.initial == "residual" else std
+    scale = {"normal": std, "residual": std / math.sqrt(2 * layers)}.get(str(role.initial), 1.0)
     part = part_of or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
+    if callable(role.initial):
+        with torch.no_grad():
+            parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
 @inherited

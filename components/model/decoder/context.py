@@ -10,8 +10,8 @@ class LayerContext(NamedTuple):
     Inputs of a layer beside hidden states.
 
     `documents` are int64 (rows, length). `angles` are cos and sin, float32 (rows, length, pairs); None: the layer does
-    not rotate. `mask` is the kernels' attention_mask of the microbatch. `weights`, float32 (rows, length), weight each
-    token in losses inside of the layer; None disables them.
+    not rotate. `mask` is the kernels' attention_mask of the microbatch, and `recurrence` their recurrence_mask.
+    `weights`, float32 (rows, length), weight each token in losses inside of the layer; None disables them.
     """
 
     # A tuple, so that torch's compiler and tree functions see the tensors.
@@ -19,3 +19,4 @@ class LayerContext(NamedTuple):
     angles: tuple[Tensor, Tensor] | None = None
     mask: Any = None
     weights: Tensor | None = None
+    recurrence: Any = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MAX_SIZES, DecoderConfig, head_faults, num_experts
+from drawloom.components.model.decoder.config import MAX_SIZES, SLIDING, DecoderConfig, head_faults, num_experts
 from drawloom.components.model.decoder.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
 from drawloom.components.model.decoder.values import values_of
 from drawloom.components.ports.weights import Mapper
@@ -191,7 +191,9 @@ def _other_windows(architecture: DecoderConfig, config: Mapping[str, Any]) -> st
     """Return why `layer_types` contradicts other keys, or an empty string if it does not."""
     layers = range(architecture.num_hidden_layers)
     kinds = ["full_attention" if architecture.window_of(n) is None else "sliding_attention" for n in layers]
-    if (config.get("layer_types") or kinds)[: len(kinds)] == kinds:
+    types = config.get("layer_types") or kinds
+    # Other types, such as linear_attention, are keys of the family's own config.
+    if all(kind == other or kind not in ("full_attention", SLIDING) for kind, other in zip(types, kinds, strict=False)):
         return ""
     return f"says layer_types other than {json.dumps(kinds)}, which its other keys say, and only these can be built"
 

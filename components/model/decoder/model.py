@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.specs import Branch, MixerSpec
+from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
@@ -62,6 +62,8 @@ class Decoder(TensorParallel):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
         branches = {number: architecture.branches_of(number) for number in range(span.first, span.last)}
         self.attention = [attention_among(layer) for layer in branches.values()]
+        specs = [branch.spec for layer in branches.values() for branch in layer]
+        self.is_recurrent = any(isinstance(spec, DeltaSpec) for spec in specs)
         self.layers = nn.ModuleDict(
             {str(number): Block(architecture, layer, kernels) for number, layer in branches.items()}
         )
@@ -125,7 +127,11 @@ class Decoder(TensorParallel):
         }
         ropes = dict.fromkeys(attention.rope for attention in specs)
         angles = {rope: None if rope is None else rope.angles(shared.positions) for rope in ropes}
-        without = LayerContext(shared.document_ids, weights=shared.weights)
+        recurrence = None
+        if self.is_recurrent:
+            recurrent: Any = self.kernels
+            recurrence = recurrent.recurrence_mask(shared.document_ids, shared.part, shared.cache)
+        without = LayerContext(shared.document_ids, weights=shared.weights, recurrence=recurrence)
         return [
             without if layer is None else without._replace(angles=angles[layer.rope], mask=masks[layer.window])
             for layer in self.attention

@@ -38,12 +38,14 @@ class AttentionSpec(MixerSpec):
     Specification of attention with grouped queries.
 
     `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection. With `sinks`, each head has a
-    learned score of one more key, whose value is 0.
+    learned score of one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
+    projection.
     """
 
     kv_heads: int
     head_dim: int
     sinks: bool = False
+    gate: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
 
     @property
@@ -70,6 +72,22 @@ class LatentSpec(MixerSpec):
     @property
     def pair_flops(self) -> int:
         return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
+
+
+@attrs.frozen(kw_only=True)
+class DeltaSpec:
+    """Specification of a gated delta net: heads and their widths, and the number of tokens in its convolutions."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        """Widths of a head of queries, keys and values."""
+        return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 
 
 @attrs.frozen(kw_only=True)
@@ -110,7 +128,7 @@ class ExpertSpec:
     z_loss_coef: float = 0.0
 
 
-PartSpec = MixerSpec | MlpSpec | ExpertSpec
+PartSpec = MixerSpec | DeltaSpec | MlpSpec | ExpertSpec
 
 
 @attrs.frozen

@@ -1,0 +1,90 @@
+"""Qwen3.5 for text against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.model.decoder.hugging_face import read_config
+from drawloom.components.model.qwen3_5 import QWEN3_5, Qwen35
+from drawloom.graph import UserError
+from support.families import (
+    assert_equal_to_transformers,
+    assert_files_go_both_ways,
+    assert_generated_as_whole_texts,
+    small,
+)
+
+FULL, LINEAR = "full_attention", "linear_attention"
+DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": [LINEAR, FULL],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "defaults": DELTA,
+    "every flag": DELTA
+    | {
+        "linear_num_value_heads": 6,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": [FULL, LINEAR],
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-3,
+    },
+}
+
+
+def qwen(kind: str, **changes: Any) -> Qwen35:
+    return small(Qwen35, **KINDS[kind] | changes)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_equal_those_of_transformers(kind: str) -> None:
+    """Logits, losses of packed documents, each alone in transformers, and gradients."""
+    assert_equal_to_transformers(qwen(kind), length=13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
+    """transformers and drawloom read each other's folders, in which queries, keys and values are joined."""
+    assert_files_go_both_ways(qwen(kind), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_text_have_its_logits(kind: str) -> None:
+    """Generation token by token, with states of convolutions and of the delta rule, equals the whole text."""
+    assert_generated_as_whole_texts(qwen(kind))
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    config = qwen("defaults").hugging_face_config() | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "-"}))
+    return folder
+
+
+def test_positions_of_images_do_not_matter_to_text(tmp_path: Path) -> None:
+    """Published configs have mrope_section, and an interval instead of layer types."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config: Any = read_config(
+        QWEN3_5, write(tmp_path, rope_parameters=rope, layer_types="-", full_attention_interval=2)
+    )
+    assert config.layer_types == (LINEAR, FULL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is not divisible by linear_num_key_heads = 2"),
+        ({"layer_types": [FULL]}, "layer_types has 1 types"),
+        ({"hidden_act": "gelu"}, "says hidden_act"),
+    ],
+)
+def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """A config that would be built as something near it is refused with its key."""
+    with pytest.raises(UserError, match=text):
+        read_config(QWEN3_5, write(tmp_path, **changes))
