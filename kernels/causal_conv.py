@@ -1,4 +1,4 @@
-"""A causal convolution over tokens, channel by channel, with SiLU, which stays inside documents."""
+"""A causal convolution over tokens inside documents, channel by channel, with SiLU."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,10 @@ from drawloom.kernels.operation import upcast
 
 def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """
-    Return silu(sum over lags of weight[:, taps - 1 - lag] * x of `lag` tokens before), in the dtype of x.
+    Return silu(sum over lags: weight[:, taps - 1 - lag] * x[:, token - lag]), in the dtype of x.
 
-    x (rows, length, channels), weight (channels, taps), and the number of each token's document, ids int32
-    (rows, length), which never decrease along a row; tokens of earlier documents count as 0.
+    x (rows, length, channels), weight (channels, taps), and document numbers, ids int32 (rows, length), which
+    never decrease along a row; tokens in earlier documents count as 0.
     """
     taps, wide = weight.shape[1], upcast(x)
     summed = wide * upcast(weight[:, -1])

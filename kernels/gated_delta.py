@@ -1,12 +1,12 @@
 """
-The gated delta rule: a recurrence over tokens that writes values into a state under their keys.
+The gated delta rule: a recurrence over tokens, which writes values into a state under their keys.
 
-For each head and token the state S (K, V), which starts at zero in each document, becomes exp(g) S + k u^T, where
+For every head and token the state S (K, V), zero at the start of a document, becomes exp(g) S + k u^T, where
 u = beta (v - exp(g) S^T k); the result is S^T q (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
-Tokens are processed in chunks. Inside a chunk the u of all tokens are the solution of a triangular system, and only the
-state goes from chunk to chunk. Documents need no alignment: a pair of tokens, and a token and the incoming state, count
-only if they belong to the same document, and a chunk's state is that of its last document.
+Tokens are processed in chunks. Inside a chunk all u solve a triangular system, and only the state goes from chunk to
+chunk. Documents need no alignment: a pair of tokens, and a token and the incoming state, count only if they belong to
+one document, and the last document has the outgoing state.
 """
 
 from typing import NamedTuple
@@ -18,10 +18,10 @@ from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.recurrence import RecurrentDocuments
 
 CHUNK = 64
-"""Tokens that are processed at a time."""
+"""Tokens in a chunk."""
 
 
-def gated_delta_rule_eager(
+def delta_rule_eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -32,9 +32,9 @@ def gated_delta_rule_eager(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """
-    Return the results (rows, length, value_heads, V), in the dtype of v, and the state after the last token.
+    Return results (rows, length, value_heads, V), in the dtype of v, and the state after the last token.
 
-    q and k (rows, length, key_heads, K); v (rows, length, value_heads, V); g, the logarithm of the decay, at most 0,
+    q and k (rows, length, key_heads, K); v (rows, length, value_heads, V); g, a log decay, at most 0,
     and beta (rows, length, value_heads). value_heads / key_heads consecutive value heads share a key head. States are
     at least float32 (rows, value_heads, K, V); an incoming `state` belongs to the documents `documents.before`.
     """
@@ -57,7 +57,7 @@ def gated_delta_rule_eager(
 
 
 class _Chunk(NamedTuple):
-    """Inputs of some tokens: q and k (rows, heads, tokens, K), v (..., V), g and beta (rows, heads, tokens)."""
+    """Inputs for some tokens: q and k (rows, heads, tokens, K), v (..., V), g and beta (rows, heads, tokens)."""
 
     q: Tensor
     k: Tensor
@@ -67,7 +67,7 @@ class _Chunk(NamedTuple):
 
 
 def _process_chunk(chunk: _Chunk, ids: Tensor, before: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results (rows, heads, tokens, V) of some tokens, and the next state (rows, heads, K, V)."""
+    """Return results (rows, heads, tokens, V), and the next state (rows, heads, K, V)."""
     q, k, v, g, beta = chunk
     is_pair = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]  # (rows, 1, tokens, tokens)
     continues, lasts = ((ids == other[:, None])[:, None] for other in (before, ids[:, -1]))

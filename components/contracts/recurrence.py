@@ -10,7 +10,7 @@ from drawloom.components.ports.recurrence import RecurrentKernels
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 4, 4, 4, 2]])
 
 
-def _inputs() -> tuple[Tensor, ...]:
+def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _random(2, 6, 2, 8), _random(2, 6, 2, 8) / 3, _random(2, 6, 4, 5)
     return q, k, v, -_random(2, 6, 4).abs(), _random(2, 6, 4).sigmoid()
 

@@ -1,7 +1,7 @@
 """
-The causal convolution with SiLU in Triton: each pass reads a token's channels from cache for all but the first tap.
+The causal convolution with SiLU in Triton: all taps but the first read a token's channels from the cache.
 
-The backward pass has two kernels: one computes the gradient before SiLU, and sums of the weight's gradient; the other
+The backward pass has two kernels: one computes the gradient before SiLU, and the weight's gradient; the other
 one is the convolution in the other direction. Sums over tokens have a fixed order.
 """
 
@@ -19,7 +19,7 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, reduce_partials
 
 TOKENS, CHANNELS = 64, 64
-"""Tokens and channels of a program."""
+"""Tokens and channels in a program."""
 
 
 def causal_conv_triton(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def causal_conv_triton(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 class _CausalConv(Function):
-    """Causal convolution that saves its inputs."""
+    """Causal convolution; saves its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
 
 @triton.jit
 def _tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the row's first token among all rows, this program's tokens, channels, and the elements that exist."""
+    """Return the row's first token among all rows, this program's tokens, channels, and whether elements exist."""
     tiles = (length + TOKENS - 1) // TOKENS
     first = (tl.program_id(0) // tiles).to(tl.int64) * length
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
@@ -115,7 +115,7 @@ def _tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _load(x, ids, own, first, token, channel, inside, length, lag, SIZE: tl.constexpr):
-    """Load the channels of tokens `lag` before, or after if it is negative; 0 for those of other documents."""
+    """Load the channels of tokens `lag` before, or after if it is negative; 0 in other documents."""
     other = token - lag
     exists = (other >= 0) & (other < length)
     number = tl.load(ids + first + other, mask=exists, other=-1)
@@ -128,7 +128,7 @@ def _convolve(
     x, weight, ids, own, first, token, channel, inside, length, SIGN: tl.constexpr, SIZE: tl.constexpr,
     TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over taps, of tokens before if SIGN is 1 and after if it is -1."""
+    """Return sums over taps, for tokens before if SIGN is 1 and after if it is -1."""
     summed = tl.zeros((TOKENS, BLOCK), tl.float32)
     for lag in tl.static_range(TAPS):
         factors = tl.load(weight + channel * TAPS + TAPS - 1 - lag, mask=channel < SIZE, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
 """
-The gated delta rule in Triton, forward and backward, for chunks of 64 tokens.
+The gated delta rule in Triton, forward and backward, in chunks with 64 tokens.
 
-The forward pass has three kernels: one solves the triangular system of each chunk, one carries the state from chunk to
-chunk, and one computes results. The backward pass repeats the first two, carries the gradient of the state from the
-last chunk to the first, and computes all other gradients by chunk.
+The forward pass has three kernels: they solve the triangular systems by chunk, carry the state from chunk to chunk, and
+compute results. The backward pass repeats the first two, carries the state's gradient from the last chunk to the first,
+and computes all other gradients by chunk.
 """
 
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from drawloom.kernels.triton import gated_delta_kernels as kernels
 from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
 
 CHUNK = 64
-"""Tokens that are processed at a time."""
+"""Tokens in a chunk."""
 
 MAX_WIDTH = 256
 """The widest key; values may have any width."""
 
 
-def gated_delta_rule_triton(
+def delta_rule_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,12 +34,12 @@ def gated_delta_rule_triton(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    Compute gated_delta_rule_eager for float32, bfloat16 and float16, and keys of at most MAX_WIDTH channels.
+    Compute delta_rule_eager for float32, bfloat16 and float16, and keys with at most MAX_WIDTH channels.
 
     q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g and beta (rows, length, value_heads); the
     state is float32 (rows, value_heads, K, V).
     """
-    check_floats("gated_delta_rule_triton", q, k, v, g, beta)
+    check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
         raise ValueError(f"keys are {k.shape[-1]} wide, and the kernel accepts at most {MAX_WIDTH}")
     results: tuple[Tensor, Tensor] = _GatedDelta.apply(q, k, v, g, beta, *documents, state)  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def gated_delta_rule_triton(
 
 
 class _GatedDelta(Function):
-    """The gated delta rule, which saves only its inputs."""
+    """The gated delta rule; saves only its inputs."""
 
     @staticmethod
     def forward(
@@ -80,14 +80,14 @@ def _like_forward(
 
 
 def _forward_flops(k: Tensor, v: Tensor) -> float:
-    """Return the FLOPs of products with K and V channels for each token and head."""
+    """Return the products' FLOPs, for all tokens and heads."""
     width, v_width = k.shape[3], v.shape[3]
     inside = 6 * CHUNK * width + 4 * CHUNK * v_width + 2 * CHUNK * CHUNK / 3
     return v.shape[:3].numel() * (6 * width * v_width + inside)
 
 
 def _backward_flops(k: Tensor, v: Tensor) -> float:
-    """Return the FLOPs of the backward pass, which computes chunks and states again."""
+    """Return the backward pass's FLOPs; it computes chunks and states again."""
     width, v_width = k.shape[3], v.shape[3]
     return _forward_flops(k, v) + v.shape[:3].numel() * (14 * width * v_width + CHUNK * (18 * width + 10 * v_width))
 
@@ -133,7 +133,7 @@ def _forward(
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a call, and blocks of its kernels."""
+    """Sizes in a call, and block sizes for its kernels."""
 
     rows: int
     length: int
@@ -153,7 +153,7 @@ class _Sizes(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """Return the constants that all kernels take."""
+        """Return the constants for all kernels."""
         return {
             "HEADS": self.heads,
             "GROUPS": self.groups,
@@ -169,8 +169,8 @@ class _Chunks(NamedTuple):
     """
     Solved chunks.
 
-    They have sums of decays, float32 (rows, length, heads), the inverse of each system (rows, length, heads, CHUNK),
-    and its products with keys (..., K) and values (..., V), from which `_carry` makes written values in place.
+    They have sums of decays, float32 (rows, length, heads), the inverse systems (rows, length, heads, CHUNK), and their
+    products with keys (..., K) and values (..., V); `_carry` replaces the latter by written values.
     """
 
     decays: Tensor
@@ -206,7 +206,7 @@ def _carry(
     state: Tensor | None,
     last: Tensor | None,
 ) -> Tensor:
-    """Return the state before each chunk (rows, chunks, heads, K, V); write values of tokens, and the last state."""
+    """Return states before chunks (rows, chunks, heads, K, V); write the tokens' values, and the last state."""
     states = k.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.width, sizes.v_width)
     block = min(32, sizes.v_block)
     kernels.carry[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
@@ -303,7 +303,7 @@ def _backward(
 
 
 def _sum_groups(grad: Tensor, sizes: _Sizes) -> Tensor:
-    """Sum gradients by value head (rows, length, value_heads, K) over the value heads of each key head."""
+    """Sum gradients (rows, length, value_heads, K) over value heads with a common key head."""
     if sizes.groups == 1:
         return grad
     return grad.view(sizes.rows, sizes.length, -1, sizes.groups, sizes.width).sum(3)

@@ -1,10 +1,10 @@
 """
-Kernels of the gated delta rule; `kernels/triton/gated_delta.py` launches them.
+Kernels for the gated delta rule; `kernels/triton/gated_delta.py` launches them.
 
 For a chunk with keys K, queries Q, values V and the incoming state S, all tokens solve (I + A) N = beta (V - e K S): A
-is the strictly lower part of beta K K^T D, where D has the decays from token to token within a document, and e those
-from the incoming state. Then the results are e Q S + (Q K^T D) N, and the next state is the decayed S plus (f K)^T N,
-where f has the decays to the chunk's end.
+is the strictly lower part of beta K K^T D, where D has the decays from token to token within a document, and e the
+decays from the incoming state. Then the results are e Q S + (Q K^T D) N, and the next state is the decayed S
+plus (f K)^T N, where f has the decays to the chunk's end.
 
 Products of accumulated tiles in 16 bits take these as they are: Triton 3.6 multiplies their transposes wrongly on
 Hopper. A transposed product is computed from transposed loads, or stored and loaded again.
@@ -16,12 +16,12 @@ import triton.language as tl
 from drawloom.kernels.triton.launch import lean
 
 MIN_GATE = tl.constexpr(-40.0)
-"""exp(-40) is 0 beside anything in float32, and sums of lower gates would lose the digits of later ones."""
+"""exp(-40) is 0 beside anything in float32, and sums with lower gates would lose digits."""
 
 
 @triton.jit
 def chunk_of(program, length, chunks, CHUNK: tl.constexpr):
-    """Return the row, the chunk, its first token among all rows, and which of its tokens exist."""
+    """Return the row, the chunk, its first token among all rows, and whether its tokens exist."""
     row, chunk = program // chunks, program % chunks
     first = row.to(tl.int64) * length + chunk * CHUNK
     return row, chunk, first, chunk * CHUNK + tl.arange(0, CHUNK) < length
@@ -29,7 +29,7 @@ def chunk_of(program, length, chunks, CHUNK: tl.constexpr):
 
 @triton.jit
 def borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
-    """Return the document of each token, of the incoming state and of the last token, and the last token's index."""
+    """Return documents by token, for the incoming state and for the last token, and the last token's index."""
     own = tl.load(ids + first + tl.arange(0, CHUNK), mask=inside, other=-2)
     end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
     incoming = tl.where(chunk > 0, tl.load(ids + first - 1, mask=chunk > 0, other=0), tl.load(before + row))
@@ -38,21 +38,21 @@ def borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr)
 
 @triton.jit
 def load_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
-    """Load tokens (rows,) by columns (columns,) of a tensor whose tokens are `stride` elements apart."""
+    """Load tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
     offsets = (first + rows.to(tl.int64))[:, None] * stride + columns[None, :]
     return tl.load(tensor + offsets, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def load_transposed(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
-    """Load the transpose of `load_tile`: columns by tokens."""
+    """Load `load_tile` transposed: columns by tokens."""
     offsets = (first + rows.to(tl.int64))[None, :] * stride + columns[:, None]
     return tl.load(tensor + offsets, mask=inside[None, :] & (columns < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
 def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside, values):
-    """Store tokens (rows,) by columns (columns,) of a tensor whose tokens are `stride` elements apart."""
+    """Store tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
     offsets = (first + rows.to(tl.int64))[:, None] * stride + columns[None, :]
     values = values.to(tensor.dtype.element_ty)
     tl.store(tensor + offsets, values, mask=inside[:, None] & (columns < WIDTH)[None, :])
@@ -60,7 +60,7 @@ def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside
 
 @triton.jit
 def state_offsets(number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
-    """Return the offsets and the mask of a tile (k_columns, v_columns) in the state of this number."""
+    """Return offsets and the mask for a tile (k_columns, v_columns) in a state."""
     offsets = number.to(tl.int64) * (K * V) + k_columns[:, None] * V + v_columns[None, :]
     return offsets, (k_columns < K)[:, None] & (v_columns < V)[None, :]
 
@@ -75,10 +75,10 @@ def pairs_of(own, inside, CHUNK: tl.constexpr):
 @triton.jit
 def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """
-    Return the inverse of I + system, for a strictly lower triangular (64, 64).
+    Invert I + system, for a strictly lower triangular (64, 64).
 
-    Blocks of 16 on the diagonal are inverted row by row. With D their inverse and B = D times the blocks below, the
-    result is (I - B)(I + B^2) D, since B^4 is 0.
+    Blocks with 16 rows on the diagonal are inverted row by row. With D their inverse and B = D times the blocks below,
+    the result is (I - B)(I + B^2) D, since B^4 is 0.
     """
     SIZE: tl.constexpr = 16
     COUNT: tl.constexpr = CHUNK // 16
@@ -88,8 +88,8 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     solved = tl.where(row == column, 1.0, 0.0) + diagonal * 0.0
     for number in range(1, SIZE):
         factors = tl.sum(tl.where(row == number, diagonal, 0.0), 1)
-        found = -tl.sum(factors[:, :, None] * solved, 1)
-        solved += tl.where(row == number, found[:, None, :], 0.0)
+        next_row = -tl.sum(factors[:, :, None] * solved, 1)
+        solved += tl.where(row == number, next_row[:, None, :], 0.0)
     inverse = tl.reshape(tl.where(block == other, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
     token = tl.arange(0, CHUNK)
     below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.gated_delta import gated_delta_rule_eager
+from drawloom.kernels.gated_delta import delta_rule_eager
 from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
-from support.recurrences import Inputs, delta_rule_by_token, draw_recurrence, requiring_grad
+from support.recurrences import Inputs, delta_rule_by_token, draw_recurrence, replace_tokens, requiring_grad
 from support.seeding import seeds
 
 LAYOUTS = {
@@ -31,11 +31,11 @@ def documents_of(lengths: list[list[int]]) -> RecurrentDocuments:
 def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bool) -> None:
     """For any borders, decays and betas, with and without a state, all results and gradients equal the recurrence."""
     documents = documents_of(lengths)
-    inputs = requiring_grad(*draw_recurrence(documents.ids.shape[1]))
+    inputs = draw_recurrence(documents.ids.shape[1]).learned()
     state = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True) if has_state else None
     if has_state:  # the second row's state belongs to another document
         documents = documents._replace(before=torch.tensor([0, 7], dtype=torch.int32))
-    actual = gated_delta_rule_eager(*inputs, documents, state, chunk=4)
+    actual = delta_rule_eager(*inputs, documents, state, chunk=4)
     expected = delta_rule_by_token(inputs, documents, state)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
     seeds_of = [torch.randn_like(x) for x in actual]
@@ -47,10 +47,13 @@ def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bo
 def test_gradients_match_finite_differences() -> None:
     """Gradients of all inputs and of the state equal finite differences."""
     documents = documents_of([[3, 3], [6]])._replace(before=torch.zeros(2, dtype=torch.int32))
-    inputs = requiring_grad(*draw_recurrence(6, (1, 2), (2, 3)), torch.randn(2, 2, 2, 3, dtype=torch.float64))
-    with torch.no_grad():
-        inputs[3].clamp_(min=-3)
-    assert torch.autograd.gradcheck(lambda *x: gated_delta_rule_eager(*x[:5], documents, x[5], chunk=4), inputs)
+    q, k, v, g, beta = draw_recurrence(6, (1, 2), (2, 3))
+    inputs = requiring_grad(q, k, v, g.clamp(min=-3), beta, torch.randn(2, 2, 2, 3, dtype=torch.float64))
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule_eager(q, k, v, g, beta, documents, state, chunk=4)
+
+    assert torch.autograd.gradcheck(rule, inputs)
 
 
 @settings(max_examples=20)
@@ -59,10 +62,10 @@ def test_documents_are_isolated_to_the_bit(_seed: object, lengths: list[int], nu
     """Replacing other documents changes no bit of a document, and its loss has zero gradients elsewhere."""
     documents = documents_of([lengths])
     ours = documents.ids[0] == number % len(lengths)
-    inputs = requiring_grad(*draw_recurrence(sum(lengths), rows=1))
+    inputs = draw_recurrence(sum(lengths), rows=1).learned()
     others = draw_recurrence(sum(lengths), rows=1)
-    replaced = [torch.where(ours.view(1, -1, *[1] * (x.ndim - 2)), x, y) for x, y in zip(inputs, others, strict=True)]
-    actual, changed = (gated_delta_rule_eager(*x, documents, chunk=chunk)[0][:, ours] for x in (inputs, replaced))
+    replaced = replace_tokens(inputs, others, ours)
+    actual, changed = (delta_rule_eager(*x, documents, chunk=chunk)[0][:, ours] for x in (inputs, replaced))
     assert torch.equal(actual, changed)
     for grad in torch.autograd.grad(actual.square().sum(), inputs):
         assert not bool(grad[:, ~ours].any())
@@ -71,9 +74,9 @@ def test_documents_are_isolated_to_the_bit(_seed: object, lengths: list[int], nu
 def test_bfloat16_agrees_with_float64() -> None:
     """Half precision is rounded only on the way in and out."""
     documents, inputs = documents_of([[70, 30], [100]]), draw_recurrence(100, widths=(8, 12))
-    half: Inputs = tuple(x.bfloat16() for x in inputs)  # type: ignore[assignment]
-    actual, state = gated_delta_rule_eager(*half, documents)
-    exact, exact_state = delta_rule_by_token(tuple(x.double() for x in half), documents)  # type: ignore[arg-type]
+    half = inputs.map(Tensor.bfloat16)
+    actual, state = delta_rule_eager(*half, documents)
+    exact, exact_state = delta_rule_by_token(half.map(Tensor.double), documents)
     assert (actual.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(actual.double(), exact, atol=0.01, rtol=0.01)
     torch.testing.assert_close(state.double(), exact_state, atol=1e-4, rtol=1e-4)
@@ -84,7 +87,7 @@ def test_transformers_has_the_same_rule() -> None:
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     q, k, v, g, beta = (x.float() for x in draw_recurrence(150, (4, 4), (16, 8)))
     g = g.clamp(min=-5)
-    actual, state = gated_delta_rule_eager(q, k, v, g, beta, documents_of([[150], [150]]))
+    actual, state = delta_rule_eager(q, k, v, g, beta, documents_of([[150], [150]]))
     expected, last = module.torch_chunk_gated_delta_rule(q * 16**0.5, k, v, g, beta, output_final_state=True)
     torch.testing.assert_close((actual, state), (expected, last), atol=2e-4, rtol=2e-4)
 
@@ -94,7 +97,7 @@ def test_empty_rows_give_empty_results() -> None:
     for rows, length in ((0, 4), (2, 0)):
         inputs = draw_recurrence(length, rows=rows)
         documents = recurrent_documents(torch.zeros(rows, length, dtype=torch.int64))
-        mixed, state = gated_delta_rule_eager(*inputs, documents)
+        mixed, state = delta_rule_eager(*inputs, documents)
         assert mixed.shape == (rows, length, 4, 5) and not bool(state.any())
 
 
@@ -108,11 +111,11 @@ def test_runs_of_ids_are_numbered() -> None:
 def test_a_state_continues_a_text() -> None:
     """A text in parts, with the state of the part before, has the result of the whole text."""
     inputs = draw_recurrence(11)
-    whole, last = gated_delta_rule_eager(*inputs, documents_of([[11], [11]]), chunk=4)
+    whole, last = delta_rule_eager(*inputs, documents_of([[11], [11]]), chunk=4)
     state: Tensor | None = None
     for part in (slice(0, 5), slice(5, 6), slice(6, 11)):
         documents = documents_of([[part.stop - part.start]] * 2)
         documents = documents if state is None else documents._replace(before=documents.ids[:, 0])
-        mixed, state = gated_delta_rule_eager(*(x[:, part] for x in inputs), documents, state, 4)
+        mixed, state = delta_rule_eager(*Inputs(*(x[:, part] for x in inputs)), documents, state, 4)
         torch.testing.assert_close(mixed, whole[:, part])
     torch.testing.assert_close(state, last)

@@ -1,12 +1,30 @@
 """A gated delta rule token by token, and inputs for its implementations."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from drawloom.kernels.recurrence import RecurrentDocuments
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, g and beta."""
+
+class Inputs(NamedTuple):
+    """Inputs of the gated delta rule."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """Return the inputs after a function of each tensor."""
+        return Inputs(*map(function, self))
+
+    def learned(self) -> "Inputs":
+        """Return copies that get gradients."""
+        return self.map(lambda x: x.detach().clone().requires_grad_())
 
 
 def delta_rule_by_token(
@@ -47,9 +65,16 @@ def draw_recurrence(
     beta = 2 * torch.rand(rows, length, heads[1], dtype=torch.float64)
     if length > 2:
         g[:1, length // 2], beta[:1, 1] = -1e4, torch.arange(heads[1]) % 3.0
-    return q * widths[0] ** -0.5, k, v, g, beta
+    return Inputs(q * widths[0] ** -0.5, k, v, g, beta)
 
 
 def requiring_grad(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return copies that get gradients."""
+    """Return copies that learn."""
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
+
+
+def replace_tokens(inputs: Inputs, others: Inputs, kept: Tensor) -> Inputs:
+    """Return inputs with tokens of others, except for the tokens `kept`, bool (length,)."""
+    return Inputs(
+        *(torch.where(kept.view(1, -1, *[1] * (x.ndim - 2)), x, y) for x, y in zip(inputs, others, strict=True))
+    )

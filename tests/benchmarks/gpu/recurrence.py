@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import cost
-from drawloom.kernels.gated_delta import gated_delta_rule_eager
+from drawloom.kernels.gated_delta import delta_rule_eager
 from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
-from drawloom.kernels.triton.gated_delta import gated_delta_rule_triton
+from drawloom.kernels.triton.gated_delta import delta_rule_triton
+from support.recurrences import Inputs
 
 DEVICE = torch.device("cuda")
 ROUNDS = 3
@@ -62,7 +64,7 @@ def main() -> None:
 def _show(shape: Shape) -> None:
     inputs, ids = _draw(shape)
     documents = recurrent_documents(ids)
-    calls: dict[str, Callable[[], Any]] = {"ours": lambda: gated_delta_rule_triton(*inputs, documents)[0]}
+    calls: dict[str, Callable[[], Any]] = {"ours": lambda: delta_rule_triton(*inputs, documents)[0]}
     if find_spec("fla"):
         calls["fla"] = _peer(inputs, ids)
     with torch.no_grad():
@@ -76,17 +78,17 @@ def _show(shape: Shape) -> None:
         print(f"  {name} forwards {milliseconds:.3f} ms, error {errors[name]:.1e}, all {times[name]}", flush=True)
     if "fla" in forward:
         print(f"  ratio forwards {forward['ours'] / forward['fla']:.3f}", flush=True)
-    learned = [x.requires_grad_() for x in inputs]
+    learned = inputs.map(Tensor.requires_grad_)
     seed = torch.randn_like(learned[2])
     both = [
-        cost(lambda: torch.autograd.grad(gated_delta_rule_triton(*learned, documents)[0], learned, seed)).milliseconds
+        cost(lambda: torch.autograd.grad(delta_rule_triton(*learned, documents)[0], learned, seed)).milliseconds
         for _ in range(ROUNDS)
     ]
     backward = statistics.median(both) - forward["ours"]
     print(f"  ours backwards {backward:.3f} ms, {backward / forward['ours']:.2f} times forwards", flush=True)
 
 
-def _draw(shape: Shape) -> tuple[list[Tensor], Tensor]:
+def _draw(shape: Shape) -> tuple[Inputs, Tensor]:
     """Return q, k, v, g and beta of a layer, and the ids of documents (rows, length)."""
     ids = torch.arange(len(shape.documents)).repeat_interleave(torch.tensor(shape.documents)).repeat(shape.rows, 1)
     torch.manual_seed(0)
@@ -96,12 +98,12 @@ def _draw(shape: Shape) -> tuple[list[Tensor], Tensor]:
     q, k = (torch.nn.functional.normalize(x, dim=-1).bfloat16() for x in (q, k))
     g = -torch.empty(*size, shape.heads, device=DEVICE).exponential_(5.0)
     beta = torch.rand(*size, shape.heads, device=DEVICE).bfloat16()
-    return [q * shape.width**-0.5, k, v, g, beta], ids.to(DEVICE)
+    return Inputs(q * shape.width**-0.5, k, v, g, beta), ids.to(DEVICE)
 
 
-def _peer(inputs: list[Tensor], ids: Tensor) -> Callable[[], Tensor]:
+def _peer(inputs: Inputs, ids: Tensor) -> Callable[[], Tensor]:
     """Return their call; the rows of several documents are one row with offsets, which are computed before."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     is_packed = bool((ids[:, 1:] != ids[:, :-1]).any())
     q, k, v, g, beta = (x.flatten(0, 1)[None] if is_packed else x for x in inputs)
@@ -109,16 +111,16 @@ def _peer(inputs: list[Tensor], ids: Tensor) -> Callable[[], Tensor]:
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     first = starts.flatten().nonzero().flatten()
     offsets = torch.cat([first, first.new_tensor([ids.numel()])]) if is_packed else None
-    return lambda: chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0, cu_seqlens=offsets)[0].view(inputs[2].shape)
+    return lambda: rule(q, k, v, g, beta, scale=1.0, cu_seqlens=offsets)[0].view(inputs[2].shape)
 
 
-def _error(actual: Tensor, inputs: list[Tensor], documents: RecurrentDocuments) -> float:
+def _error(actual: Tensor, inputs: Inputs, documents: RecurrentDocuments) -> float:
     """Return the relative error in the first row and head group, against float32."""
     group = inputs[2].shape[2] // inputs[1].shape[2]
     q, k, v, g, beta = (x[:1].float() for x in inputs)
     part = RecurrentDocuments(documents.ids[:1], documents.before[:1])
     heads = (q[:, :, :1], k[:, :, :1], v[:, :, :group], g[:, :, :group], beta[:, :, :group])
-    exact, _ = gated_delta_rule_eager(*heads, part)
+    exact, _ = delta_rule_eager(*heads, part)
     return float((actual[:1, :, :group].float() - exact).norm() / exact.norm())
 
 

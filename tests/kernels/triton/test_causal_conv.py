@@ -21,7 +21,7 @@ def test_triton_equals_eager(
     x, weight = draw_tensor(layout, *shape, dtype=dtype), draw_tensor("contiguous", shape[2], taps)
     ids = (torch.rand(shape[:2], device=DEVICE) < often).cumsum(1, dtype=torch.int32)
     wide = exact(x, weight)
-    actual, expected = causal_conv_triton(x, weight, ids), causal_conv_eager(*wide, ids)
+    actual, expected = causal_conv_triton(x, weight, ids), causal_conv_eager(wide[0], wide[1], ids)
     assert actual.dtype == dtype
     assert_all_close([actual], [expected], 1.5)
     grad = draw_tensor(layout, *shape, dtype=dtype).detach()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta import gated_delta_rule_eager
+from drawloom.kernels.gated_delta import delta_rule_eager
 from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
-from drawloom.kernels.triton.gated_delta import gated_delta_rule_triton
+from drawloom.kernels.triton.gated_delta import delta_rule_triton
 from support.kernels import DEVICE, assert_all_close, exact
-from support.recurrences import draw_recurrence
+from support.recurrences import Inputs, draw_recurrence, replace_tokens
 
 IS_GPU = DEVICE.type == "cuda"
 
@@ -41,12 +41,10 @@ def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocument
     return documents._replace(before=before) if has_state else documents
 
 
-def inputs_of(
-    length: int, rows: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype
-) -> list[Tensor]:
+def inputs_of(length: int, rows: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> Inputs:
     drawn = draw_recurrence(length, heads, widths, rows)
     dtypes = dtype, dtype, dtype, torch.float32, dtype
-    return [x.to(DEVICE, kind).requires_grad_() for x, kind in zip(drawn, dtypes, strict=True)]
+    return Inputs(*(x.to(DEVICE, kind).requires_grad_() for x, kind in zip(drawn, dtypes, strict=True)))
 
 
 def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool], dtype: torch.dtype) -> None:
@@ -55,10 +53,11 @@ def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool]
     documents, rows = documents_of(lengths, has_state), len(lengths)
     inputs = inputs_of(sum(lengths[0]), rows, heads, widths, dtype)
     state = torch.randn(rows, heads[1], *widths, device=DEVICE).requires_grad_() if has_state else None
-    learned = inputs if state is None else [*inputs, state]
+    learned: list[Tensor] = [*inputs] if state is None else [*inputs, state]
     wide = exact(*learned)
-    actual = gated_delta_rule_triton(*inputs, documents, state)
-    expected = gated_delta_rule_eager(*wide[:5], documents, wide[5] if has_state else None)
+    wide_inputs = Inputs(*wide[:5])
+    actual = delta_rule_triton(*inputs, documents, state)
+    expected = delta_rule_eager(*wide_inputs, documents, wide[5] if has_state else None)
     # Products of chunks are rounded to the dtype of values several times.
     bound = 4.0 if dtype == torch.bfloat16 else 100.0
     assert (actual[0].dtype, actual[1].dtype) == (dtype, torch.float32)
@@ -89,8 +88,8 @@ def test_documents_are_isolated_to_the_bit() -> None:
     ours = documents.ids[0] == 1
     inputs = inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16)
     others = inputs_of(130, 1, (1, 1), (8, 8), torch.bfloat16)
-    replaced = [torch.where(ours.view(1, -1, *[1] * (x.ndim - 2)), x, y) for x, y in zip(inputs, others, strict=True)]
-    actual, changed = (gated_delta_rule_triton(*x, documents)[0][:, ours] for x in (inputs, replaced))
+    replaced = replace_tokens(inputs, others, ours)
+    actual, changed = (delta_rule_triton(*x, documents)[0][:, ours] for x in (inputs, replaced))
     assert torch.equal(actual, changed)
     for grad in torch.autograd.grad(actual.float().square().sum(), inputs):
         assert not bool(grad[:, ~ours].any())
@@ -102,7 +101,7 @@ def test_empty_rows_give_empty_results() -> None:
         inputs = inputs_of(length, rows, (1, 2), (4, 3), torch.float32)
         documents = recurrent_documents(torch.zeros(rows, length, dtype=torch.int64, device=DEVICE))
         state = torch.randn(rows, 2, 4, 3, device=DEVICE, requires_grad=True)
-        mixed, last = gated_delta_rule_triton(*inputs, documents, state)
+        mixed, last = delta_rule_triton(*inputs, documents, state)
         assert mixed.shape == (rows, length, 2, 3) and torch.equal(last, state)
         assert torch.equal(torch.autograd.grad(last.sum(), state)[0], torch.ones_like(state))
 
@@ -112,10 +111,10 @@ def test_wide_keys_and_wide_floats_are_refused() -> None:
     documents = documents_of([[4]], False)
     inputs = inputs_of(4, 1, (1, 1), (4, 4), torch.float64)
     with pytest.raises(TypeError, match=r"takes float32, bfloat16 or float16, not torch\.float64"):
-        gated_delta_rule_triton(*inputs, documents)
+        delta_rule_triton(*inputs, documents)
     inputs = inputs_of(4, 1, (1, 1), (300, 4), torch.float32)
     with pytest.raises(ValueError, match="keys are 300 wide, and the kernel accepts at most 256"):
-        gated_delta_rule_triton(*inputs, documents)
+        delta_rule_triton(*inputs, documents)
 
 
 @pytest.mark.gpu
@@ -125,7 +124,7 @@ def test_two_runs_have_the_same_bits() -> None:
     inputs = inputs_of(2048, 1, (2, 4), (128, 128), torch.bfloat16)
     runs = []
     for _ in range(2):
-        mixed, _ = gated_delta_rule_triton(*inputs, documents)
+        mixed, _ = delta_rule_triton(*inputs, documents)
         runs.append([mixed, *torch.autograd.grad(mixed.float().square().sum(), inputs)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
@@ -135,9 +134,9 @@ def test_documents_do_not_synchronize_the_host() -> None:
     """Numbering documents and both passes never wait for the device."""
     inputs = inputs_of(300, 2, (1, 2), (64, 64), torch.bfloat16)
     ids = torch.randint(2, (2, 300), device=DEVICE).cumsum(1)
-    gated_delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum().backward()
+    torch.autograd.grad(delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum(), inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gated_delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum().backward()
+        torch.autograd.grad(delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
