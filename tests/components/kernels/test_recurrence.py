@@ -4,15 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.graph.types.port_match import find_mismatches
+from drawloom.kernels.recompute import Selective, rerun
 from support.exchanges import Exchange, ThreadPart, run_threads
 from support.qwen3 import cpu_kernels
 from support.recurrences import draw_recurrence, requiring_grad
+from support.split_passes import in_one, in_two
 
 DOCUMENTS = {
     "one document": [[24]],
@@ -90,3 +92,44 @@ def test_a_cache_keeps_states_in_the_order_of_operations() -> None:
             torch.testing.assert_close(list(actual), [tensor[:, part] for tensor in wanted])
         cache.advance(part.stop - part.start)
     assert cache.layers == 4
+
+
+class RecurrentLayer(nn.Module):
+    """Projections around the operations of a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.taps = nn.Parameter(torch.randn(22, 6)), nn.Parameter(torch.randn(18, 4))
+        self.out = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        """Return (rows, length, 6) like x."""
+        kernels = cpu_kernels()
+        mask = kernels.recurrence_mask(documents_of([[3, 6], [9]]))
+        mixed, g, beta = kernels.linear(x, self.project).split([18, 2, 2], -1)  # type: ignore[no-untyped-call]
+        mixed = kernels.causal_conv(mixed, self.taps, mask)
+        q, k, v = (part.unflatten(2, (2, 3)) for part in mixed.chunk(3, -1))
+        mixed = kernels.gated_delta_rule(q, k, v, -g.exp(), beta.sigmoid(), mask)
+        return (kernels.linear(mixed.flatten(2), self.out),)
+
+
+def test_a_recomputed_recurrent_layer_has_the_same_bits() -> None:
+    """Selective recomputation and a rerun layer have the results and gradients of a plain run."""
+    torch.manual_seed(0)
+    layer, x = RecurrentLayer(), torch.randn(2, 9, 6, requires_grad=True)
+    learned = [x, *layer.parameters()]
+    (plain,) = layer(x)
+    expected = torch.autograd.grad(plain.square().sum(), learned)
+    with Selective():
+        (selective,) = layer(x)
+    for again in (selective, rerun(layer, x)[0]):
+        assert torch.equal(again, plain)
+        for grad, wanted in zip(torch.autograd.grad(again.square().sum(), learned), expected, strict=True):
+            assert torch.equal(grad, wanted)
+
+
+def test_a_split_backward_pass_has_the_same_gradients() -> None:
+    """A pass for inputs and one for weights together have the gradients of torch's backward pass."""
+    torch.manual_seed(0)
+    layer, x = RecurrentLayer(), torch.randn(2, 9, 6, requires_grad=True)
+    torch.testing.assert_close(in_two(layer, [x]), in_one(layer, [x]))

@@ -140,3 +140,26 @@ def test_documents_do_not_synchronize_the_host() -> None:
         torch.autograd.grad(delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_packings() -> None:
+    """A CUDA graph of both passes, replayed for other documents, has the results of separate launches."""
+    inputs = inputs_of(300, 2, (1, 2), (64, 64), torch.bfloat16)
+    ids = torch.zeros(2, 300, dtype=torch.int64, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        mixed, _ = delta_rule_triton(*inputs, recurrent_documents(ids))
+        return [mixed, *torch.autograd.grad(mixed.float().square().sum(), inputs)]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    ids.copy_(torch.randint(2, ids.shape, device=DEVICE).cumsum(1))
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(captured, run(), strict=True))
