@@ -37,18 +37,19 @@ def states_follow_the_gated_delta_rule(kernels: RecurrentKernels) -> None:
             key, decayed = k[row, token, head // 2], g[row, token, head].exp() * state
             state = decayed + beta[row, token, head] * torch.outer(key, v[row, token, head] - decayed.T @ key)
             wanted[row, token, head] = state.T @ q[row, token, head // 2]
-    _expect_close(kernels.gated_delta_rule(*_inputs(), kernels.recurrence_mask(DOCUMENTS)), wanted)
+    q, k, v, g, beta = _inputs()
+    _expect_close(kernels.gated_delta_rule(q, k, v, g, beta, kernels.recurrence_mask(DOCUMENTS)), wanted)
 
 
 def states_continue_with_a_cache(kernels: RecurrentKernels) -> None:
     """Both operations on parts of a text, with a cache of states, equal those on the whole text."""
-    inputs, x, weight = _inputs(), _random(2, 6, 3), _random(3, 4)
+    (q, k, v, g, beta), x, weight = _inputs(), _random(2, 6, 3), _random(3, 4)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(6)
     mask = kernels.recurrence_mask(documents)
-    mixed, convolved = kernels.gated_delta_rule(*inputs, mask), kernels.causal_conv(x, weight, mask)
+    mixed, convolved = kernels.gated_delta_rule(q, k, v, g, beta, mask), kernels.causal_conv(x, weight, mask)
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         mask = kernels.recurrence_mask(documents[:, part], cache=cache)
         _expect_close(kernels.causal_conv(x[:, part], weight, mask), convolved[:, part].double())
-        q, k, v, g, beta = (tensor[:, part] for tensor in inputs)
-        _expect_close(kernels.gated_delta_rule(q, k, v, g, beta, mask), mixed[:, part].double())
+        actual = kernels.gated_delta_rule(q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], mask)
+        _expect_close(actual, mixed[:, part].double())
         cache.advance(part.stop - part.start)

@@ -94,9 +94,9 @@ class PieceMask(NamedTuple):
         values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
-        _, maps = rule(k, k, values, g, beta, documents, state)
+        _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
         incoming = self._fold(maps.unflatten(0, (-1, len(self.part.pieces))), v_width)  # type: ignore[no-untyped-call]
-        mixed, _ = rule(q, k, v, g, beta, documents, incoming.flatten(0, 1))
+        mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)
 
     def _fold(self, own: Tensor, v_width: int) -> Tensor:

@@ -47,7 +47,7 @@ def delta_rule_triton(
 
 
 class _GatedDelta(Function):
-    """The gated delta rule; saves only its inputs."""
+    """The gated delta rule; saves its inputs, the sums of decays and the inverse systems."""
 
     @staticmethod
     def forward(
@@ -62,8 +62,9 @@ class _GatedDelta(Function):
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return results (rows, length, value_heads, V) and states (rows, value_heads, K, V)."""
-        ctx.save_for_backward(q, k, v, g, beta, ids, before, state)
-        return _forward(q, k, v, g, beta, ids, before, state)  # type: ignore[no-any-return]
+        mixed, last, decays, inverse = _forward(q, k, v, g, beta, ids, before, state)
+        ctx.save_for_backward(q, k, v, g, beta, ids, before, state, decays, inverse)
+        return mixed, last
 
     @staticmethod
     @once_differentiable
@@ -74,9 +75,11 @@ class _GatedDelta(Function):
 
 def _like_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return results, last states, sums of decays and inverse systems."""
     last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-    return v.new_empty(v.shape), last
+    by_head = v.shape[:3]
+    return v.new_empty(v.shape), last, v.new_empty(by_head, dtype=torch.float32), v.new_empty(*by_head, CHUNK)
 
 
 def _forward_flops(k: Tensor, v: Tensor) -> float:
@@ -107,29 +110,30 @@ def _backward_scratch(k: Tensor, v: Tensor) -> int:
 
 @register_kernel(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
-    "-> (Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_like_forward,
     flops=_forward_flops,
     scratch=_forward_scratch,
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    results, last = _like_forward(q, k, v, g, beta, ids, before, state)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results, last, decays, inverse = _like_forward(q, k, v, g, beta, ids, before, state)
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
-        return results, last
+        return results, last, decays, inverse
     sizes = _Sizes.of(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
-    chunks = _solve(sizes, k, v, g, beta, ids, before)
-    states = _carry(sizes, chunks, k, ids, before, state, last)
+    chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
+    _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
+    states = _carry(sizes, chunks, k, ids, before, state=state, last=last)
     kernels.results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         PRECISION=input_precision(),
         num_warps=4,
     )
-    return results, last
+    return results, last, decays, inverse
 
 
 class _Sizes(NamedTuple):
@@ -143,13 +147,19 @@ class _Sizes(NamedTuple):
     v_width: int
     chunks: int
     v_block: int
+    itemsize: int
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "_Sizes":
         rows, length, heads, v_width = v.shape
         v_block = max(16, min(64, next_power_of_2(v_width)))
         groups = heads // k.shape[2]
-        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block)
+        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block, v.itemsize)
+
+    @property
+    def stages(self) -> int:
+        """Return how many chunks a sequential kernel loads ahead, which must fit into shared memory."""
+        return 3 if self.itemsize * max(16, next_power_of_2(self.width)) <= 256 else 1
 
     @property
     def constants(self) -> dict[str, int]:
@@ -179,22 +189,27 @@ class _Chunks(NamedTuple):
     written: Tensor
 
 
-def _solve(sizes: _Sizes, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor) -> _Chunks:
-    by_head = v.shape[:3]
-    chunks = _Chunks(
-        v.new_empty(by_head, dtype=torch.float32),
-        v.new_empty(*by_head, CHUNK),
-        v.new_empty(*by_head, sizes.width),
-        v.new_empty(v.shape),
-    )
+def _solve(
+    sizes: _Sizes,
+    chunks: _Chunks,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    ids: Tensor,
+    before: Tensor,
+    is_solved: bool,
+) -> None:
+    """Write all tensors of `chunks`, or its products alone if the systems are solved."""
     kernels.solve[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
         **sizes.constants,
         PRECISION=input_precision(),
         INVERSE_PRECISION="ieee" if v.dtype == torch.float32 and input_precision() == "ieee" else "tf32",
+        IS_SOLVED=is_solved,
         num_warps=4,
     )
-    return chunks
 
 
 def _carry(
@@ -203,6 +218,7 @@ def _carry(
     k: Tensor,
     ids: Tensor,
     before: Tensor,
+    *,
     state: Tensor | None,
     last: Tensor | None,
 ) -> Tensor:
@@ -215,7 +231,7 @@ def _carry(
         **{**sizes.constants, "BV": block},
         PRECISION=input_precision(),
         num_warps=4,
-        num_stages=3 if sizes.width <= 128 else 2,
+        num_stages=sizes.stages,
     )
     return states
 
@@ -231,6 +247,8 @@ def _like_backward(
     ids: Tensor,
     before: Tensor,
     state: Tensor | None,
+    decays: Tensor,
+    inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grads = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
     return *grads, grad_state.new_empty(grad_state.shape if state is not None else 0)  # type: ignore[return-value]
@@ -238,7 +256,8 @@ def _like_backward(
 
 @register_kernel(
     "gated_delta_rule_backward(Tensor grad, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
-    "Tensor ids, Tensor before, Tensor? state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_like_backward,
     flops=_backward_flops,
     scratch=_backward_scratch,
@@ -254,16 +273,19 @@ def _backward(
     ids: Tensor,
     before: Tensor,
     state: Tensor | None,
+    decays: Tensor,
+    inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _like_backward(grad, grad_state, q, k, v, g, beta, ids, before, state)
+    grads = _like_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse)
     if not v.shape[:3].numel():
         if state is not None:
             grads[5].copy_(grad_state)
         return grads
     sizes, precision = _Sizes.of(k, v), input_precision()
     grad, q, k, v, g, beta, ids = (x.contiguous() for x in (grad, q, k, v, g, beta, ids))
-    chunks = _solve(sizes, k, v, g, beta, ids, before)
-    states = _carry(sizes, chunks, k, ids, before, state, None)
+    chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
+    _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)
+    states = _carry(sizes, chunks, k, ids, before, state=state, last=None)
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
@@ -281,7 +303,7 @@ def _backward(
         **{**constants, "BV": block},
         PRECISION=precision,
         num_warps=4,
-        num_stages=3 if sizes.width <= 128 else 1,
+        num_stages=sizes.stages,
     )
     partial_k = torch.empty_like(grad_k, dtype=torch.float32)
     grad_decays = torch.empty_like(chunks.decays)
@@ -294,7 +316,17 @@ def _backward(
     )
     kernels.gradients_of_system[by_chunk](
         *(k, v, beta, chunks.inverse, chunks.written, states, grad_written, chunks.decays, ids, before),
-        *(partial_k, grad_decays, grad_k, grads[2], grads[3], grads[4], sizes.length, sizes.chunks),
+        *(
+            partial_k,
+            grad_decays,
+            torch.empty_like(inverse),
+            grad_k,
+            grads[2],
+            grads[3],
+            grads[4],
+            sizes.length,
+            sizes.chunks,
+        ),
         **{**constants, "BV": block},
         PRECISION=precision,
         num_warps=8,

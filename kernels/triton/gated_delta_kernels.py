@@ -105,7 +105,7 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 def solve(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr, IS_SOLVED: tl.constexpr,
 ):
     # fmt: on
     row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
@@ -113,17 +113,21 @@ def solve(
     own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
-    gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    is_pair = pairs_of(own, inside, CHUNK)
-    sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
-    tl.store(decays + by_head, sums, mask=inside)
-    pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-    system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
-    solved = invert(system, CHUNK, INVERSE_PRECISION)
-    store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
+    if IS_SOLVED:
+        sums = tl.load(decays + by_head, mask=inside, other=0.0)
+        solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
+    else:
+        gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
+        is_pair = pairs_of(own, inside, CHUNK)
+        sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
+        tl.store(decays + by_head, sums, mask=inside)
+        pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
+        products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
+        solved = invert(system, CHUNK, INVERSE_PRECISION)
+        store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
     product = tl.dot(weighted, key, input_precision=PRECISION)
@@ -333,9 +337,9 @@ def gradients_of_products(
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
 def gradients_of_system(
-    k, v, beta, inverse, written, states, grad_written, decays, ids, before, partial_k, grad_decays, grad_k, grad_v,
-    grad_g, grad_beta, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, beta, inverse, written, states, grad_written, decays, ids, before, partial_k, grad_decays, pairs, grad_k,
+    grad_v, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
@@ -377,11 +381,10 @@ def gradients_of_system(
     grad_gates = tl.sum(tl.where(is_pair, grad_sums[:, None], 0.0), 0)
     tl.store(grad_g + by_head, grad_gates.to(grad_g.dtype.element_ty), mask=inside)
     by_pair *= factors[:, None]
-    # The inverse is not needed any more: its memory transposes these products.
+    # Through memory, which transposes.
+    store_tile(pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_pair)
     tl.debug_barrier()
-    store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_pair)
-    tl.debug_barrier()
-    transposed = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+    transposed = load_transposed(pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     total = load_tile(partial_k + head * K, first, HEADS * K, token, channel, K, inside)
     total += (factors * from_state)[:, None] * through_state
     total += tl.dot(by_pair.to(key.dtype), key, input_precision=PRECISION)

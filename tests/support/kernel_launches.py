@@ -255,13 +255,14 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
         q, v = empty(2, 200, 2, width, dtype=dtype), empty(2, 200, 4, v_width, dtype=dtype)
         g, beta = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, dtype=dtype)
         ids, before = torch.zeros(2, 200, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        solved = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, 64, dtype=dtype)
         last, name = empty(2, 4, width, v_width, dtype=FLOAT), f"gated_delta_rule {width}/{v_width} {dtype}"
         for state in (None, last):
             inputs = q, q, v, g, beta, ids, before, state
             yield f"{name} state {state is not None}", lambda inputs=inputs: gated_delta._forward(*inputs)
             yield (
                 f"{name} state {state is not None} backward",
-                lambda v=v, last=last, inputs=inputs: gated_delta._backward(v, last, *inputs),
+                lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
             )
     for dtype in (BF16, FLOAT):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
