@@ -9,7 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 .PHONY: train test docs figures journeys bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
 	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
-	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu
+	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu \
+	bench-recurrence-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -104,6 +105,9 @@ bench-breakdown-gpu: .venv/test
 
 bench-idle-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/idle.py $(ONLY)
+
+bench-recurrence-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/recurrence.py
 
 bench-mesh-gpu: .venv/test
 	RANKS=$(or $(RANKS),2) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)

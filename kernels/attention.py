@@ -40,7 +40,7 @@ class AttentionImplementation(NamedTuple):
     (tokens,), the queries are the tokens of each row at these positions, and all tokens are keys. `attend` takes q
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,
     options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads. `whole_rows`,
-    if it is not None, replaces the mask where each row is one document and there is no window.
+    if it is not None, replaces the mask where every row is one document and there is no window.
     """
 
     mask: Callable[..., Any]

@@ -22,7 +22,7 @@ from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
 
 WHOLE_ROWS = "whole rows"
-"""Value of the mask if each row is one document."""
+"""Value for the mask if every row is one document."""
 
 ORDER = [
     SDPBackend.CUDNN_ATTENTION,
@@ -71,10 +71,10 @@ def server_of_whole_rows(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Server:
     """
-    Return the implementation for rows of one document each: "torch" is torch's own choice.
+    Return the implementation for rows with one document: "torch" is torch's own choice.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim). cuDNN
-    and flash attention have no softcap; for sinks they return their statistics, which torch does not.
+    and flash attention have no softcap; for sinks they return statistics, but torch does not.
     """
     is_compiling = torch.compiler.is_compiling()
     if options.softcap is not None or (sinks is not None and is_compiling):
@@ -112,7 +112,7 @@ def _by_cudnn_or_torch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, has
 
 @dataclass(frozen=True)
 class CudnnKernel:
-    """cuDNN's causal attention and statistics for rows of one document; tensors are (rows, length, heads, head_dim)."""
+    """cuDNN's causal attention and statistics for rows with one document; tensors are (rows, length, heads, dim)."""
 
     scale: float | None
 

@@ -1,5 +1,5 @@
 """
-Causal attention by torch's flash attention, for rows of one document or for contiguous documents in packed rows.
+Causal attention by torch's flash attention, for rows with one document or with several contiguous ones.
 
 The kernel takes one width for queries, keys and values, a multiple of 8 up to 256: other widths are padded with zeros.
 """
@@ -20,7 +20,7 @@ MAX_WIDTH = 256
 """The widest head for torch's kernel."""
 
 WIDTH_STEP = 8
-"""The kernel's widths are multiples of this number."""
+"""The kernel's widths are multiples."""
 
 
 class DocumentOffsets(NamedTuple):
@@ -33,9 +33,9 @@ class DocumentOffsets(NamedTuple):
 @dataclass(frozen=True)
 class FlashKernel:
     """
-    The flash attention that torch contains, with its statistics.
+    The flash attention inside torch, with its statistics.
 
-    Tensors are (rows, length, heads, head_dim), or with `offsets` (tokens, heads, head_dim), of documents of at most
+    Tensors are (rows, length, heads, head_dim), or with `offsets` (tokens, heads, head_dim), for documents with at most
     `longest` tokens.
     """
 
@@ -123,8 +123,8 @@ def document_offsets(document_ids: Tensor, window: int | None = None, queries: T
     """
     Return the documents' starts in the flattened tokens, then the number of tokens (cu_seqlens), and the window.
 
-    document_ids int64 (rows, length); `queries` must be None: all tokens of each row. Synchronizes with the device,
-    since the number of documents is the size of the result; on the meta device the size is 1.
+    document_ids int64 (rows, length); `queries` must be None: all tokens. Synchronizes with the device, since
+    the number of documents is the result's size; on the meta device the size is 1.
     """
     if queries is not None:
         raise ValueError("torch's flash attention does not accept queries of a part of a document")

@@ -65,7 +65,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, options: Attention
 
 @cache
 def _soft_cap(limit: float) -> Callable[..., Tensor]:
-    """Return the function that caps scores; the same one for a limit, as each one is compiled."""
+    """Return the function for capped scores, the same one for equal limits, since torch compiles it."""
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return limit * torch.tanh(score / limit)

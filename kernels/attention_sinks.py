@@ -1,11 +1,10 @@
 """
-Attention by a kernel that returns statistics, with exact gradients of attention sinks.
+Attention by a kernel with statistics, and exact gradients for attention sinks.
 
-A sink is the score of one more key, whose value is 0 (Xiao et al. 2023, "Efficient Streaming Language Models with
-Attention Sinks", arXiv 2309.17453). It multiplies the result by sigmoid(lse - sink), where lse is the log-sum-exp of
-the scores, and changes lse to logaddexp(lse, sink). A backward pass that is given the new result and the new lse
-computes the gradients of queries, keys and values with the sink: it needs only the weights exp(score - lse), and the
-product of the result with its gradient.
+A sink is a score for one more key, whose value is 0 (Xiao et al. 2023, "Efficient Streaming Language Models with
+Attention Sinks", arXiv 2309.17453). It multiplies the result by sigmoid(lse - sink), where lse is the scores'
+log-sum-exp, and changes lse to logaddexp(lse, sink). A backward pass with the new result and the new lse computes the
+gradients with the sink: it needs only the weights exp(score - lse), and the product of the result with its gradient.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,14 +17,14 @@ from drawloom.kernels.operation import once_differentiable
 
 
 class Statistics(NamedTuple):
-    """Log-sum-exp of the scores, float32 (..., heads) in the order of the result, and the state of random numbers."""
+    """Log-sum-exp, float32 (..., heads) in the order of the result, and the random numbers' state."""
 
     lse: Tensor
     random_state: tuple[Tensor, Tensor]
 
 
 class StatisticsKernel(Protocol):
-    """Attention of q, k and v (..., heads, dim) whose backward pass takes the result and the statistics."""
+    """Attention for (..., heads, dim) whose backward pass takes the result and the statistics."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
         """Return the result (..., heads, v_dim) and its statistics."""
@@ -34,7 +33,7 @@ class StatisticsKernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from the gradient of the result, `mixed` (..., heads, v_dim)."""
+        """Return gradients for q, k and v, given one for the result `mixed` (..., heads, v_dim)."""
         ...
 
 
@@ -69,6 +68,6 @@ class _Statistics(Function):
 
 
 def _sinks_gradient(grad: Tensor, mixed: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks (heads,): minus each sink's weight times the result's product with its gradient."""
+    """Return the sinks' gradient (heads,): minus their weights times the result's product with its gradient."""
     along = (grad.to(lse.dtype) * mixed).sum(-1)
     return -((sinks - lse).exp() * along).flatten(0, -2).sum(0).to(sinks.dtype)

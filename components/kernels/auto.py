@@ -1,13 +1,14 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
+from drawloom.components.kernels.recurrence import PieceMask, WholeMask
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
@@ -59,6 +60,8 @@ class AutoKernels:
     _rope: Choice = _operation("rope", "the rotary position embedding")
     _qk_norm_rope: Choice = _operation("qk_norm_rope", "the norms and rotations of queries and keys")
     _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _operation("attention", "attention")
+    _causal_conv: Choice = _operation("causal_conv", "the convolution over tokens in recurrent layers")
+    _gated_delta_rule: Choice = _operation("gated_delta_rule", "the gated delta rule in recurrent layers")
     _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation(
         "linear_cross_entropy", "the loss over the vocabulary"
     )
@@ -203,6 +206,19 @@ class AutoKernels:
             visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
             return attention_eager(q, k, v, visible, options, sinks)
         return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
+
+    def recurrence_mask(
+        self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
+    ) -> WholeMask | PieceMask:
+        return WholeMask.of(documents, cache) if part is None else PieceMask.of(documents, part)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, mask: WholeMask | PieceMask) -> Tensor:
+        return mask.convolve(partial(cheap, self._functions["causal_conv"]), x, weight)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: WholeMask | PieceMask
+    ) -> Tensor:
+        return mask.apply_rule(self._functions["gated_delta_rule"], (q, k, v, g, beta))
 
     def linear_cross_entropy(
         self,

@@ -50,6 +50,17 @@ class ContextPart:
         gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
         return gathered if part.is_meta else gathered.index_select(1, self.order)
 
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        return _pieces(self.group.size, self.group.rank, len(self.places))
+
+    def gather_pieces(self, own: Tensor) -> Tensor:
+        gathered: Tensor = _Gather.apply(own, self.group)  # type: ignore[no-untyped-call]
+        size, tokens = self.group.size, len(self.places)
+        pieces = [piece for rank in range(size) for piece in _pieces(size, rank, tokens)]
+        # Without an index on the device, whose copy would wait.
+        return torch.stack([gathered[:, pieces.index(piece)] for piece in range(len(pieces))], 1)
+
 
 @attrs.define(eq=False)
 class ContextDimension(Dimension):
@@ -83,6 +94,11 @@ class _Gather(torch.autograd.Function):
             shape = grad.shape[0], grad.shape[1] // ctx.group.size, *grad.shape[2:]
             return collective(grad, shape, "reduce_scatter", "context", ctx.group.size), None
         return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
+
+
+def _pieces(size: int, rank: int, tokens: int) -> tuple[int, ...]:
+    """Return the numbers of a rank's pieces of a row, if it has `tokens` tokens: two if they are an even number."""
+    return (rank,) if tokens % 2 else (rank, 2 * size - 1 - rank)
 
 
 def _token_positions(length: int, size: int, rank: int) -> Tensor:

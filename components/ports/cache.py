@@ -9,7 +9,7 @@ class KeyValueCache:
 
     The BatchContext for a pass over new tokens, with positions from `length` on, contains the cache. A model passes it
     to `Kernels.attention_mask`; every layer's `Kernels.attention` then extends it, always in the first pass's layer
-    order. `advance` ends a pass.
+    order. Recurrent operations keep their states instead, also in order. `advance` ends a pass.
     """
 
     # Not an attrs class: a forward pass walks the trees of its inputs, in which a cache must be a leaf.
@@ -18,11 +18,13 @@ class KeyValueCache:
         self.length = 0
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._next = 0
+        self._states: list[Tensor | None] = []
+        self._next_state = 0
 
     @property
     def layers(self) -> int:
-        """Number of layers that have extended the cache; 0 if the model does not use a cache."""
-        return len(self._layers)
+        """Number of layers, and recurrent operations, in the cache; 0 if the model does not use a cache."""
+        return len(self._layers) + len(self._states)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -42,7 +44,20 @@ class KeyValueCache:
         keys[:, self.length : end], values[:, self.length : end] = k, v
         return keys[:, :end], values[:, :end]
 
+    def read_state(self) -> Tensor | None:
+        """
+        Return the state (any shape) that the next recurrent operation had after earlier tokens; None in the first pass.
+        """
+        if self._next_state == len(self._states):
+            self._states.append(None)
+        self._next_state += 1
+        return self._states[self._next_state - 1]
+
+    def write_state(self, state: Tensor) -> None:
+        """Store a state (any shape) for the operation that called `read_state` last."""
+        self._states[self._next_state - 1] = state
+
     def advance(self, tokens: int) -> None:
         """End a pass over `tokens` new tokens; the next pass begins at the first layer again."""
         self.length += tokens
-        self._next = 0
+        self._next = self._next_state = 0

@@ -37,6 +37,15 @@ class RowPart(Protocol):
         """Gather whole rows (rows, length, ...) from every rank's `part` (rows, tokens, ...); differentiable."""
         ...
 
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Numbers of this rank's consecutive pieces, if all ranks' pieces, of one length, are counted along a row."""
+        ...
+
+    def gather_pieces(self, own: Tensor) -> Tensor:
+        """Gather (rows, all pieces, ...) along a row from every rank's (rows, own pieces, ...); differentiable."""
+        ...
+
 
 @attrs.frozen
 class HiddenStates:

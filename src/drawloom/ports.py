@@ -148,6 +148,9 @@ from drawloom.components.ports.program import (
     flat as flat,
     group_overlaps as group_overlaps,
 )
+from drawloom.components.ports.recurrence import (
+    RecurrentKernels as RecurrentKernels,
+)
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
     AfterRestore as AfterRestore,

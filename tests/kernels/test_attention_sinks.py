@@ -52,3 +52,19 @@ def test_frozen_sinks_get_no_gradient() -> None:
     q = torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True)
     mixed = attend_with_statistics(CpuFlash(None), q, q, q, torch.zeros(2, dtype=torch.float64))
     assert bool(torch.autograd.grad(mixed.sum(), q)[0].abs().sum() > 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
+def test_attention_with_statistics_compiles_without_breaks() -> None:
+    """Traced as one graph, forward and backward, attention with sinks has the results of eager mode."""
+    q = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def attend(q: Tensor, sinks: Tensor) -> Tensor:
+        return attend_with_statistics(CpuFlash(0.3), q, q * 2, q * 3, sinks)
+
+    runs = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        mixed = function(q, sinks)
+        runs.append([mixed, *torch.autograd.grad(mixed.square().sum(), (q, sinks))])
+    torch.testing.assert_close(*runs)

@@ -123,7 +123,16 @@ def failures() -> dict[str, str]:
 
 def calls() -> dict[str, Callable[[int], object]]:
     """Return launches of operations at any size."""
-    from drawloom.kernels.triton import grouped_gemm, moe_permute, moe_routes, rms_norm, rope, swiglu
+    from drawloom.kernels.triton import (
+        causal_conv,
+        gated_delta,
+        grouped_gemm,
+        moe_permute,
+        moe_routes,
+        rms_norm,
+        rope,
+        swiglu,
+    )
 
     weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
     return {
@@ -137,6 +146,13 @@ def calls() -> dict[str, Callable[[int], object]]:
         "moe_permute": lambda size: moe_permute._spread(
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
             torch.zeros(16, dtype=torch.int32), 7 * size, False,
+        ),
+        "gated_delta_rule": lambda size: gated_delta._forward(
+            *(torch.empty(1, size, 2, 64) for _ in "qkv"), *(torch.empty(1, size, 2) for _ in "gb"),
+            torch.zeros(1, size, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None,
+        ),
+        "causal_conv": lambda size: causal_conv._forward(
+            torch.empty(1, size, 64), torch.empty(64, 4), torch.zeros(1, size, dtype=torch.int32)
         ),
         "grouped_gemm": lambda size: grouped_gemm._rows(
             torch.empty(size, 64), torch.empty(4, 64, 32), torch.zeros(4, dtype=torch.int32)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.triton import (
+    causal_conv,
     cut_cross_entropy,
+    gated_delta,
     grouped_gemm,
     grouped_gemm_blocks,
     linear_cross_entropy,
@@ -37,7 +39,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def launches() -> Iterator[tuple[str, Launch]]:
     """Yield names, and calls that launch the kernels of one operation in one direction."""
-    for part in (norms, gates, rotations, steps, losses, experts, great_numbers):
+    for part in (norms, gates, rotations, steps, losses, experts, recurrences, great_numbers):
         yield from part()
 
 
@@ -246,3 +248,23 @@ def experts() -> Iterator[tuple[str, Launch]]:
     yield "grouped_gemm by blocks", lambda: by_blocks(a, product, few, b)
     yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, product.transpose(1, 2), few, a)
     yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.matrices_by_blocks(a, b, few, product)
+
+
+def recurrences() -> Iterator[tuple[str, Launch]]:
+    for width, v_width, dtype in [(128, 128, BF16), (96, 192, BF16), (256, 256, BF16), (64, 64, FLOAT)]:
+        q, v = empty(2, 200, 2, width, dtype=dtype), empty(2, 200, 4, v_width, dtype=dtype)
+        g, beta = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, dtype=dtype)
+        ids, before = torch.zeros(2, 200, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        solved = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, 64, dtype=dtype)
+        last, name = empty(2, 4, width, v_width, dtype=FLOAT), f"gated_delta_rule {width}/{v_width} {dtype}"
+        for state in (None, last):
+            inputs = q, q, v, g, beta, ids, before, state
+            yield f"{name} state {state is not None}", lambda inputs=inputs: gated_delta._forward(*inputs)
+            yield (
+                f"{name} state {state is not None} backward",
+                lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
+            )
+    for dtype in (BF16, FLOAT):
+        x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
+        yield f"causal_conv {dtype}", lambda x=x, w=weight, ids=ids: causal_conv._forward(x, w, ids)
+        yield f"causal_conv {dtype} backward", lambda x=x, w=weight, ids=ids: causal_conv._backward(x, x, w, ids)

@@ -170,6 +170,8 @@ TRITON = (
     "add_rms_norm",
     "swiglu",
     "swiglu_halves",
+    "causal_conv",
+    "gated_delta_rule",
     "rope",
     "qk_norm_rope",
     "linear_cross_entropy",

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -30,6 +28,7 @@ from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unperm
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
+from support.exchanges import Exchange, ThreadPart, run_threads
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels, kernels_on
 
@@ -128,30 +127,6 @@ def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyP
         cpu_kernels(swiglu="triton").open()
 
 
-class Exchange:
-    """Rows whose tokens several threads share."""
-
-    def __init__(self, *places: Tensor) -> None:
-        self.places = places
-        self.barrier = Barrier(len(places))
-        self.parts: list[Tensor] = [torch.empty(0)] * len(places)
-
-
-class ThreadPart:
-    """One thread's tokens of each row, which all threads gather."""
-
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self.exchange, self.rank = exchange, rank
-        self.places = exchange.places[rank]
-
-    def gather(self, part: Tensor) -> Tensor:
-        self.exchange.parts[self.rank] = part
-        self.exchange.barrier.wait(60)
-        gathered = torch.cat(self.exchange.parts, 1)[:, torch.cat(self.exchange.places).argsort()]
-        self.exchange.barrier.wait(60)
-        return gathered
-
-
 def test_ranks_that_share_rows_gather_keys_and_values_of_different_widths() -> None:
     """With context parallelism, windows, options and sinks, two ranks together have the result of whole rows."""
     kernels, options, sinks = cpu_kernels(), AttentionOptions(0.3, 2.0), torch.randn(4)
@@ -164,8 +139,7 @@ def test_ranks_that_share_rows_gather_keys_and_values_of_different_widths() -> N
         mask = kernels.attention_mask(documents[:, part.places], 3, part)
         return kernels.attention(q[:, part.places], k[:, part.places], v[:, part.places], mask, options, sinks)
 
-    with ThreadPoolExecutor(2) as threads:
-        parts = list(threads.map(attend, range(2)))
+    parts = run_threads(attend)
     whole = kernels.attention(q, k, v, kernels.attention_mask(documents, 3), options, sinks)
     for part, places in zip(parts, exchange.places, strict=True):
         torch.testing.assert_close(part, whole[:, places])

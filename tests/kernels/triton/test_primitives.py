@@ -9,8 +9,11 @@ from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.moe import moe_routes_eager
+from drawloom.kernels.recurrence import RecurrentDocuments
 from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.triton.causal_conv import causal_conv_triton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
+from drawloom.kernels.triton.gated_delta import delta_rule_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
@@ -24,6 +27,7 @@ from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
 from support.kernels import DEVICE, draw_tensor, spread_apart
 
 TARGETS = torch.tensor([0, 3, -100, 5]).to(DEVICE)
+IDS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32).to(DEVICE)
 EXPERTS_OF = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]]).to(DEVICE)
 
 
@@ -59,7 +63,16 @@ def experts(x: Tensor, weight: Tensor) -> Tensor:
     return moe_unpermute_triton(outputs, routes, probabilities)
 
 
-@pytest.mark.parametrize("compute", [norms, halves, rotations, losses, experts])
+def recurrences(x: Tensor, weight: Tensor) -> Tensor:
+    documents = RecurrentDocuments(IDS, torch.zeros_like(IDS[:, 0]))
+    convolved = causal_conv_triton(x[None], weight[:, None], documents.ids)
+    q, k, v, state = (part.reshape(1, 4, 1, 4) for part in convolved.split(4, -1))
+    gates = -x[None, :, :1].exp(), x[None, :, 1:2]
+    mixed, last = delta_rule_triton(q, k, v, *gates, documents, state.transpose(1, 2))
+    return mixed.flatten(2) + last[0]
+
+
+@pytest.mark.parametrize("compute", [norms, halves, rotations, losses, experts, recurrences])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_kernels_compile_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     """An operation that is traced as one graph, forward and backward, gives the bits of eager mode."""

@@ -1,0 +1,118 @@
+"""
+Recurrent operations whose rows continue elsewhere: in a cache of states, or in the pieces of other ranks.
+
+Context parallelism: the state after a piece of a row is an affine function of the state before, S -> M S + B. Each rank
+computes (B, M) of its pieces in one call, as values beside the identity; ranks exchange these and apply the pieces
+before their own, and a second call computes the results. A border of documents in a piece makes M zero.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.model import RowPart
+from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
+
+Rule = Callable[..., tuple[Tensor, Tensor]]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, g and beta of the gated delta rule, (rows, length, heads, ...)."""
+
+
+class WholeMask(NamedTuple):
+    """Mask of whole rows, with or without a cache of states."""
+
+    documents: RecurrentDocuments
+    cache: KeyValueCache | None
+
+    @classmethod
+    def of(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
+        """Return the mask for document ids int64 (rows, length); with a cache a row's state is of its only document."""
+        documents = recurrent_documents(document_ids)
+        if cache is not None and cache.length:
+            documents = documents._replace(before=documents.ids[:, 0])
+        return cls(documents, cache)
+
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """Apply a causal convolution to x (rows, length, channels) behind the cached tokens."""
+        ids = self.documents.ids
+        if self.cache is None:
+            return function(x, weight, ids)
+        history, taps = self.cache.read_state(), weight.shape[1]
+        both = x if history is None else torch.cat([history, x], 1)
+        self.cache.write_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
+        return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
+
+    def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+        """Apply the gated delta rule; with a cache to the state of the cached tokens."""
+        if self.cache is None:
+            return rule(*inputs, self.documents)[0]
+        mixed, state = rule(*inputs, self.documents, self.cache.read_state())
+        self.cache.write_state(state.detach())
+        return mixed
+
+
+class PieceMask(NamedTuple):
+    """
+    Mask of this rank's pieces of every row, which become rows: `ids` int32 (rows, pieces, tokens).
+
+    `row_ids` int32 (rows, length) are of whole rows, and `starts` int64 (pieces,) the pieces' first tokens in the row.
+    """
+
+    ids: Tensor
+    row_ids: Tensor
+    starts: Tensor
+    part: RowPart
+
+    @classmethod
+    def of(cls, document_ids: Tensor, part: RowPart) -> Self:
+        """Return the mask for document ids int64 (rows, tokens) of this rank's tokens."""
+        row_ids = recurrent_documents(part.gather(document_ids)).ids
+        places = part.places.view(len(part.pieces), -1)
+        return cls(row_ids[:, places], row_ids, places[:, 0], part)
+
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """Apply a causal convolution to x (rows, tokens, channels), behind the last tokens of the pieces before."""
+        lags = weight.shape[1] - 1
+        pieces = self._cut(x)
+        if pieces.shape[1] < lags:
+            raise ValueError(f"a piece of a row has {pieces.shape[1]} tokens, and a convolution needs {lags} before it")
+        tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - lags :].view(len(x), -1, lags, x.shape[2]))
+        before = [torch.zeros_like(tails[:, 0]) if piece == 0 else tails[:, piece - 1] for piece in self.part.pieces]
+        history = torch.stack(before, 1).flatten(0, 1)
+        ids = torch.cat([self._ids_before(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
+        return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
+
+    def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+        """Apply the gated delta rule to the states that the pieces before leave."""
+        q, k, v, g, beta = (self._cut(x) for x in inputs)
+        documents = RecurrentDocuments(self.ids.flatten(0, 1), self._ids_before(1).flatten())
+        heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
+        # Values, and beside them the identity as a state that values of 0 change.
+        values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
+        state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
+        state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
+        _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
+        incoming = self._fold(maps.unflatten(0, (-1, len(self.part.pieces))), v_width)  # type: ignore[no-untyped-call]
+        mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
+        return mixed.reshape(inputs[2].shape)
+
+    def _fold(self, own: Tensor, v_width: int) -> Tensor:
+        """Return the states before own pieces (rows, pieces, heads, K, V) from their maps (..., K, V + K)."""
+        maps = self.part.gather_pieces(own)
+        states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
+        for piece in range(max(self.part.pieces)):
+            added, factor = maps[:, piece, ..., :v_width], maps[:, piece, ..., v_width:]
+            states.append(factor @ states[-1] + added)
+        return torch.stack([states[piece] for piece in self.part.pieces], 1)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Return x (rows, tokens, ...) as (rows * pieces, tokens / pieces, ...)."""
+        return x.reshape(len(x) * len(self.part.pieces), -1, *x.shape[2:])
+
+    def _ids_before(self, count: int) -> Tensor:
+        """Return the documents of the `count` tokens before each piece, int32 (rows, pieces, count); -1 if none."""
+        places = self.starts[:, None] + torch.arange(-count, 0, device=self.starts.device)
+        return torch.where(places < 0, -1, self.row_ids[:, places.clamp(min=0)])

@@ -1,0 +1,52 @@
+"""Rows whose tokens two threads share, in place of the ranks of context parallelism."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class Exchange:
+    """Places of the tokens of both threads, and the tensors that they exchange."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.places = first, second
+        self.barrier = Barrier(2)
+        self.parts: list[Tensor] = [torch.empty(0)] * 2
+
+
+class ThreadPart:
+    """One thread's tokens of each row, which both threads gather: the ends of the row, or its middle."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.exchange, self.rank = exchange, rank
+        self.places = exchange.places[rank]
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        return self.rank, 3 - self.rank
+
+    def gather(self, part: Tensor) -> Tensor:
+        return torch.cat(self._swap(part), 1)[:, torch.cat(self.exchange.places).argsort()]
+
+    def gather_pieces(self, own: Tensor) -> Tensor:
+        ends, middle = self._swap(own)
+        return torch.cat([ends[:, :1], middle, ends[:, 1:]], 1)
+
+    def _swap(self, own: Tensor) -> list[Tensor]:
+        self.exchange.parts[self.rank] = own
+        self.exchange.barrier.wait(60)
+        parts = [*self.exchange.parts]
+        self.exchange.barrier.wait(60)
+        return parts
+
+
+def run_threads(function: Callable[[int], Result]) -> list[Result]:
+    """Return the results of a function for ranks 0 and 1, in threads."""
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(function, range(2)))
