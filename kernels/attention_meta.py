@@ -68,7 +68,7 @@ def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 def attention_flops(pairs: float, head_dim: int, v_dim: int, *, backward: bool = False) -> float:
     """
-    Return the FLOPs of attention for `pairs` pairs of queries and keys, counted for each head.
+    Return the FLOPs of attention for `pairs` pairs of queries and keys, counted for every head.
 
     A forward pass has a product over `head_dim` channels and one over `v_dim`. A backward pass, which
     computes the scores again, has three products over `head_dim` channels and two over `v_dim`.

@@ -82,6 +82,12 @@ def _like_forward(
     return v.new_empty(v.shape), last, v.new_empty(by_head, dtype=torch.float32), v.new_empty(*by_head, CHUNK)
 
 
+def _precision() -> str:
+    """Return how float32 is multiplied: in three parts of TF32, unless torch is told to use one."""
+    # Products in full float32 do not use tensor cores, and take minutes to compile here.
+    return "tf32" if input_precision() == "tf32" else "tf32x3"
+
+
 def _forward_flops(k: Tensor, v: Tensor) -> float:
     """Return the products' FLOPs, for all tokens and heads."""
     width, v_width = k.shape[3], v.shape[3]
@@ -130,7 +136,7 @@ def _forward(
     kernels.results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=input_precision(),
+        PRECISION=_precision(),
         num_warps=4,
     )
     return results, last, decays, inverse
@@ -205,8 +211,8 @@ def _solve(
     kernels.solve[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=input_precision(),
-        INVERSE_PRECISION="ieee" if v.dtype == torch.float32 and input_precision() == "ieee" else "tf32",
+        PRECISION=_precision(),
+        INVERSE_PRECISION=_precision() if v.dtype == torch.float32 else "tf32",
         IS_SOLVED=is_solved,
         num_warps=4,
     )
@@ -229,7 +235,7 @@ def _carry(
         *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
         *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
-        PRECISION=input_precision(),
+        PRECISION=_precision(),
         num_warps=4,
         num_stages=sizes.stages,
     )
@@ -281,7 +287,7 @@ def _backward(
         if state is not None:
             grads[5].copy_(grad_state)
         return grads
-    sizes, precision = _Sizes.of(k, v), input_precision()
+    sizes, precision = _Sizes.of(k, v), _precision()
     grad, q, k, v, g, beta, ids = (x.contiguous() for x in (grad, q, k, v, g, beta, ids))
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
     _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)

@@ -3,7 +3,8 @@ The gated delta rule beside flash-linear-attention 0.6.0, in one run: `make benc
 
 For each shape: milliseconds forwards of ours and of theirs on the same packed documents, the ratio, our backward pass
 and its ratio to our forward pass, and the error of both against float32. Their backward pass refuses Triton below 3.7.1
-on Hopper. `PEERS` is the path to the site-packages with fla-core.
+on Hopper. `--kernels` prints the time of each of our kernels instead. `PEERS` is the path to the site-packages with
+fla-core.
 """
 
 import statistics
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.clock import cost
 from drawloom.kernels.gated_delta import delta_rule_eager
@@ -58,7 +60,7 @@ def main() -> None:
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
     for shape in SHAPES:
         print(f"\n{shape.name}", flush=True)
-        _show(shape)
+        (_show_kernels if "--kernels" in sys.argv else _show)(shape)
 
 
 def _show(shape: Shape) -> None:
@@ -86,6 +88,25 @@ def _show(shape: Shape) -> None:
     ]
     backward = statistics.median(both) - forward["ours"]
     print(f"  ours backwards {backward:.3f} ms, {backward / forward['ours']:.2f} times forwards", flush=True)
+
+
+def _show_kernels(shape: Shape) -> None:
+    """Print the time of each of our kernels in both passes."""
+    inputs, ids = _draw(shape)
+    documents, learned = recurrent_documents(ids), inputs.map(Tensor.requires_grad_)
+    seed = torch.randn_like(inputs.v)
+
+    def run() -> None:
+        torch.autograd.grad(delta_rule_triton(*learned, documents)[0], learned, seed)
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as running:
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+    times = {event.key[:60]: event.self_device_time_total / 5000 for event in running.key_averages()}
+    for name, milliseconds in sorted(times.items(), key=lambda pair: -pair[1])[:12]:
+        print(f"  {name:60} {milliseconds:.3f} ms", flush=True)
 
 
 def _draw(shape: Shape) -> tuple[Inputs, Tensor]:
