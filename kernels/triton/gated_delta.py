@@ -24,6 +24,10 @@ MAX_WIDTH = 256
 """The widest key; values may have any width."""
 
 
+MIN_BLOCK = 64
+"""Channels in the smallest tile: with 16, an H200 computed wrong results from the second chunk on (Triton 3.6)."""
+
+
 def delta_rule_triton(
     q: Tensor,
     k: Tensor,
@@ -37,7 +41,7 @@ def delta_rule_triton(
     Compute delta_rule_eager for float32, bfloat16 and float16, and keys with at most MAX_WIDTH channels.
 
     q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g and beta (rows, length, value_heads); the
-    state is float32 (rows, value_heads, K, V).
+    state is float32 (rows, value_heads, K, V). `auto` does not choose it, until all its tests pass on a GPU.
     """
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
@@ -158,14 +162,14 @@ class _Sizes(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "_Sizes":
         rows, length, heads, v_width = v.shape
-        v_block = max(16, min(64, next_power_of_2(v_width)))
+        v_block = MIN_BLOCK
         groups = heads // k.shape[2]
         return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block, v.itemsize)
 
     @property
     def stages(self) -> int:
         """Return how many chunks a sequential kernel loads ahead, which must fit into shared memory."""
-        return 3 if self.itemsize * max(16, next_power_of_2(self.width)) <= 256 else 1
+        return 3 if self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256 else 1
 
     @property
     def constants(self) -> dict[str, int]:
@@ -175,7 +179,7 @@ class _Sizes(NamedTuple):
             "GROUPS": self.groups,
             "K": self.width,
             "V": self.v_width,
-            "BK": max(16, next_power_of_2(self.width)),
+            "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
             "BV": self.v_block,
             "CHUNK": CHUNK,
         }

@@ -108,7 +108,7 @@ class RecurrentLayer(nn.Module):
         mask = kernels.recurrence_mask(documents_of([[3, 6], [9]]))
         mixed, g, beta = kernels.linear(x, self.project).split([18, 2, 2], -1)  # type: ignore[no-untyped-call]
         mixed = kernels.causal_conv(mixed, self.taps, mask)
-        q, k, v = (part.unflatten(2, (2, 3)) for part in mixed.chunk(3, -1))
+        q, k, v = (part.view(2, 9, 2, 3) for part in mixed.chunk(3, -1))
         mixed = kernels.gated_delta_rule(q, k, v, -g.exp(), beta.sigmoid(), mask)
         return (kernels.linear(mixed.flatten(2), self.out),)
 

@@ -154,7 +154,7 @@ def test_one_graph_serves_all_packings() -> None:
 
     run()
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()

@@ -66,7 +66,7 @@ def experts(x: Tensor, weight: Tensor) -> Tensor:
 def recurrences(x: Tensor, weight: Tensor) -> Tensor:
     documents = RecurrentDocuments(IDS, torch.zeros_like(IDS[:, 0]))
     convolved = causal_conv_triton(x[None], weight[:, None], documents.ids)
-    q, k, v, state = (part.reshape(1, 4, 1, 4) for part in convolved.split(4, -1))
+    q, k, v, state = (part.reshape(1, 4, 1, 4) for part in torch.split(convolved, 4, -1))
     gates = -x[None, :, :1].exp(), x[None, :, 1:2]
     mixed, last = delta_rule_triton(q, k, v, *gates, documents, state.transpose(1, 2))
     return mixed.flatten(2) + last[0]
