@@ -1,0 +1,382 @@
+"""
+Casts to float8 in Triton, and products of the casts by cuBLAS, or in Triton where the product is added to a sum.
+
+A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from the rounded elements. Tensors
+in bfloat16 are read once, except for a weight, which is cast again for the backward pass instead of being kept.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.float8 import (
+    E4M3,
+    MIN_SCALE_EXPONENT,
+    ROUND_UP,
+    SCALE_BIAS,
+    Float8Kernels,
+    Gradient,
+    Rows,
+    linear_float8,
+    padded,
+)
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton import tma
+from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2, sm_count
+
+TILE = 2048
+"""Elements that a program of a cast by rows processes at a time; a longer row is one tile."""
+
+PROGRAMS = 2
+"""Programs per multiprocessor of the cast that also finds the largest element of each column."""
+
+TOKENS, CHANNELS = 128, 64
+"""Rows and columns of the tile that a program transposes."""
+
+
+def linear_float8_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """
+    Compute linear_float8_eager on GPUs with float8: x (..., inputs), weight (outputs, inputs), bias (outputs,).
+    """
+    return linear_float8(TRITON, x, weight, bias)
+
+
+class TritonFloat8:
+    """Casts in Triton, and products of `torch._scaled_mm`."""
+
+    def quantize(self, x: Tensor, transposed: bool) -> Rows:
+        data, scale = _quantize(x)
+        return Rows(data, scale, _transpose(data, None) if transposed else data.new_empty(0))
+
+    def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
+        return _transpose(x, scale)  # type: ignore[no-any-return]
+
+    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        return Gradient(*_quantize_gradient(grad, factor, row_scale))
+
+    def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
+        columns = _ones(b) if b_scale is None else b_scale
+        if not a.numel():
+            return a.new_zeros(len(a), len(b), dtype=torch.bfloat16)
+        return torch._scaled_mm(
+            a, b.t(), a_scale[:, None], columns[None, :], out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    def add_product(self, summed: Tensor, a: Tensor, a_scale: Tensor, b: Tensor) -> None:
+        if tma.is_supported(a.device) and a.numel():
+            _add_product(summed, a, a_scale, b)
+        else:
+            summed.add_(self.multiply(a, a_scale, b, None, fast=False))
+
+
+TRITON: Float8Kernels = TritonFloat8()
+
+ONES = 2**17
+"""Length of a vector of ones on each device, the scales of transposed elements."""
+
+
+def _ones(b: Tensor) -> Tensor:
+    """Return ones (columns,) for b (columns, inner)."""
+    if b.is_cuda and type(b) is Tensor and len(b) <= ONES:
+        return _many_ones(b.device)[: len(b)]
+    return torch.ones(len(b), device=b.device)
+
+
+@cache
+def _many_ones(device: torch.device) -> Tensor:
+    return torch.ones(ONES, device=device)
+
+
+def _like_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
+
+
+@register_kernel(
+    "float8_quantize(Tensor x) -> (Tensor, Tensor)", fake=_like_quantized, flops=no_flops, scratch=no_scratch
+)
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _like_quantized(x)
+    if data.is_cuda:
+        _many_ones(data.device)  # allocated before a CUDA graph is captured
+    if data.numel():
+        rows = as_rows(x)
+        count, width, block, tile_rows = _tiles(rows)
+        _quantize_kernel[(cdiv(count, tile_rows),)](
+            rows,
+            None,
+            None,
+            data,
+            scale,
+            None,
+            None,
+            count,
+            width,
+            rows.stride(0),
+            ROWS=tile_rows,
+            BLOCK=block,
+            num_warps=_warps(tile_rows * block),
+            enable_fp_fusion=True,
+        )
+    return data, scale
+
+
+def _like_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    data, scale = _like_quantized(grad)
+    count, width = grad.shape if row_scale is not None else (0, 0)
+    columns = data.new_empty(width, padded(count))
+    return data, scale, columns, scale.new_empty(width)
+
+
+@register_kernel(
+    "float8_quantize_gradient(Tensor grad, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_like_gradient,
+    flops=no_flops,
+    scratch=no_scratch,
+)
+def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    data, scale, columns, column_scale = _like_gradient(grad, factor, row_scale)
+    if not data.numel():
+        return data, scale, columns, column_scale.fill_(1.0)
+    rows = as_rows(grad)
+    count, width, block, tile_rows = _tiles(rows)
+    programs, parts, row_factor = cdiv(count, tile_rows), None, None
+    if row_scale is not None:
+        programs = min(programs, PROGRAMS * sm_count(grad.device))
+        parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
+    _quantize_kernel[(programs,)](
+        rows,
+        factor,
+        row_scale,
+        data,
+        scale,
+        row_factor,
+        parts,
+        count,
+        width,
+        rows.stride(0),
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=_warps(tile_rows * block),
+        enable_fp_fusion=True,
+    )
+    if parts is not None:
+        inverse = scale.new_empty(width)
+        _column_scale_kernel[(cdiv(width, COLUMNS),)](
+            parts,
+            factor,
+            column_scale,
+            inverse,
+            programs,
+            width,
+            COLUMNS=COLUMNS,
+            PARTS_PER_STEP=PARTS_PER_STEP,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+        _launch_transpose(data, columns, None, row_factor, inverse)
+    return data, scale, columns, column_scale
+
+
+def _like_transposed(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[1], padded(len(x)), dtype=E4M3)
+
+
+@register_kernel(
+    "float8_transpose(Tensor x, Tensor? scale) -> Tensor", fake=_like_transposed, flops=no_flops, scratch=no_scratch
+)
+def _transpose(x: Tensor, scale: Tensor | None) -> Tensor:
+    result = _like_transposed(x, scale)
+    if result.numel():
+        _launch_transpose(as_rows(x), result, scale, None, None)
+    return result
+
+
+def _launch_transpose(
+    x: Tensor, result: Tensor, row_scale: Tensor | None, row_factor: Tensor | None, column_factor: Tensor | None
+) -> None:
+    """Fill result (width, padded rows) with x (rows, width), divided by row_scale or multiplied by both factors."""
+    count, width = x.shape
+    _transpose_kernel[(cdiv(result.shape[1], TOKENS) * cdiv(width, CHANNELS),)](
+        x,
+        result,
+        row_scale,
+        row_factor,
+        column_factor,
+        count,
+        width,
+        x.stride(0),
+        result.shape[1],
+        TOKENS=TOKENS,
+        CHANNELS=CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def _add_product(summed: Tensor, a: Tensor, a_scale: Tensor, b: Tensor) -> None:
+    """Add a (rows, inner) @ b.T times a_scale (rows,) to summed (rows, columns): b (columns, inner)."""
+    rows, columns = summed.shape
+    _product_kernel[(cdiv(rows, HEIGHT) * cdiv(columns, WIDTH),)](
+        tma.blocks(a, HEIGHT, STEP),
+        tma.blocks(b, WIDTH, STEP),
+        a_scale,
+        summed,
+        rows,
+        columns,
+        a.shape[1],
+        **PRODUCT,
+    )
+
+
+HEIGHT, WIDTH, STEP = 128, 128, 128
+PRODUCT = {
+    "HEIGHT": HEIGHT,
+    "WIDTH": WIDTH,
+    "STEP": STEP,
+    "GROUP": 8,
+    "STAGES": 4,
+    "PROMOTION": STEP,
+    "num_warps": 8,
+    "enable_fp_fusion": True,
+}
+"""Tile of a program of the product; tensor cores add PROMOTION elements before they are added in float32."""
+
+COLUMNS, PARTS_PER_STEP = 32, 64
+"""Columns of which a program finds the largest element, and partial results that it loads at a time."""
+
+
+def _tiles(rows: Tensor) -> tuple[int, int, int, int]:
+    """Return the number of rows, the width, and the width and the rows of a tile."""
+    count, width = rows.shape
+    block = next_power_of_2(width)
+    return count, width, block, max(1, min(TILE // block, next_power_of_2(count)))
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(elements // 512, 32))
+
+
+UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
+
+
+@triton.jit
+def magnitude(values):
+    """Return the absolute values of float32, with infinity for NaN, which a maximum would ignore."""
+    return tl.where(values != values, float("inf"), tl.abs(values))
+
+
+@triton.jit
+def scale_and_inverse(largest):
+    """Return `scale_of(largest)` and its inverse, both powers of two; NaN if the magnitude is infinite."""
+    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + UP) >> 23) - BIAS, LEAST)
+    is_finite = largest < float("inf")
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["count"])
+def _quantize_kernel(
+    x, factor, row_scale, data, scale, row_factor, parts, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    within = column < width
+    if factor is not None:
+        factors = tl.load(factor + column, mask=within, other=0.0)
+    if parts is not None:
+        most = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(program * ROWS, count, tl.num_programs(0) * ROWS, num_stages=3):
+        row = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        inside = (row < count) & within
+        values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        if factor is not None:
+            values *= factors
+        own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 1, keep_dims=True))
+        rounded = (values * inverse).to(data.dtype.element_ty)
+        tl.store(data + row * width + column, rounded, mask=inside)
+        tl.store(scale + row, own_scale, mask=row < count)
+        if parts is not None:
+            shift = own_scale * tl.load(row_scale + row, mask=row < count, other=0.0)
+            tl.store(row_factor + row, shift, mask=row < count)
+            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift))
+    if parts is not None:
+        at = tl.arange(0, BLOCK)
+        tl.store(parts + program * width + at, tl.max(most, 0), mask=at < width)
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["count"])
+def _column_scale_kernel(
+    parts, factor, scale, inverse, count, width, COLUMNS: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
+):
+    # fmt: on
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    most = tl.zeros((PARTS_PER_STEP, COLUMNS), tl.float32)
+    for first in range(0, count, PARTS_PER_STEP):
+        part = first + tl.arange(0, PARTS_PER_STEP)
+        inside = (part < count)[:, None] & (column < width)[None, :]
+        at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
+        most = tl.maximum(most, tl.load(at, mask=inside, other=0.0))
+    own_scale, own_inverse = scale_and_inverse(tl.max(most, 0))
+    factors = tl.load(factor + column, mask=column < width, other=1.0)
+    tl.store(scale + column, tl.div_rn(own_scale, factors), mask=column < width)
+    tl.store(inverse + column, own_inverse, mask=column < width)
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["count"])
+def _transpose_kernel(
+    x, result, row_scale, row_factor, column_factor, count, width, stride, padded_count,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):
+    # fmt: on
+    across = tl.cdiv(padded_count, TOKENS)
+    row = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(0) // across) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    values = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    if row_scale is not None:
+        inverse = tl.div_rn(1.0, tl.load(row_scale + row, mask=row < count, other=1.0))
+        values = values.to(tl.float32) * inverse[:, None]
+    if row_factor is not None:
+        # Zeros stay zeros only if the row's factor comes first: the product of both factors may be infinite.
+        values = values.to(tl.float32) * tl.load(row_factor + row, mask=row < count, other=0.0)[:, None]
+        values *= tl.load(column_factor + column, mask=column < width, other=0.0)[None, :]
+    at = result + column.to(tl.int64)[:, None] * padded_count + row[None, :]
+    mask = (column < width)[:, None] & (row < padded_count)[None, :]
+    tl.store(at, tl.trans(values.to(result.dtype.element_ty)), mask=mask)
+
+
+# fmt: off
+@lean
+@triton.jit
+def _product_kernel(
+    a, b, scale, summed, rows, columns, inner, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PROMOTION: tl.constexpr,
+):
+    # fmt: on
+    down, across = tl.cdiv(rows, HEIGHT), tl.cdiv(columns, WIDTH)
+    # Programs that run together share blocks of both factors in the L2 cache.
+    first = (tl.program_id(0) // (GROUP * across)) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    within = tl.program_id(0) % (GROUP * across)
+    top, left = (first + within % height) * HEIGHT, (within // height) * WIDTH
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for start in tl.range(0, inner, STEP, num_stages=STAGES):
+        total = tl.dot(a.load([top, start]), b.load([left, start]).T, total, max_num_imprecise_acc=PROMOTION)
+    row, column = top + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = summed + row.to(tl.int64)[:, None] * columns + column[None, :]
+    total *= tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
+    tl.store(at, (tl.load(at, mask=inside, other=0.0) + total).to(summed.dtype.element_ty), mask=inside)
