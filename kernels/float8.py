@@ -193,6 +193,8 @@ class _Rounded:
 
 def _rows_of(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Rows:
     """Return the rounded rows of x (..., width), which live as long as x does."""
+    if x.is_inference():  # without a version that tells whether it has changed
+        return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
     if known is None or known.version != x._version or (transposed and not known.rows.transposed.numel()):
         known = _Rounded(Rows(*cheap(_quantize, kernels, x, transposed)), x._version)

@@ -170,14 +170,14 @@ class DecoderBuilder:
         return 0
 
     @classmethod
-    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
-        """All parameters by name, on the meta device, as settings tell them; none if no model can be built of these."""
+    def module_of(cls, node: Any) -> nn.Module | None:
+        """Return the whole model by a node's settings, on the meta device; None if the settings are invalid."""
         # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).whole_parameters()
-        return {}
+            return cls(kernels=kernels, **{**node.settings, **ids}).whole_module()
+        return None
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
@@ -242,24 +242,20 @@ class DecoderBuilder:
 
     def forward_flops(self) -> ForwardFlops:
         """Floating-point operations of matrix products, by parameter, and of attention."""
-        return forward_flops(self._whole(), self.architecture)
+        return forward_flops(self.whole_module(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self._whole())]
+        names = [*persistent_tensors(self.whole_module())]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         return sequential(joined, mapper_of(kept, num_experts(self.architecture)))
 
-    def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by name, on the meta device."""
-        return dict(self._whole().named_parameters())
-
-    def _whole(self) -> nn.Module:
-        """All layers on the meta device, where nothing is allocated."""
+    def whole_module(self) -> nn.Module:
+        """Return the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
 
