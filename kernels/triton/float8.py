@@ -1,5 +1,5 @@
 """
-Casts to float8 in Triton, and products of the casts by cuBLAS, or in Triton where the product is added to a sum.
+Casts to float8 in Triton, and products of the casts by cuBLAS.
 
 A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from the rounded elements. Tensors
 in bfloat16 are read once, except for a weight, which is cast again for the backward pass instead of being kept.
@@ -25,17 +25,16 @@ from drawloom.kernels.float8 import (
     padded,
 )
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2, sm_count
 
 TILE = 2048
 """Elements that a program of a cast by rows processes at a time; a longer row is one tile."""
 
-PROGRAMS = 2
-"""Programs per multiprocessor of the cast that also finds the largest element of each column."""
+MIN_PROGRAMS, WARPS_PER_SM = 2, 32
+"""Programs per multiprocessor of the cast of gradients: at least so many, and enough for so many warps."""
 
-TOKENS, CHANNELS = 128, 64
+TOKENS, CHANNELS = 128, 128
 """Rows and columns of the tile that a program transposes."""
 
 
@@ -66,12 +65,6 @@ class TritonFloat8:
         return torch._scaled_mm(
             a, b.t(), a_scale[:, None], columns[None, :], out_dtype=torch.bfloat16, use_fast_accum=fast
         )
-
-    def add_product(self, summed: Tensor, a: Tensor, a_scale: Tensor, b: Tensor) -> None:
-        if tma.is_supported(a.device) and a.numel():
-            _add_product(summed, a, a_scale, b)
-        else:
-            summed.add_(self.multiply(a, a_scale, b, None, fast=False))
 
 
 TRITON: Float8Kernels = TritonFloat8()
@@ -144,9 +137,10 @@ def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -
         return data, scale, columns, column_scale.fill_(1.0)
     rows = as_rows(grad)
     count, width, block, tile_rows = _tiles(rows)
-    programs, parts, row_factor = cdiv(count, tile_rows), None, None
+    warps, parts, row_factor = _warps(tile_rows * block), None, None
+    per_sm = max(MIN_PROGRAMS, WARPS_PER_SM // warps)
+    programs = min(cdiv(count, tile_rows), per_sm * sm_count(grad.device))
     if row_scale is not None:
-        programs = min(programs, PROGRAMS * sm_count(grad.device))
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
     _quantize_kernel[(programs,)](
         rows,
@@ -161,7 +155,7 @@ def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -
         rows.stride(0),
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_warps(tile_rows * block),
+        num_warps=warps,
         enable_fp_fusion=True,
     )
     if parts is not None:
@@ -217,34 +211,6 @@ def _launch_transpose(
         enable_fp_fusion=True,
     )
 
-
-def _add_product(summed: Tensor, a: Tensor, a_scale: Tensor, b: Tensor) -> None:
-    """Add a (rows, inner) @ b.T times a_scale (rows,) to summed (rows, columns): b (columns, inner)."""
-    rows, columns = summed.shape
-    _product_kernel[(cdiv(rows, HEIGHT) * cdiv(columns, WIDTH),)](
-        tma.blocks(a, HEIGHT, STEP),
-        tma.blocks(b, WIDTH, STEP),
-        a_scale,
-        summed,
-        rows,
-        columns,
-        a.shape[1],
-        **PRODUCT,
-    )
-
-
-HEIGHT, WIDTH, STEP = 128, 128, 128
-PRODUCT = {
-    "HEIGHT": HEIGHT,
-    "WIDTH": WIDTH,
-    "STEP": STEP,
-    "GROUP": 8,
-    "STAGES": 4,
-    "PROMOTION": STEP,
-    "num_warps": 8,
-    "enable_fp_fusion": True,
-}
-"""Tile of a program of the product; tensor cores add PROMOTION elements before they are added in float32."""
 
 COLUMNS, PARTS_PER_STEP = 32, 64
 """Columns of which a program finds the largest element, and partial results that it loads at a time."""
@@ -356,27 +322,3 @@ def _transpose_kernel(
     at = result + column.to(tl.int64)[:, None] * padded_count + row[None, :]
     mask = (column < width)[:, None] & (row < padded_count)[None, :]
     tl.store(at, tl.trans(values.to(result.dtype.element_ty)), mask=mask)
-
-
-# fmt: off
-@lean
-@triton.jit
-def _product_kernel(
-    a, b, scale, summed, rows, columns, inner, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, PROMOTION: tl.constexpr,
-):
-    # fmt: on
-    down, across = tl.cdiv(rows, HEIGHT), tl.cdiv(columns, WIDTH)
-    # Programs that run together share blocks of both factors in the L2 cache.
-    first = (tl.program_id(0) // (GROUP * across)) * GROUP
-    height = tl.minimum(down - first, GROUP)
-    within = tl.program_id(0) % (GROUP * across)
-    top, left = (first + within % height) * HEIGHT, (within // height) * WIDTH
-    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    for start in tl.range(0, inner, STEP, num_stages=STAGES):
-        total = tl.dot(a.load([top, start]), b.load([left, start]).T, total, max_num_imprecise_acc=PROMOTION)
-    row, column = top + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = summed + row.to(tl.int64)[:, None] * columns + column[None, :]
-    total *= tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
-    tl.store(at, (tl.load(at, mask=inside, other=0.0) + total).to(summed.dtype.element_ty), mask=inside)

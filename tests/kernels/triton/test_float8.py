@@ -83,14 +83,3 @@ def test_layers_equal_eager_layers(tokens: int, inputs: int, outputs: int) -> No
     for actual, expected in zip(*results, strict=True):
         size = expected.float().abs().amax()
         torch.testing.assert_close(actual / size, expected / size, atol=8e-3, rtol=8e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_is_added_to_a_gradient(dtype: torch.dtype) -> None:
-    """A weight's gradient is added to a sum in the dtype of the sum, for heights and widths that no tile divides."""
-    grad, x = EAGER.quantize(spread(176, 304), False), EAGER.quantize(spread(144, 304, 1), False)
-    summed = torch.randn(176, 144, device=DEVICE).to(dtype)
-    expected = summed + EAGER.multiply(grad.data, grad.scale, x.data, None, fast=False).float()
-    TRITON.add_product(summed, grad.data, grad.scale, x.data)
-    size = expected.abs().amax()
-    torch.testing.assert_close(summed.float() / size, expected / size, atol=8e-3, rtol=8e-3)
