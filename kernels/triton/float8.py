@@ -28,11 +28,11 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2, sm_count
 
-TILE = 2048
-"""Elements that a program of a cast by rows processes at a time; a longer row is one tile."""
-
-MIN_PROGRAMS, WARPS_PER_SM = 2, 32
-"""Programs per multiprocessor of the cast of gradients: at least so many, and enough for so many warps."""
+WARPS_PER_SM, WARPS_WITH_COLUMNS = 32, 16
+"""
+Warps per multiprocessor of a cast by rows, and of one that also finds the largest element of each column: more programs
+would write more partial results.
+"""
 
 TOKENS, CHANNELS = 128, 128
 """Rows and columns of the tile that a program transposes."""
@@ -97,24 +97,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     if data.is_cuda:
         _many_ones(data.device)  # allocated before a CUDA graph is captured
     if data.numel():
-        rows = as_rows(x)
-        count, width, block, tile_rows = _tiles(rows)
-        _quantize_kernel[(cdiv(count, tile_rows),)](
-            rows,
-            None,
-            None,
-            data,
-            scale,
-            None,
-            None,
-            count,
-            width,
-            rows.stride(0),
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=_warps(tile_rows * block),
-            enable_fp_fusion=True,
-        )
+        _launch_rows(as_rows(x), None, None, data, scale, None, None, _programs(x, WARPS_PER_SM))
     return data, scale
 
 
@@ -135,30 +118,13 @@ def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -
     data, scale, columns, column_scale = _like_gradient(grad, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
-    rows = as_rows(grad)
-    count, width, block, tile_rows = _tiles(rows)
-    warps, parts, row_factor = _warps(tile_rows * block), None, None
-    per_sm = max(MIN_PROGRAMS, WARPS_PER_SM // warps)
-    programs = min(cdiv(count, tile_rows), per_sm * sm_count(grad.device))
+    parts = row_factor = None
+    programs = _programs(grad, WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS)
     if row_scale is not None:
-        parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
-    _quantize_kernel[(programs,)](
-        rows,
-        factor,
-        row_scale,
-        data,
-        scale,
-        row_factor,
-        parts,
-        count,
-        width,
-        rows.stride(0),
-        ROWS=tile_rows,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
+        parts, row_factor = scale.new_empty(programs, grad.shape[1]), scale.new_empty(len(grad))
+    _launch_rows(as_rows(grad), factor, row_scale, data, scale, row_factor, parts, programs)
     if parts is not None:
+        width = grad.shape[1]
         inverse = scale.new_empty(width)
         _column_scale_kernel[(cdiv(width, COLUMNS),)](
             parts,
@@ -169,7 +135,7 @@ def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -
             width,
             COLUMNS=COLUMNS,
             PARTS_PER_STEP=PARTS_PER_STEP,
-            num_warps=4,
+            num_warps=8,
             enable_fp_fusion=True,
         )
         _launch_transpose(data, columns, None, row_factor, inverse)
@@ -212,19 +178,46 @@ def _launch_transpose(
     )
 
 
-COLUMNS, PARTS_PER_STEP = 32, 64
+COLUMNS, PARTS_PER_STEP = 32, 256
 """Columns of which a program finds the largest element, and partial results that it loads at a time."""
 
 
-def _tiles(rows: Tensor) -> tuple[int, int, int, int]:
-    """Return the number of rows, the width, and the width and the rows of a tile."""
-    count, width = rows.shape
-    block = next_power_of_2(width)
-    return count, width, block, max(1, min(TILE // block, next_power_of_2(count)))
+def _launch_rows(
+    x: Tensor,
+    factor: Tensor | None,
+    row_scale: Tensor | None,
+    data: Tensor,
+    scale: Tensor,
+    row_factor: Tensor | None,
+    parts: Tensor | None,
+    programs: int,
+) -> None:
+    """Fill data and scale, and with row_scale also row_factor and parts (programs, width): x (rows, width)."""
+    count, width = x.shape
+    _quantize_kernel[(programs,)](
+        x,
+        factor,
+        row_scale,
+        data,
+        scale,
+        row_factor,
+        parts,
+        count,
+        width,
+        x.stride(0),
+        BLOCK=next_power_of_2(width),
+        num_warps=_warps(width),
+        enable_fp_fusion=True,
+    )
 
 
-def _warps(elements: int) -> int:
-    return max(1, min(elements // 512, 32))
+def _programs(x: Tensor, warps_per_sm: int) -> int:
+    return min(len(x), max(1, warps_per_sm // _warps(x.shape[1])) * sm_count(x.device))
+
+
+def _warps(width: int) -> int:
+    """Return the warps for 32 elements per thread, which reach the bandwidth of an H200 with rows of 4,096."""
+    return max(2, min(next_power_of_2(width) // 1024, 32))
 
 
 UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
@@ -250,33 +243,30 @@ def scale_and_inverse(largest):
 @lean
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
-    x, factor, row_scale, data, scale, row_factor, parts, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, factor, row_scale, data, scale, row_factor, parts, count, width, stride, BLOCK: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    within = column < width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
     if factor is not None:
-        factors = tl.load(factor + column, mask=within, other=0.0)
+        factors = tl.load(factor + column, mask=inside, other=0.0)
     if parts is not None:
-        most = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.range(program * ROWS, count, tl.num_programs(0) * ROWS, num_stages=3):
-        row = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        inside = (row < count) & within
+        most = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(program, count, tl.num_programs(0), num_stages=3):
         values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         if factor is not None:
             values *= factors
-        own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 1, keep_dims=True))
+        own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 0))
         rounded = (values * inverse).to(data.dtype.element_ty)
         tl.store(data + row * width + column, rounded, mask=inside)
-        tl.store(scale + row, own_scale, mask=row < count)
+        tl.store(scale + row, own_scale)
         if parts is not None:
-            shift = own_scale * tl.load(row_scale + row, mask=row < count, other=0.0)
-            tl.store(row_factor + row, shift, mask=row < count)
+            shift = own_scale * tl.load(row_scale + row)
+            tl.store(row_factor + row, shift)
             most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift))
     if parts is not None:
-        at = tl.arange(0, BLOCK)
-        tl.store(parts + program * width + at, tl.max(most, 0), mask=at < width)
+        tl.store(parts + program * width + column, most, mask=inside)
 
 
 # fmt: off
