@@ -26,7 +26,7 @@ class Utilization:
 
     With several devices also `device_tokens_per_second`. Only matrix products of a forward and a backward pass count:
     causal attention within documents, no recomputation by activation checkpointing, and no gradients of frozen weights.
-    The seconds are those of `tokens_per_second`. The peak of dense products in the compute dtype comes from
+    The seconds are those of `tokens_per_second`. The peak of dense products in the compute dtype, also with float8, comes from
     `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no values unless
     `peak_tflops` is set.
     """

@@ -1,18 +1,17 @@
 """Which linear layers of a model use float8, and what is refused."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.parallel import float8_layers as subject
 from drawloom.components.parallel.float8_layers import check_gpu, float8_layers, linear_layers, use_float8
 from drawloom.graph import UserError
-from drawloom.graph.project import Project
 from support.qwen3 import SIZES, SPARSE_SIZES
 
 DENSE: dict[str, Any] = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
@@ -69,6 +68,38 @@ def test_gpus_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert subject.MIN_CAPABILITY == (8, 9)
 
 
-def problems(tmp_path: Path, *words: str) -> list[str]:
-    found = Project().check("first_run", [f"run.name={tmp_path.name}", *words])
-    return [problem.text for problem in found]
+def problems(*words: str) -> list[str]:
+    recipe = drawloom.Recipe.load("first_run", "precision.compute='bfloat16'", *words)
+    return [text for text in map(str, recipe.graph.problems) if "DL401" in text]
+
+
+FLOAT8 = "precision.linear='float8'"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((FLOAT8,), []),
+        ((FLOAT8, "model.intermediate_size=500"), ["mlp.gate_proj is 500 x 192 on each rank", '["*.gate_proj"]']),
+        ((FLOAT8, "mesh.tensor=2", "model.intermediate_size=496"), ["mlp.gate_proj is 248 x 192 on each rank"]),
+        ((FLOAT8, "stages.compile=true"), ["torch.compile does not trace products in float8", "write compile = false"]),
+        ((FLOAT8, "precision.compute='float32'"), ["compute in 'float32', and products in float8 round bfloat16"]),
+        ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
+        (('precision.linear_in_compute=["*.q_proj"]',), ["nothing to exclude", "write linear = 'float8'"]),
+    ],
+)
+def test_check_refuses_recipes_that_can_not_multiply_in_float8(words: tuple[str, ...], parts: list[str]) -> None:
+    """Each mistake is one problem with a remedy, and a recipe without mistakes has none."""
+    found = problems(*words)
+    assert len(found) == bool(parts), found
+    assert all(part in found[0] for part in parts)
+
+
+def test_explain_counts_the_layers() -> None:
+    """`explain` says how many of the linear layers use float8."""
+    recipe = drawloom.Recipe.load("first_run", "precision.compute='bfloat16'", FLOAT8)
+    excluding = drawloom.Recipe.load(
+        "first_run", "precision.compute='bfloat16'", FLOAT8, 'precision.linear_in_compute=["*.down_proj"]'
+    )
+    for loaded, text in ((recipe, "28 of 28"), (excluding, "24 of 28")):
+        assert f"float8: {text} linear layers multiply in float8" in loaded.explain("stages")
